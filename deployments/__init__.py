@@ -1,0 +1,1 @@
+"""DOES: thin Ray Serve shells around vLLM and the rollout core."""

@@ -1,0 +1,35 @@
+"""Knobs of one engine replica. Every CPU choice is a value here; `serve.gpu.yaml` sets the GPU ones."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class DraftConfig(BaseModel):
+    """What proposes draft tokens inside the engine; `ngram` is vLLM's own prompt look-up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["off", "ngram"] = "off"
+    draft_tokens: int = Field(4, ge=1, le=64, description="most draft tokens per verification")
+    lookup_max: int = Field(4, ge=1, description="longest n-gram looked up")
+    lookup_min: int = Field(2, ge=1, description="shortest n-gram looked up")
+
+
+class EngineConfig(BaseModel):
+    """One vLLM engine: its model, its memory, its device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(description="a local Hugging Face folder")
+    device: Literal["cpu", "gpu"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
+    max_running: int = Field(16, ge=1, description="most chunks in one engine step (vLLM max_num_seqs)")
+    max_batched_tokens: int = Field(2048, ge=16, description="most tokens computed in one engine step")
+    kv_cache_gib: float | None = Field(2.0, gt=0, description="KV cache of this replica; on GPUs null leaves it to vLLM")
+    block_tokens: int = Field(32, ge=1, description="tokens per KV block")
+    cores: int | None = Field(1, ge=1, description="CPU cores this replica binds to; null: no binding")
+    tensor_parallel: int = Field(1, ge=1)
+    draft: DraftConfig = DraftConfig()
+    vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")

@@ -1,0 +1,188 @@
+"""What travels between driver, coordinator and engines: typed, and strict about unknown keys.
+
+User-facing messages are pydantic models; the two that cross the wire once per chunk are slotted
+dataclasses over numpy arrays. Token positions are absolute: 0 is the first token of the prompt.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token or the end-of-sequence token was sampled; it is the last token
+    LENGTH = "length"  # the sample's own max_tokens, or the model's context, is used up
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class SamplingParams(Message):
+    """How a token is drawn. temperature 0 is greedy; the filters apply in the order min_p, top_k, top_p."""
+
+    temperature: float = Field(1.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0, description="0: off")
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class PromptGroup(Message):
+    """One prompt and how many samples of it are wanted. Exactly one of token_ids, text, messages is given."""
+
+    prompt_id: str = Field(min_length=1)
+    token_ids: tuple[int, ...] | None = None
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    samples: int = Field(8, ge=1)
+    max_tokens: int = Field(256, ge=1, description="most new tokens of one sample, over all its chunks")
+    sampling: SamplingParams = SamplingParams()
+    forced_token_ids: tuple[tuple[int, ...], ...] | None = Field(
+        None, description="replay: the tokens sample i shall emit; an end-of-sequence token follows the last"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        given = [name for name in ("token_ids", "text", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of token_ids, text, messages (given: {', '.join(given) or 'none'})")
+        if not getattr(self, given[0]):
+            raise ValueError(f"{given[0]} is empty; a prompt needs at least one token")
+        if self.forced_token_ids is not None and len(self.forced_token_ids) != self.samples:
+            raise ValueError(f"forced_token_ids has {len(self.forced_token_ids)} entries for {self.samples} samples")
+        return self
+
+
+class RolloutBatch(Message):
+    """One step's prompts. `seed` and `step` enter every sample key."""
+
+    batch_id: str = Field(min_length=1)
+    groups: tuple[PromptGroup, ...] = Field(min_length=1)
+    step: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0)
+    traceparent: str | None = None
+    keep_trace: bool = Field(False, description="keep this batch's spans for `take_spans`")
+
+    @model_validator(mode="after")
+    def _unique(self):
+        ids = [group.prompt_id for group in self.groups]
+        if len(set(ids)) != len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise ValueError(f"prompt_id {twice!r} is given twice")
+        return self
+
+
+class Segment(Message):
+    """Tokens [start, end) of a sample's answer, made by one replica under one weights version."""
+
+    weights_version: int
+    replica_id: str
+    start: int
+    end: int
+
+
+class Timings(Message):
+    """Seconds since the batch was submitted (`started_s`, `finished_s`) and spent per kind of work."""
+
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class SampleResult(Message):
+    """One finished sample. `logprobs` are under the sampling distribution, `raw_logprobs` under the model's own."""
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    error: str | None = None
+    segments: tuple[Segment, ...] = ()
+    timings: Timings = Timings()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class GroupResult(Message):
+    batch_id: str
+    prompt_id: str
+    prompt_token_ids: tuple[int, ...]
+    samples: tuple[SampleResult, ...]
+
+
+SampleKey = Annotated[int, "unsigned, 64 bits"]
+
+
+def sample_key(seed: int, step: int, prompt_id: str, sample_index: int) -> SampleKey:
+    """The 64-bit key of a sample's noise: blake2b over (run seed, step, prompt id, sample index)."""
+    text = f"{seed}\0{step}\0{prompt_id}\0{sample_index}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8, person=b"tailrace-sample").digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """Generate at most `max_tokens` tokens after `token_ids` (int32: prompt, then what was generated so far)."""
+
+    chunk_id: str
+    sample_key: SampleKey
+    token_ids: np.ndarray
+    prompt_tokens: int
+    max_tokens: int
+    sampling: SamplingParams
+    weights_version: int
+    forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
+    traceparent: str | None = None
+    keep_trace: bool = False
+
+
+class ChunkEnd(StrEnum):
+    STOP = "stop"  # the sample is done: a stop token or end of sequence
+    LENGTH = "length"  # the chunk's max_tokens (or the context) is used up
+    ABORTED = "aborted"  # `abort` was called; the tokens so far are good
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """New tokens of one chunk (int32) and their logprobs (float32), all of one length; how it ended."""
+
+    chunk_id: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    end: ChunkEnd
+    weights_version: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    cached_tokens: int  # context tokens whose KV was found
+    computed_tokens: int  # context tokens that were prefilled again
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of one replica. Capacities never change; the rest is as of `observed_at` (unix seconds)."""
+
+    replica_id: str
+    weights_version: int
+    block_tokens: int
+    kv_capacity_blocks: int
+    max_running: int
+    max_model_len: int
+    draft_tokens: int  # look-ahead slots a running chunk may need beyond its own tokens
+    observed_at: float
+    steps: int = 0
+    preemptions: int = 0
+    running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far

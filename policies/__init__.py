@@ -1,0 +1,1 @@
+"""DECIDES: events and views in, actions out. Pure: no ray, vllm, torch, I/O, clock or randomness."""
