@@ -27,7 +27,7 @@ class EngineConfig(BaseModel):
     max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
     max_running: int = Field(16, ge=1, description="most chunks in one engine step (vLLM max_num_seqs)")
     max_batched_tokens: int = Field(2048, ge=16, description="most tokens computed in one engine step")
-    kv_cache_gib: float | None = Field(2.0, gt=0, description="KV cache of this replica; on GPUs null leaves it to vLLM")
+    kv_cache_gib: float | None = Field(2.0, gt=0, description="KV cache size; null: vLLM decides")
     block_tokens: int = Field(32, ge=1, description="tokens per KV block")
     cores: int | None = Field(1, ge=1, description="CPU cores this replica binds to; null: no binding")
     tensor_parallel: int = Field(1, ge=1)
