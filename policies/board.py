@@ -1,0 +1,137 @@
+"""The replicas and the KV reserved on them. Invariant (law 5): reserved blocks never exceed capacity.
+
+A chunk reserves its context, all tokens it may make and the replica's draft look-ahead, for as long as it
+runs. A lazy heap finds the roomiest replica in O(log replicas). Called by the core and by placement policies.
+"""
+
+from bisect import bisect_right, insort
+from heapq import heapify, heappop, heappush
+
+from policies.events import ReplicaJoined
+from policies.views import ReplicaView
+
+
+class _Replica:
+    __slots__ = ("block_tokens", "capacity_blocks", "chunks", "draft_tokens", "entry", "free_blocks", "max_running",
+                 "version")  # fmt: skip
+
+
+class Board:
+    """Books of every replica that joined and has not left."""
+
+    def __init__(self, weights_version: int = 0):
+        self.weights_version = weights_version
+        self._replicas: dict[str, _Replica] = {}
+        self._ids: list[str] = []
+        self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._replicas
+
+    def join(self, event: ReplicaJoined) -> None:
+        """Add a replica, or note the weights version a known one holds now."""
+        replica = self._replicas.get(event.replica_id)
+        if replica is None:
+            replica = _Replica()
+            replica.block_tokens, replica.draft_tokens = event.block_tokens, event.draft_tokens
+            replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
+            replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
+            self._replicas[event.replica_id] = replica
+            insort(self._ids, event.replica_id)
+        replica.version = event.weights_version
+        self._list(event.replica_id, replica)
+
+    def leave(self, replica_id: str) -> list[str]:
+        """Forget a replica; returns the ids of the chunks that ran on it."""
+        replica = self._replicas.pop(replica_id)
+        self._ids.remove(replica_id)
+        return list(replica.chunks)
+
+    def change_weights(self, version: int) -> None:
+        self.weights_version = version
+        self._rebuild()
+
+    def reserve(self, replica_id: str, chunk_id: str, need_tokens: int) -> None:
+        """Book a chunk of `need_tokens` (context and new tokens). Raises ValueError when it does not fit."""
+        replica = self._replicas[replica_id]
+        blocks = -(-(need_tokens + replica.draft_tokens) // replica.block_tokens)
+        if need_tokens > self.room_tokens(replica_id):
+            raise ValueError(f"chunk {chunk_id} needs {need_tokens} tokens of KV; {replica_id} has not that room")
+        replica.free_blocks -= blocks
+        replica.chunks[chunk_id] = blocks
+        self._list(replica_id, replica)
+
+    def release(self, replica_id: str, chunk_id: str) -> None:
+        replica = self._replicas[replica_id]
+        replica.free_blocks += replica.chunks.pop(chunk_id)
+        self._list(replica_id, replica)
+
+    def room_tokens(self, replica_id: str) -> int:
+        """Greatest need a new chunk may have there; 0 when it is full, unknown or holds other weights."""
+        replica = self._replicas.get(replica_id)
+        return 0 if replica is None else self._room(replica)
+
+    def roomiest(self) -> str | None:
+        """The ready replica with the most room (ties: lowest id), or None when no replica has any."""
+        heap = self._roomy
+        while heap:
+            replica = self._replicas.get(heap[0][1])
+            if replica is not None and replica.entry is heap[0]:
+                return heap[0][1]
+            heappop(heap)
+        return None
+
+    def next_with_room(self, after: str | None, need_tokens: int) -> str | None:
+        """The first replica behind `after`, in cyclic order of ids, that has room for `need_tokens`."""
+        start = 0 if after is None else bisect_right(self._ids, after)
+        for replica_id in self._ids[start:] + self._ids[:start]:
+            if self.room_tokens(replica_id) >= need_tokens:
+                return replica_id
+        return None
+
+    def ready(self) -> list[str]:
+        """Ids, in order, of the replicas that hold the current weights."""
+        return [i for i in self._ids if self._replicas[i].version == self.weights_version]
+
+    def all_ready(self) -> bool:
+        """Whether there are replicas and every one of them holds the current weights."""
+        return bool(self._ids) and all(r.version == self.weights_version for r in self._replicas.values())
+
+    def capacity_tokens(self) -> int:
+        """Greatest need any replica could ever take, empty; 0 without replicas."""
+        return max((r.capacity_blocks * r.block_tokens - r.draft_tokens for r in self._replicas.values()), default=0)
+
+    def view(self, replica_id: str) -> ReplicaView:
+        replica = self._replicas[replica_id]
+        return ReplicaView(
+            replica_id=replica_id,
+            kv_capacity_tokens=replica.capacity_blocks * replica.block_tokens,
+            kv_free_tokens=replica.free_blocks * replica.block_tokens,
+            running=len(replica.chunks),
+            max_running=replica.max_running,
+            weights_version=replica.version,
+        )
+
+    def views(self) -> list[ReplicaView]:
+        return [self.view(replica_id) for replica_id in self._ids]
+
+    def _room(self, replica: _Replica) -> int:
+        if len(replica.chunks) >= replica.max_running or replica.version != self.weights_version:
+            return 0
+        return max(0, replica.free_blocks * replica.block_tokens - replica.draft_tokens)
+
+    def _list(self, replica_id: str, replica: _Replica) -> None:
+        """Put the replica's present room on the heap; what was there of it is dead from now on."""
+        room = self._room(replica)
+        replica.entry = (-room, replica_id) if room else None
+        if replica.entry:
+            heappush(self._roomy, replica.entry)
+        if len(self._roomy) > 64 + 4 * len(self._ids):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        for replica_id, replica in self._replicas.items():
+            room = self._room(replica)
+            replica.entry = (-room, replica_id) if room else None
+        self._roomy = [r.entry for r in self._replicas.values() if r.entry]
+        heapify(self._roomy)

@@ -1,0 +1,83 @@
+"""The registry: which policy of each family decides. `Policies` is what `serve.yaml` names under `policies`.
+
+A member is named by `type`; a user's own by dotted path, `type: "my_pkg.mine:MyOrdering"` with `args: {...}`.
+An unknown name is an error that gives the nearest ones.
+"""
+
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, TypeAdapter, ValidationError
+
+from policies.chunking import Chunking, ChunkingPolicy, Fixed
+from policies.ordering import Ordering, OrderingPolicy, Seer
+from policies.placement import LeastKv, Placement, PlacementPolicy
+
+FAMILIES = {
+    "ordering": (OrderingPolicy, Ordering),
+    "placement": (PlacementPolicy, Placement),
+    "chunking": (ChunkingPolicy, Chunking),
+}
+
+
+def members(family: str) -> dict[str, type[BaseModel]]:
+    """Built-in policies of a family by their `type`."""
+    union = get_args(FAMILIES[family][0])[0]
+    classes = get_args(union) or (union,)
+    return {cls.model_fields["type"].default: cls for cls in classes}
+
+
+def load_policy(family: str, value: Any) -> BaseModel:
+    """A policy object from its name, its mapping, or itself. Raises ValueError with one line on bad input."""
+    if isinstance(value, BaseModel):
+        return _checked(family, value)
+    spec = {"type": value} if isinstance(value, str) else value
+    if not isinstance(spec, dict) or not isinstance(spec.get("type"), str):
+        raise ValueError(f"{family}: give a name or a mapping with `type`, not {value!r}")
+    if ":" in spec["type"]:
+        return _user_policy(family, spec)
+    known = members(family)
+    if spec["type"] not in known:
+        near = get_close_matches(spec["type"], known, cutoff=0.4)
+        hint = f"nearest: {', '.join(near)}; " if near else ""
+        raise ValueError(f"unknown {family} {spec['type']!r}; {hint}known: {', '.join(known)}")
+    return _built(known[spec["type"]], spec)
+
+
+def _user_policy(family: str, spec: dict) -> BaseModel:
+    module, _, name = spec["type"].partition(":")
+    extra = set(spec) - {"type", "args"}
+    if extra:
+        raise ValueError(f"{family} {spec['type']}: unknown key {min(extra)!r}; its knobs belong under `args`")
+    try:
+        cls = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{family} {spec['type']!r} cannot be imported: {error}") from error
+    return _checked(family, _built(cls, spec.get("args", {})))
+
+
+def _built(cls: type[BaseModel], knobs: dict) -> BaseModel:
+    try:
+        return TypeAdapter(cls).validate_python(knobs)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{cls.__name__}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _checked(family: str, policy: Any) -> BaseModel:
+    protocol = FAMILIES[family][1]
+    if not isinstance(policy, BaseModel) or not isinstance(policy, protocol):
+        wanted = ", ".join(sorted(name for name in dir(protocol) if not name.startswith("_")))
+        raise ValueError(f"{type(policy).__name__} is not a {family} policy: it must be a pydantic model with {wanted}")
+    return policy
+
+
+class Policies(BaseModel):
+    """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, least KV)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ordering: Annotated[SerializeAsAny[BaseModel], BeforeValidator(lambda v: load_policy("ordering", v))] = Seer()
+    placement: Annotated[SerializeAsAny[BaseModel], BeforeValidator(lambda v: load_policy("placement", v))] = LeastKv()
+    chunking: Annotated[SerializeAsAny[BaseModel], BeforeValidator(lambda v: load_policy("chunking", v))] = Fixed()

@@ -1,0 +1,119 @@
+"""What happens to a rollout: the only input of `RolloutCore`. The shell stamps `now` (seconds, monotonic).
+
+Every event is a value. Events that name a chunk must name a running one; the core raises otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ChunkEnd(StrEnum):
+    STOP = "stop"  # a stop token: the sample is done
+    LENGTH = "length"  # the chunk's max_tokens, or the model's context, is used up
+    ABORTED = "aborted"  # stopped on request; the tokens so far are good
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks."""
+
+    group_id: str
+    prompt_tokens: int
+    samples: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesSubmitted:
+    now: float
+    batch_id: str
+    groups: tuple[GroupSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsRevealed:
+    """True lengths by sample id. Only a simulator or a replayed trace can send this (law 3)."""
+
+    now: float
+    lengths: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCancelled:
+    now: float
+    batch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFinished:
+    now: float
+    chunk_id: str
+    new_tokens: int
+    end: ChunkEnd
+    weights_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFailed:
+    """The chunk made nothing that counts; `error` is one line."""
+
+    now: float
+    chunk_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensStreamed:
+    """A running chunk had made `tokens` tokens when it was looked at, at `observed_at`."""
+
+    now: float
+    chunk_id: str
+    tokens: int
+    observed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJoined:
+    """A replica is ready under `weights_version`. Sent again, with that version, when it has loaded others."""
+
+    now: float
+    replica_id: str
+    block_tokens: int
+    kv_capacity_blocks: int
+    max_running: int
+    draft_tokens: int
+    weights_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLeft:
+    now: float
+    replica_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """From now on chunks start only on replicas that hold `version`; running chunks end under their own."""
+
+    now: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    now: float
+
+
+Event = (
+    SamplesSubmitted
+    | LengthsRevealed
+    | BatchCancelled
+    | ChunkFinished
+    | ChunkFailed
+    | TokensStreamed
+    | ReplicaJoined
+    | ReplicaLeft
+    | WeightsChanged
+)

@@ -1,0 +1,99 @@
+"""Who runs next. An ordering gives every waiting sample a key per lane; the core takes the least key that fits.
+
+Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not
+wait) and on its group's finished samples; on anything else of the group only so that it grows as a step goes on
+(the core renews keys when a sample of the group finishes, and looks again at the one it is about to take).
+Lanes are several orders over the same samples; `lane` says which one the n-th decision follows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from policies.chance import fraction
+from policies.views import GroupView, SampleView
+
+
+@runtime_checkable
+class Ordering(Protocol):
+    """What the core asks of an ordering, built in or the user's own."""
+
+    lanes: int
+
+    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple: ...
+
+    def lane(self, pick: int) -> int: ...
+
+    def bind(self, group: int, groups: int, replicas: Sequence[str]) -> str | None: ...
+
+
+class OneLane(BaseModel):
+    """Base of orderings with one lane whose samples may go anywhere."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    lanes: ClassVar[int] = 1
+
+    def lane(self, pick: int) -> int:
+        return 0
+
+    def bind(self, group: int, groups: int, replicas: Sequence[str]) -> str | None:
+        """The replica that the `group`-th of a batch's `groups` groups is bound to; None: free to go anywhere."""
+        return None
+
+
+class Fcfs(OneLane):
+    """First come, first served: by arrival of the group, then by sample."""
+
+    type: Literal["fcfs"] = "fcfs"
+
+    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple:
+        return ()
+
+
+class GroupStatic(Fcfs):
+    """The baseline of verl: the batch is cut into equal runs of whole groups, one run per replica, up front."""
+
+    type: Literal["group_static"] = "group_static"
+
+    def bind(self, group: int, groups: int, replicas: Sequence[str]) -> str | None:
+        return replicas[group * len(replicas) // groups]
+
+
+class Seer(OneLane):
+    """Seer 4.3, Algorithm 1: probes first, shortest first; then groups by greatest estimated length.
+
+    L_g is the greatest finished length of group g, or max_tokens while none has finished. With probability
+    `explore` a decision goes to the least-run group instead (the paper gives no rate).
+    """
+
+    type: Literal["seer"] = "seer"
+    lanes: ClassVar[int] = 2
+    explore: float = Field(0.1, ge=0.0, le=1.0, description="share of decisions that go to the least-run groups")
+    seed: int = Field(0, ge=0, description="of the digest that draws those decisions")
+
+    def lane(self, pick: int) -> int:
+        return int(self.explore > 0 and fraction(self.seed, str(pick)) < self.explore)
+
+    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple:
+        if sample.index == 0:
+            return (0, sample.generated_tokens)
+        if lane:
+            return (1, group.chunks, fraction(self.seed, sample.sample_id))
+        longest = group.longest_finished_tokens
+        return (1, -(group.max_tokens if longest is None else longest), -sample.generated_tokens)
+
+
+class OracleLongestFirst(OneLane):
+    """True longest first: the bound for every estimate. Only where lengths are known: simulation and replay."""
+
+    type: Literal["oracle_longest_first"] = "oracle_longest_first"
+
+    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple:
+        raise TypeError("oracle_longest_first orders by lengths that only a simulation or a replay knows")
+
+    def key_of_length(self, sample: SampleView, lengths: Mapping[str, int]) -> tuple:
+        return (-lengths[sample.sample_id],)
+
+
+OrderingPolicy = Annotated[Fcfs | GroupStatic | Seer | OracleLongestFirst, Field(discriminator="type")]

@@ -1,0 +1,313 @@
+"""`RolloutCore`: the decisions of a rollout as a state machine without I/O. Events in, actions out.
+
+Laws kept here (each has a test): every sample ends exactly once and its tokens only grow; running chunks never
+reserve more KV than a replica has; chunks start only under the current weights version; a waiting sample that
+fits on a ready replica starts at the next tick; the same events give the same actions. One tick of a shell is
+`core.observe(event)` for what has happened, `core.decide(Tick(now))`, then performing the actions in order.
+The live coordinator and the simulator drive this same object. An illegal event raises and changes nothing.
+"""
+
+from functools import singledispatchmethod
+
+from policies.actions import AbortChunk, Action, EmitGroup, EndSample, SampleEnd, StartChunk
+from policies.board import Board
+from policies.buffer import Batch, Chunk, Group, Sample, State
+from policies.bundle import Policies
+from policies.events import (
+    BatchCancelled,
+    ChunkEnd,
+    ChunkFailed,
+    ChunkFinished,
+    Event,
+    GroupSpec,
+    LengthsRevealed,
+    ReplicaJoined,
+    ReplicaLeft,
+    SamplesSubmitted,
+    Tick,
+    TokensStreamed,
+    WeightsChanged,
+)
+from policies.fitqueue import MAX_NEED_TOKENS
+from policies.waiting import Waiting
+
+MAX_ATTEMPTS = 5
+"""Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
+
+
+class IllegalEvent(ValueError):
+    """An event that cannot happen in this state; the core has not changed."""
+
+
+class RolloutCore:
+    """See the module docstring. `policies` decide; `weights_version` is the version chunks start under."""
+
+    def __init__(self, policies: Policies, weights_version: int = 0):
+        self.policies = policies
+        self.board = Board(weights_version)
+        self._waiting = Waiting(policies.ordering)
+        self._batches: dict[str, Batch] = {}
+        self._samples: dict[str, Sample] = {}
+        self._chunks: dict[str, Chunk] = {}
+        self._outbox: list[Action] = []
+        self._unbound: list[Batch] = []
+        self._arrivals = 0
+        self._memory = None  # the placement policy's
+
+    # ---- observe ---------------------------------------------------------------------------------
+
+    @singledispatchmethod
+    def observe(self, event: Event) -> None:
+        """Take in one event. Raises IllegalEvent, changing nothing, when it cannot have happened."""
+        raise IllegalEvent(f"not an event: {event!r}")
+
+    @observe.register
+    def _(self, event: SamplesSubmitted) -> None:
+        if event.batch_id in self._batches:
+            raise IllegalEvent(f"batch {event.batch_id!r} is running already")
+        ids = {spec.group_id for spec in event.groups}
+        if len(ids) < len(event.groups) or any(f"{group_id}#0" in self._samples for group_id in ids):
+            raise IllegalEvent(f"batch {event.batch_id!r} repeats a group id")
+        for spec in event.groups:
+            self._check(spec)
+        groups = [Group(spec, event.batch_id, self._arrivals + i) for i, spec in enumerate(event.groups)]
+        self._arrivals += len(groups)
+        batch = self._batches[event.batch_id] = Batch(event.batch_id, groups)
+        self._samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
+        self._unbound.append(batch)
+
+    @observe.register
+    def _(self, event: LengthsRevealed) -> None:
+        try:
+            self._waiting.reveal(event.lengths)
+        except TypeError as error:
+            raise IllegalEvent(str(error)) from error
+
+    @observe.register
+    def _(self, event: BatchCancelled) -> None:
+        batch = self._batch(event.batch_id)
+        for sample in [s for group in batch.groups for s in group.samples if s.state is not State.ENDED]:
+            sample.cancelled = True
+            if sample.state is State.WAITING:
+                self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
+        for chunk in self._chunks.values():
+            if chunk.sample.group.batch_id == event.batch_id and not chunk.aborting:
+                chunk.aborting = True
+                self._outbox.append(AbortChunk(chunk.chunk_id, chunk.replica_id, "batch cancelled"))
+
+    @observe.register
+    def _(self, event: ChunkFinished) -> None:
+        chunk = self._chunk(event.chunk_id)
+        if not 0 <= event.new_tokens <= chunk.max_tokens:
+            raise IllegalEvent(f"{event.chunk_id}: {event.new_tokens} tokens, asked for at most {chunk.max_tokens}")
+        if event.weights_version != chunk.weights_version:
+            raise IllegalEvent(
+                f"{event.chunk_id}: made by weights {event.weights_version}, started under {chunk.weights_version}"
+            )
+        sample = self._stop(chunk)
+        sample.generated_tokens += event.new_tokens
+        sample.attempts = 0
+        if event.end is ChunkEnd.STOP:
+            self._end(sample, SampleEnd.STOP, None, "stop token")
+        elif sample.generated_tokens == sample.group.spec.max_tokens:
+            self._end(sample, SampleEnd.LENGTH, None, "max_tokens of the sample")
+        elif event.end is ChunkEnd.LENGTH and event.new_tokens < chunk.max_tokens:
+            self._end(sample, SampleEnd.LENGTH, None, "the model's context is used up")
+        else:
+            self._wait_again(sample)
+
+    @observe.register
+    def _(self, event: ChunkFailed) -> None:
+        chunk = self._chunk(event.chunk_id)
+        self._failed(self._stop(chunk), event.error)
+
+    @observe.register
+    def _(self, event: TokensStreamed) -> None:
+        sample = self._chunk(event.chunk_id).sample
+        sample.streamed_tokens = max(sample.streamed_tokens, event.tokens)
+        sample.observed_at = event.observed_at
+
+    @observe.register
+    def _(self, event: ReplicaJoined) -> None:
+        self.board.join(event)
+        self._waiting.look_at(event.replica_id)
+
+    @observe.register
+    def _(self, event: ReplicaLeft) -> None:
+        if event.replica_id not in self.board:
+            raise IllegalEvent(f"replica {event.replica_id!r} is not here")
+        lost = [self._chunks.pop(chunk_id) for chunk_id in self.board.leave(event.replica_id)]
+        for chunk in lost:
+            chunk.sample.group.running -= 1
+        homeless = self._waiting.evict(event.replica_id)
+        for sample in homeless:
+            self._rehome(sample)
+            self._put(sample)
+        for chunk in lost:
+            self._failed(chunk.sample, f"replica {event.replica_id} left: {event.error}")
+
+    @observe.register
+    def _(self, event: WeightsChanged) -> None:
+        if event.version < self.board.weights_version:
+            raise IllegalEvent(f"weights go back from {self.board.weights_version} to {event.version}")
+        self.board.change_weights(event.version)
+        for replica_id in self.board.ready():
+            self._waiting.look_at(replica_id)
+
+    # ---- decide ----------------------------------------------------------------------------------
+
+    def decide(self, tick: Tick) -> tuple[Action, ...]:
+        """All actions due: ends and hand-outs since the last tick, then every chunk that can start now."""
+        if self._unbound and self.board.ready():
+            self._bind()
+        for home in self._waiting.homes():
+            while (found := self._waiting.take_first(home, self.board.room_tokens(home))) is not None:
+                self._start(found, home, f"bound to {home}")
+        while (roomiest := self.board.roomiest()) is not None:
+            found = self._waiting.take_first(None, self.board.room_tokens(roomiest))
+            if found is None:
+                break
+            self._place(found)
+        if not self._chunks and self._waiting and self.board.all_ready():
+            self._give_up()
+        actions, self._outbox = tuple(self._outbox), []
+        return actions
+
+    def _bind(self) -> None:
+        """Queue the batches submitted since a replica was ready; static orderings bind their groups now."""
+        ready = self.board.ready()
+        for batch in self._unbound:
+            for position, group in enumerate(batch.groups):
+                group.home = self.policies.ordering.bind(position, len(batch.groups), ready)
+                for sample in group.samples:
+                    if sample.state is State.WAITING:
+                        sample.home = group.home
+                        self._put(sample)
+        self._unbound = []
+
+    def _give_up(self) -> None:
+        """Every replica is ready and idle, and still nothing could start: what waits never will."""
+        for sample in self._waiting.samples():
+            room = self.board.room_tokens(sample.home) if sample.home else self.board.capacity_tokens()
+            error = f"its next chunk needs {sample.need_tokens} tokens of KV; the replica open to it has {room}"
+            self._end(sample, SampleEnd.FAILED, error, "does not fit")
+
+    def _place(self, sample: Sample) -> None:
+        view = sample.view()
+        replica_id, self._memory = self.policies.placement.choose(view, sample.need_tokens, self.board, self._memory)
+        if self.policies.placement.sticky:
+            sample.home = replica_id
+        self._start(sample, replica_id, self._placed_reason(view, replica_id))
+
+    def _placed_reason(self, view, replica_id: str) -> str:
+        move = "first chunk"
+        if view.last_replica is not None:
+            move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
+        return f"{self.policies.ordering.type}, {self.policies.placement.type}: {move}"
+
+    def _start(self, sample: Sample, replica_id: str, reason: str) -> None:
+        max_tokens = sample.need_tokens - sample.group.spec.prompt_tokens - sample.generated_tokens
+        chunk_id = f"{sample.sample_id}:{sample.chunks}"
+        self.board.reserve(replica_id, chunk_id, sample.need_tokens)
+        version = self.board.weights_version
+        self._chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, version)
+        sample.state, sample.last_replica, sample.streamed_tokens = State.RUNNING, replica_id, 0
+        sample.chunks += 1
+        sample.group.chunks += 1
+        sample.group.running += 1
+        self._outbox.append(
+            StartChunk(chunk_id, sample.sample_id, replica_id, sample.generated_tokens, max_tokens, version, reason)
+        )
+
+    # ---- transitions -----------------------------------------------------------------------------
+
+    def _stop(self, chunk: Chunk) -> Sample:
+        del self._chunks[chunk.chunk_id]
+        self.board.release(chunk.replica_id, chunk.chunk_id)
+        self._waiting.look_at(chunk.replica_id)
+        chunk.sample.group.running -= 1
+        return chunk.sample
+
+    def _failed(self, sample: Sample, error: str) -> None:
+        sample.attempts += 1
+        if sample.attempts < MAX_ATTEMPTS:
+            self._wait_again(sample)
+        else:
+            error = f"{sample.attempts} chunks in a row failed; the last: {error}"
+            self._end(sample, SampleEnd.FAILED, error, "given up")
+
+    def _wait_again(self, sample: Sample) -> None:
+        sample.state = State.WAITING
+        if sample.cancelled:
+            self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
+        else:
+            self._rehome(sample)
+            self._put(sample)
+
+    def _rehome(self, sample: Sample) -> None:
+        """Give a sample whose replica has left another home, or none."""
+        if sample.home is None or sample.home in self.board:
+            return
+        ready, group = self.board.ready(), sample.group
+        if group.home is not None and ready:
+            batch = self._batches[group.batch_id]
+            group.home = self.policies.ordering.bind(batch.groups.index(group), len(batch.groups), ready)
+        sample.home = group.home if group.home in self.board else None
+
+    def _put(self, sample: Sample) -> None:
+        """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
+        chunk_tokens = self.policies.chunking.tokens(sample.view())
+        sample.need_tokens = sample.group.spec.prompt_tokens + sample.generated_tokens + chunk_tokens
+        self._waiting.put(sample)
+
+    def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
+        self._waiting.drop(sample)
+        sample.state = State.ENDED
+        group = sample.group
+        group.unended -= 1
+        self._outbox.append(EndSample(sample.sample_id, end, error, reason))
+        if end in (SampleEnd.STOP, SampleEnd.LENGTH):
+            group.finished += 1
+            group.longest_finished = max(group.longest_finished or 0, sample.generated_tokens)
+            self._waiting.renew(group)
+        if not group.unended:
+            self._emit(group)
+
+    def _emit(self, group: Group) -> None:
+        self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
+        for sample in group.samples:
+            del self._samples[sample.sample_id]
+        self._waiting.forget(group)
+        batch = self._batches[group.batch_id]
+        batch.unemitted -= 1
+        if not batch.unemitted:
+            del self._batches[group.batch_id]
+
+    # ---- questions a shell asks -------------------------------------------------------------------
+
+    def is_running(self, chunk_id: str) -> bool:
+        return chunk_id in self._chunks
+
+    def counts(self) -> dict[str, int]:
+        """Samples that wait and run, and batches not handed out in full."""
+        running = len(self._chunks)
+        unended = sum(sample.state is not State.ENDED for sample in self._samples.values())
+        return {"waiting": unended - running, "running": running, "batches": len(self._batches)}
+
+    def _check(self, spec: GroupSpec) -> None:
+        if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
+            raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
+        if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
+            raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
+        if not self._waiting.may_order(spec):
+            raise IllegalEvent(f"{spec.group_id}: {self.policies.ordering.type} needs true lengths, and has none")
+
+    def _chunk(self, chunk_id: str) -> Chunk:
+        if chunk_id not in self._chunks:
+            raise IllegalEvent(f"chunk {chunk_id!r} is not running")
+        return self._chunks[chunk_id]
+
+    def _batch(self, batch_id: str) -> Batch:
+        if batch_id not in self._batches:
+            raise IllegalEvent(f"batch {batch_id!r} is not here")
+        return self._batches[batch_id]

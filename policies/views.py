@@ -1,0 +1,41 @@
+"""What a policy may see. Immutable; no field tells a sample's true length (law 3).
+
+Fields that come from a replica's report carry the time of that report, `observed_at` (law 8); all
+others are the core's own books and exact at the time of the decision.
+"""
+
+from typing import NamedTuple
+
+
+class SampleView(NamedTuple):
+    sample_id: str
+    group_id: str
+    arrival: int  # position of its group among all groups ever submitted
+    index: int  # position in its group; 0 is the probe
+    prompt_tokens: int
+    generated_tokens: int  # at the end of its last chunk
+    streamed_tokens: int  # seen so far of a running chunk, as of observed_at
+    observed_at: float
+    max_tokens: int
+    chunks: int  # chunks started so far
+    last_replica: str | None
+
+
+class GroupView(NamedTuple):
+    group_id: str
+    arrival: int
+    samples: int
+    running: int
+    finished: int
+    chunks: int  # chunks started so far, over all its samples
+    max_tokens: int
+    longest_finished_tokens: int | None  # None until one of its samples has finished
+
+
+class ReplicaView(NamedTuple):
+    replica_id: str
+    kv_capacity_tokens: int
+    kv_free_tokens: int  # free for a new chunk's context, its tokens and its drafts
+    running: int
+    max_running: int
+    weights_version: int

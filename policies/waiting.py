@@ -1,0 +1,121 @@
+"""The waiting samples, in the order of the ordering policy: one set of lanes for samples that may go anywhere,
+and one per replica that samples are bound to.
+
+Keys of a lane are renewed when a sample of the group finishes; keys that have only grown since are found out when
+their sample is about to be taken (see the contract in `policies.ordering`). Called by `RolloutCore` alone.
+"""
+
+from collections.abc import Mapping
+
+from policies.buffer import Group, Sample, State
+from policies.events import GroupSpec
+from policies.fitqueue import FitQueue
+from policies.ordering import OracleLongestFirst, Ordering
+
+
+class Waiting:
+    """Queues by home (a replica id, or None); each has a FitQueue per lane over the same samples."""
+
+    def __init__(self, ordering: Ordering):
+        self._ordering = ordering
+        self._lengths: dict[str, int] = {}
+        self._queues: dict[str | None, list[FitQueue]] = {}
+        self._samples: dict[str, Sample] = {}
+        self._changed: dict[str, None] = {}  # homes whose room or queue has changed; an ordered set
+        self._picks = 0
+
+    def reveal(self, lengths: Mapping[str, int]) -> None:
+        """True lengths for the ordering that needs them. Raises TypeError for every other one."""
+        if not isinstance(self._ordering, OracleLongestFirst):
+            raise TypeError(f"ordering {self._ordering.type} must not see true lengths (law 3)")
+        self._lengths.update(lengths)
+
+    def may_order(self, spec: GroupSpec) -> bool:
+        """Whether the ordering knows what it needs of a group that is submitted."""
+        if not isinstance(self._ordering, OracleLongestFirst):
+            return True
+        return all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples))
+
+    def forget(self, group: Group) -> None:
+        """The group has been handed out: its lengths are not needed any more."""
+        if self._lengths:
+            for sample in group.samples:
+                self._lengths.pop(sample.sample_id, None)
+
+    def __len__(self):
+        return len(self._samples)
+
+    def samples(self) -> list[Sample]:
+        """All waiting samples, in order of arrival."""
+        return sorted(self._samples.values(), key=lambda s: (s.group.arrival, s.index))
+
+    def put(self, sample: Sample) -> None:
+        """Queue a waiting sample, or give it its present need and keys."""
+        if sample.home not in self._queues:
+            self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
+        for lane, queue in enumerate(self._queues[sample.home]):
+            queue.push(sample.sample_id, sample.need_tokens, self._key(lane, sample))
+        self._samples[sample.sample_id] = sample
+        self.look_at(sample.home)
+
+    def drop(self, sample: Sample) -> None:
+        """Take a sample out, if it waits here."""
+        if self._samples.pop(sample.sample_id, None) is not None:
+            for queue in self._queues[sample.home]:
+                queue.remove(sample.sample_id)
+
+    def renew(self, group: Group) -> None:
+        """A sample of the group has finished: its waiting mates get their present keys."""
+        for mate in group.samples:
+            if mate.state is State.WAITING and mate.sample_id in self._samples:
+                for lane, queue in enumerate(self._queues[mate.home]):
+                    self._refresh(lane, queue, mate)
+
+    def evict(self, home: str) -> list[Sample]:
+        """Take out all samples bound to a replica that has left, in order of arrival."""
+        queues = self._queues.pop(home, None)
+        if queues is None:
+            return []
+        gone = [sample for sample in self.samples() if sample.home == home]
+        for sample in gone:
+            del self._samples[sample.sample_id]
+        return gone
+
+    def look_at(self, home: str | None) -> None:
+        """Note that the room of a replica, or what is bound to it, has changed."""
+        if home is not None and home in self._queues:
+            self._changed[home] = None
+
+    def homes(self) -> list[str]:
+        """Replicas to look at since the last call, in order of ids."""
+        homes, self._changed = sorted(self._changed), {}
+        return [home for home in homes if home in self._queues]
+
+    def take_first(self, home: str | None, room_tokens: int) -> Sample | None:
+        """The first sample bound to `home` whose need fits `room_tokens`, taken out; None when there is none."""
+        queues = self._queues.get(home)
+        if not queues or not room_tokens:
+            return None
+        lane = self._ordering.lane(self._picks)
+        while (sample_id := queues[lane].peek(room_tokens)) is not None:
+            sample = self._samples[sample_id]
+            if not self._refresh(lane, queues[lane], sample):
+                self._picks += 1
+                self.drop(sample)
+                return sample
+        return None
+
+    def _refresh(self, lane: int, queue: FitQueue, sample: Sample) -> bool:
+        key = self._key(lane, sample)
+        if key == queue.key(sample.sample_id):
+            return False
+        queue.push(sample.sample_id, sample.need_tokens, key)
+        return True
+
+    def _key(self, lane: int, sample: Sample) -> tuple:
+        view = sample.view()
+        if isinstance(self._ordering, OracleLongestFirst):
+            key = self._ordering.key_of_length(view, self._lengths)
+        else:
+            key = self._ordering.key(lane, view, sample.group.view())
+        return (*key, view.arrival, view.index)
