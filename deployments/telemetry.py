@@ -1,0 +1,174 @@
+"""Tracing: one private OpenTelemetry provider per process, and a shelf of finished spans to look at.
+
+Invariant: a span is recorded only when its trace is sampled (the parent's flag) and somebody wants it, that
+is an OTLP collector or the shelf; anything else costs one dictionary look-up. The shelf is bounded.
+Called by the coordinator, the engine replicas and the client; the context travels as a W3C `traceparent` in
+our own messages, which works across actors, threads and vLLM alike.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from threading import Lock
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, Span, SpanContext
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+# About 1 KiB per span as a dict: 200 MiB at most, and a step of 16,384 samples in 10 chunks each fits.
+SHELF_SPANS = 200_000
+
+_W3C = TraceContextTextMapPropagator()
+
+
+def parse_traceparent(traceparent: str) -> SpanContext:
+    """The span context a W3C `traceparent` header names; ValueError when it is not one."""
+    context = trace.get_current_span(_W3C.extract({"traceparent": traceparent})).get_span_context()
+    if not context.is_valid:
+        raise ValueError(f"not a W3C traceparent: {traceparent!r}")
+    return context
+
+
+def traceparent(span: Span) -> str | None:
+    """The W3C `traceparent` of a span, for its children in other processes; None when tracing is off."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get("traceparent")
+
+
+def trace_id_of(name: str) -> str:
+    """The 32 hex digits of a trace named by its id or by a traceparent within it."""
+    return name.lower() if len(name) == 32 else f"{parse_traceparent(name).trace_id:032x}"
+
+
+def as_dict(span: ReadableSpan, service: str) -> dict[str, Any]:
+    """A finished span as plain JSON types; times are unix nanoseconds, ids are hex."""
+    context = span.get_span_context()
+    return {
+        "trace_id": f"{context.trace_id:032x}",
+        "span_id": f"{context.span_id:016x}",
+        "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
+        "name": span.name,
+        "start_unix_ns": span.start_time,
+        "end_unix_ns": span.end_time,
+        "attributes": _plain(span.attributes),
+        "events": [
+            {"name": event.name, "unix_ns": event.timestamp, "attributes": _plain(event.attributes)}
+            for event in span.events
+        ],
+        "status": span.status.status_code.name.lower(),
+        "service": service,
+    }
+
+
+def _plain(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in (attributes or {}).items()}
+
+
+class Shelf(SpanProcessor):
+    """Finished spans of the traces that were asked for; the oldest trace goes first when there are too many."""
+
+    def __init__(self, service: str, most_spans: int):
+        self.service = service
+        self.most_spans = most_spans
+        self.dropped_spans = 0
+        self._traces: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        self._spans = 0
+        self._lock = Lock()  # spans end on the engine's thread, and are taken on the event loop's
+
+    def keep(self, trace_id: str) -> None:
+        with self._lock:
+            self._traces.setdefault(trace_id, [])
+
+    def keeps(self, trace_id: str) -> bool:
+        return trace_id in self._traces
+
+    def on_end(self, span: ReadableSpan) -> None:
+        trace_id = f"{span.get_span_context().trace_id:032x}"
+        with self._lock:
+            if trace_id not in self._traces:
+                return
+            while self._spans >= self.most_spans and len(self._traces) > 1:
+                self._drop_oldest(other_than=trace_id)
+            if self._spans >= self.most_spans:
+                self.dropped_spans += 1
+                return
+            self._traces[trace_id].append(as_dict(span, self.service))
+            self._spans += 1
+
+    def _drop_oldest(self, other_than: str) -> None:
+        oldest = next(name for name in self._traces if name != other_than)
+        lost = len(self._traces.pop(oldest))
+        self._spans -= lost
+        self.dropped_spans += lost
+
+    def take(self, trace_id: str) -> list[dict[str, Any]]:
+        with self._lock:
+            spans = self._traces.pop(trace_id, [])
+            self._spans -= len(spans)
+            return spans
+
+
+class Telemetry:
+    """Makes spans for one service. `otlp`: export them too; the exporter itself reads the OTEL_* variables."""
+
+    def __init__(self, service: str, otlp: bool = False, most_spans: int = SHELF_SPANS):
+        self._otlp = otlp
+        self._shelf = Shelf(service, most_spans)
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=otlp)
+        self._provider.add_span_processor(self._shelf)
+        if otlp:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("tailrace")
+
+    @property
+    def dropped_spans(self) -> int:
+        """Spans that the full shelf had to let go."""
+        return self._shelf.dropped_spans
+
+    def keep(self, name: str) -> None:
+        """Shelve the spans of this trace (its id, or a traceparent within it) that end from now on."""
+        self._shelf.keep(trace_id_of(name))
+
+    def take(self, name: str) -> list[dict[str, Any]]:
+        """The shelved spans of a trace in the order they ended, see `as_dict`; the shelf forgets the trace."""
+        return self._shelf.take(trace_id_of(name))
+
+    def span(
+        self,
+        name: str,
+        traceparent: str | None = None,
+        start_ns: int | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        keep: bool = False,
+    ) -> Span:
+        """A started span; the caller ends it. Without a traceparent it begins a trace.
+
+        `keep` shelves the trace. A span that nobody wants does not record, but still passes its context on.
+        """
+        if traceparent is None:
+            if not (keep or self._otlp):
+                return INVALID_SPAN
+            nowhere = trace.set_span_in_context(INVALID_SPAN)  # not below whatever span is current here
+            span = self._tracer.start_span(name, nowhere, attributes=attributes, start_time=start_ns)
+            if keep:
+                self._shelf.keep(f"{span.get_span_context().trace_id:032x}")
+            return span
+        parent = parse_traceparent(traceparent)
+        if keep:
+            self._shelf.keep(f"{parent.trace_id:032x}")
+        around = NonRecordingSpan(parent)
+        if not parent.trace_flags.sampled or not (self._otlp or self._shelf.keeps(f"{parent.trace_id:032x}")):
+            return around
+        return self._tracer.start_span(
+            name, trace.set_span_in_context(around), attributes=attributes, start_time=start_ns
+        )
+
+    def close(self) -> None:
+        """Sends what is still waiting to the collector."""
+        self._provider.shutdown()
