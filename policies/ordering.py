@@ -1,4 +1,4 @@
-"""Who runs next. An ordering gives every waiting sample a key per lane; the core takes the least key that fits.
+"""Who runs next. An ordering gives a waiting sample one key per lane; the core takes the least key that fits.
 
 Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not
 wait) and on its group's finished samples; on anything else of the group only so that it grows as a step goes on
@@ -21,7 +21,7 @@ class Ordering(Protocol):
 
     lanes: int
 
-    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple: ...
+    def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]: ...
 
     def lane(self, pick: int) -> int: ...
 
@@ -47,8 +47,8 @@ class Fcfs(OneLane):
 
     type: Literal["fcfs"] = "fcfs"
 
-    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple:
-        return ()
+    def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]:
+        return ((),)
 
 
 class GroupStatic(Fcfs):
@@ -75,13 +75,13 @@ class Seer(OneLane):
     def lane(self, pick: int) -> int:
         return int(self.explore > 0 and fraction(self.seed, str(pick)) < self.explore)
 
-    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple:
+    def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]:
         if sample.index == 0:
-            return (0, sample.generated_tokens)
-        if lane:
-            return (1, group.chunks, fraction(self.seed, sample.sample_id))
+            probe = (0, sample.generated_tokens)
+            return probe, probe
         longest = group.longest_finished_tokens
-        return (1, -(group.max_tokens if longest is None else longest), -sample.generated_tokens)
+        estimate = group.max_tokens if longest is None else longest
+        return (1, -estimate, -sample.generated_tokens), (1, group.chunks, fraction(self.seed, sample.sample_id))
 
 
 class OracleLongestFirst(OneLane):
@@ -89,11 +89,11 @@ class OracleLongestFirst(OneLane):
 
     type: Literal["oracle_longest_first"] = "oracle_longest_first"
 
-    def key(self, lane: int, sample: SampleView, group: GroupView) -> tuple:
+    def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]:
         raise TypeError("oracle_longest_first orders by lengths that only a simulation or a replay knows")
 
-    def key_of_length(self, sample: SampleView, lengths: Mapping[str, int]) -> tuple:
-        return (-lengths[sample.sample_id],)
+    def keys_of_length(self, sample: SampleView, lengths: Mapping[str, int]) -> tuple[tuple, ...]:
+        return ((-lengths[sample.sample_id],),)
 
 
 OrderingPolicy = Annotated[Fcfs | GroupStatic | Seer | OracleLongestFirst, Field(discriminator="type")]

@@ -7,8 +7,6 @@ fits on a ready replica starts at the next tick; the same events give the same a
 The live coordinator and the simulator drive this same object. An illegal event raises and changes nothing.
 """
 
-from functools import singledispatchmethod
-
 from policies.actions import AbortChunk, Action, EmitGroup, EndSample, SampleEnd, StartChunk
 from policies.board import Board
 from policies.buffer import Batch, Chunk, Group, Sample, State
@@ -56,13 +54,14 @@ class RolloutCore:
 
     # ---- observe ---------------------------------------------------------------------------------
 
-    @singledispatchmethod
     def observe(self, event: Event) -> None:
         """Take in one event. Raises IllegalEvent, changing nothing, when it cannot have happened."""
-        raise IllegalEvent(f"not an event: {event!r}")
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise IllegalEvent(f"not an event: {event!r}")
+        handler(self, event)
 
-    @observe.register
-    def _(self, event: SamplesSubmitted) -> None:
+    def _submitted(self, event: SamplesSubmitted) -> None:
         if event.batch_id in self._batches:
             raise IllegalEvent(f"batch {event.batch_id!r} is running already")
         ids = {spec.group_id for spec in event.groups}
@@ -76,15 +75,13 @@ class RolloutCore:
         self._samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
         self._unbound.append(batch)
 
-    @observe.register
-    def _(self, event: LengthsRevealed) -> None:
+    def _revealed(self, event: LengthsRevealed) -> None:
         try:
             self._waiting.reveal(event.lengths)
         except TypeError as error:
             raise IllegalEvent(str(error)) from error
 
-    @observe.register
-    def _(self, event: BatchCancelled) -> None:
+    def _cancelled(self, event: BatchCancelled) -> None:
         batch = self._batch(event.batch_id)
         for sample in [s for group in batch.groups for s in group.samples if s.state is not State.ENDED]:
             sample.cancelled = True
@@ -95,8 +92,7 @@ class RolloutCore:
                 chunk.aborting = True
                 self._outbox.append(AbortChunk(chunk.chunk_id, chunk.replica_id, "batch cancelled"))
 
-    @observe.register
-    def _(self, event: ChunkFinished) -> None:
+    def _chunk_finished(self, event: ChunkFinished) -> None:
         chunk = self._chunk(event.chunk_id)
         if not 0 <= event.new_tokens <= chunk.max_tokens:
             raise IllegalEvent(f"{event.chunk_id}: {event.new_tokens} tokens, asked for at most {chunk.max_tokens}")
@@ -116,24 +112,20 @@ class RolloutCore:
         else:
             self._wait_again(sample)
 
-    @observe.register
-    def _(self, event: ChunkFailed) -> None:
+    def _chunk_failed(self, event: ChunkFailed) -> None:
         chunk = self._chunk(event.chunk_id)
         self._failed(self._stop(chunk), event.error)
 
-    @observe.register
-    def _(self, event: TokensStreamed) -> None:
+    def _tokens_streamed(self, event: TokensStreamed) -> None:
         sample = self._chunk(event.chunk_id).sample
         sample.streamed_tokens = max(sample.streamed_tokens, event.tokens)
         sample.observed_at = event.observed_at
 
-    @observe.register
-    def _(self, event: ReplicaJoined) -> None:
+    def _replica_joined(self, event: ReplicaJoined) -> None:
         self.board.join(event)
         self._waiting.look_at(event.replica_id)
 
-    @observe.register
-    def _(self, event: ReplicaLeft) -> None:
+    def _replica_left(self, event: ReplicaLeft) -> None:
         if event.replica_id not in self.board:
             raise IllegalEvent(f"replica {event.replica_id!r} is not here")
         lost = [self._chunks.pop(chunk_id) for chunk_id in self.board.leave(event.replica_id)]
@@ -146,8 +138,7 @@ class RolloutCore:
         for chunk in lost:
             self._failed(chunk.sample, f"replica {event.replica_id} left: {event.error}")
 
-    @observe.register
-    def _(self, event: WeightsChanged) -> None:
+    def _weights_changed(self, event: WeightsChanged) -> None:
         if event.version < self.board.weights_version:
             raise IllegalEvent(f"weights go back from {self.board.weights_version} to {event.version}")
         self.board.change_weights(event.version)
@@ -311,3 +302,16 @@ class RolloutCore:
         if batch_id not in self._batches:
             raise IllegalEvent(f"batch {batch_id!r} is not here")
         return self._batches[batch_id]
+
+
+_HANDLERS = {
+    SamplesSubmitted: RolloutCore._submitted,
+    LengthsRevealed: RolloutCore._revealed,
+    BatchCancelled: RolloutCore._cancelled,
+    ChunkFinished: RolloutCore._chunk_finished,
+    ChunkFailed: RolloutCore._chunk_failed,
+    TokensStreamed: RolloutCore._tokens_streamed,
+    ReplicaJoined: RolloutCore._replica_joined,
+    ReplicaLeft: RolloutCore._replica_left,
+    WeightsChanged: RolloutCore._weights_changed,
+}

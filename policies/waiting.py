@@ -7,10 +7,11 @@ their sample is about to be taken (see the contract in `policies.ordering`). Cal
 
 from collections.abc import Mapping
 
-from policies.buffer import Group, Sample, State
+from policies.buffer import Group, Sample
 from policies.events import GroupSpec
 from policies.fitqueue import FitQueue
 from policies.ordering import OracleLongestFirst, Ordering
+from policies.views import GroupView
 
 
 class Waiting:
@@ -53,8 +54,8 @@ class Waiting:
         """Queue a waiting sample, or give it its present need and keys."""
         if sample.home not in self._queues:
             self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
-        for lane, queue in enumerate(self._queues[sample.home]):
-            queue.push(sample.sample_id, sample.need_tokens, self._key(lane, sample))
+        for queue, key in zip(self._queues[sample.home], self._keys(sample, sample.group.view()), strict=True):
+            queue.push(sample.sample_id, sample.need_tokens, key)
         self._samples[sample.sample_id] = sample
         self.look_at(sample.home)
 
@@ -66,10 +67,12 @@ class Waiting:
 
     def renew(self, group: Group) -> None:
         """A sample of the group has finished: its waiting mates get their present keys."""
+        view = group.view()
         for mate in group.samples:
-            if mate.state is State.WAITING and mate.sample_id in self._samples:
-                for lane, queue in enumerate(self._queues[mate.home]):
-                    self._refresh(lane, queue, mate)
+            if mate.sample_id in self._samples:
+                for queue, key in zip(self._queues[mate.home], self._keys(mate, view), strict=True):
+                    if key != queue.key(mate.sample_id):
+                        queue.push(mate.sample_id, mate.need_tokens, key)
 
     def evict(self, home: str) -> list[Sample]:
         """Take out all samples bound to a replica that has left, in order of arrival."""
@@ -99,23 +102,18 @@ class Waiting:
         lane = self._ordering.lane(self._picks)
         while (sample_id := queues[lane].peek(room_tokens)) is not None:
             sample = self._samples[sample_id]
-            if not self._refresh(lane, queues[lane], sample):
+            key = self._keys(sample, sample.group.view())[lane]
+            if key == queues[lane].key(sample_id):
                 self._picks += 1
                 self.drop(sample)
                 return sample
+            queues[lane].push(sample_id, sample.need_tokens, key)
         return None
 
-    def _refresh(self, lane: int, queue: FitQueue, sample: Sample) -> bool:
-        key = self._key(lane, sample)
-        if key == queue.key(sample.sample_id):
-            return False
-        queue.push(sample.sample_id, sample.need_tokens, key)
-        return True
-
-    def _key(self, lane: int, sample: Sample) -> tuple:
+    def _keys(self, sample: Sample, group: GroupView) -> list[tuple]:
         view = sample.view()
         if isinstance(self._ordering, OracleLongestFirst):
-            key = self._ordering.key_of_length(view, self._lengths)
+            keys = self._ordering.keys_of_length(view, self._lengths)
         else:
-            key = self._ordering.key(lane, view, sample.group.view())
-        return (*key, view.arrival, view.index)
+            keys = self._ordering.keys(view, group)
+        return [(*key, view.arrival, view.index) for key in keys]
