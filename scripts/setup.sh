@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# From a bare Debian 12 to .venv and the demo model. Each finished step leaves a stamp in .venv (of the lock it
+# installed), so an interrupted run resumes and a second run does nothing. Called by `make setup`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3.11}
+say() { echo "setup: $*"; }
+fail() { echo "setup: $*" >&2; exit 1; }
+
+command -v "$PYTHON" >/dev/null || fail "$PYTHON is not there; install Python 3.11, or name it: make setup PYTHON=..."
+
+# What Mooncake (all five) and the CPU build of vLLM (libnuma) load from the system.
+missing=$("$PYTHON" - <<'EOF'
+import ctypes, importlib.util
+LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1",
+             "libcurl.so.4": "libcurl4", "libstdc++.so.6": "libstdc++6"}
+packages = [] if importlib.util.find_spec("ensurepip") else ["python3-venv"]
+for library, package in LIBRARIES.items():
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        packages.append(package)
+print(" ".join(packages))
+EOF
+)
+if [ -n "$missing" ]; then
+    { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; } || fail "missing; run: sudo apt-get install -y $missing"
+    say "installing $missing"
+    # shellcheck disable=SC2086
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $missing; } \
+        >/dev/null || fail "apt-get could not install: $missing"
+fi
+
+lock=requirements/cpu.txt
+torch=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/cpu.in)
+stamp=.venv/.stamp-$({ cat "$lock"; echo "$torch"; } | sha256sum | cut -c1-16)
+if [ ! -e "$stamp" ]; then
+    [ -x .venv/bin/python ] || { say "making .venv"; rm -rf .venv; "$PYTHON" -m venv .venv; }
+    pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+    say "installing $lock (about 600 MB)"
+    pip install --no-deps --require-hashes -r "$lock" || fail "$lock did not install; make setup resumes"
+    # torch last, and by itself: its CPU build is not on the package index, so it cannot carry the lock's one
+    # hash. Where pip knows a CPU build it wins (2.13.0+cpu > 2.13.0); elsewhere comes the CUDA one (several GB).
+    say "installing $torch"
+    pip install "$torch" || fail "$torch did not install; make setup resumes"
+    .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store" 2>.venv/check.log ||
+        fail "the packages do not import: $(tail -n 1 .venv/check.log) (whole story: .venv/check.log)"
+    rm -f .venv/.stamp-*
+    touch "$stamp"
+fi
+.venv/bin/python -m app model
+say "ready"
