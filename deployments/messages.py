@@ -5,23 +5,18 @@ dataclasses over numpy arrays. Token positions are absolute: 0 is the first toke
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from hashlib import blake2b
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from policies.actions import SampleEnd
+from policies.events import ChunkEnd
+
 
 class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FinishReason(StrEnum):
-    STOP = "stop"  # a stop token or the end-of-sequence token was sampled; it is the last token
-    LENGTH = "length"  # the sample's own max_tokens, or the model's context, is used up
-    CANCELLED = "cancelled"
-    FAILED = "failed"
 
 
 class SamplingParams(Message):
@@ -106,7 +101,7 @@ class SampleResult(Message):
     text: str
     logprobs: tuple[float, ...]
     raw_logprobs: tuple[float, ...]
-    finish_reason: FinishReason
+    finish_reason: SampleEnd
     error: str | None = None
     segments: tuple[Segment, ...] = ()
     timings: Timings = Timings()
@@ -119,6 +114,45 @@ class GroupResult(Message):
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
     samples: tuple[SampleResult, ...]
+
+
+class Rejected(Message):
+    """The batch was not taken; `reason` is one line that names the prompt or key and how to mend it."""
+
+    reason: str
+
+
+class ReplicaStatus(Message):
+    replica_id: str
+    ready: bool
+    running: int
+    max_running: int
+    kv_used_share: float
+    weights_version: int
+    preemptions: int
+
+
+class BatchStatus(Message):
+    """`tokens` counts whole chunks and what running chunks had made when last looked at, `observed_s` ago."""
+
+    batch_id: str
+    samples: int
+    ended: int
+    groups: int
+    emitted: int
+    tokens: int
+    tail: bool  # whether 90 % of the samples have ended
+    seconds: float
+
+
+class ServiceStatus(Message):
+    waiting: int
+    running: int
+    batches: tuple[BatchStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
+    observed_s: float  # age of the oldest replica report used
+    waits_for: str | None  # what holds everything up, if anything does
+    policies: dict[str, Any]
 
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]
@@ -144,12 +178,6 @@ class ChunkRequest:
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
     traceparent: str | None = None
     keep_trace: bool = False
-
-
-class ChunkEnd(StrEnum):
-    STOP = "stop"  # the sample is done: a stop token or end of sequence
-    LENGTH = "length"  # the chunk's max_tokens (or the context) is used up
-    ABORTED = "aborted"  # `abort` was called; the tokens so far are good
 
 
 @dataclass(frozen=True, slots=True)

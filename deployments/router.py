@@ -46,12 +46,12 @@ class AddressedRouter(RequestRouter):
         return replica
 
 
-async def poll_all(handle: DeploymentHandle, method: str, timeout_s: float) -> list[Any]:
-    """`method()` of every running replica: its result, or the exception it ended with, in no order.
+async def poll_all(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:
+    """`method(*args)` of every running replica: its result, or the exception it ended with, in no order.
 
     An empty list when there is no replica yet. TimeoutError when not all have answered after `timeout_s`.
     """
     try:
-        return await handle.broadcast(method).results_async(timeout_s=timeout_s, return_exceptions=True)
+        return await handle.broadcast(method, *args).results_async(timeout_s=timeout_s, return_exceptions=True)
     except DeploymentUnavailableError:
         return []

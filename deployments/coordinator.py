@@ -1,0 +1,53 @@
+"""The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.client`.
+
+`user_config: {policies: {...}}` in `serve.yaml` changes the policies without a restart.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.fleet import Fleet
+from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus
+from deployments.prompts import Prompts
+from deployments.rollouts import Rollouts
+from deployments.telemetry import Telemetry
+from policies.bundle import Policies
+
+
+@serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000)
+class Coordinator:
+    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer."""
+
+    def __init__(self, engines: DeploymentHandle, model: str, max_model_len: int, otlp: bool):
+        telemetry = Telemetry("tailrace-coordinator", otlp)
+        self._rollouts = Rollouts(Fleet(engines), Prompts(model, max_model_len), Policies(), telemetry)
+        loop = asyncio.get_running_loop()
+        self._loops = [loop.create_task(self._rollouts.run()), loop.create_task(self._rollouts.poll())]
+
+    def reconfigure(self, user_config: dict) -> None:
+        self._rollouts.set_policies(Policies(**user_config.get("policies", {})))
+
+    async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
+        async for group in self._rollouts.rollout(message):
+            yield group
+
+    async def cancel(self, batch_id: str) -> bool:
+        return await self._rollouts.cancel(batch_id)
+
+    async def status(self) -> ServiceStatus:
+        return self._rollouts.status()
+
+    async def set_policies(self, policies: Policies) -> None:
+        self._rollouts.set_policies(policies)
+
+    async def take_spans(self, trace_id: str) -> list[dict]:
+        return await self._rollouts.take_spans(trace_id)
+
+    async def check_health(self) -> None:
+        """A loop that has ended has raised: Serve replaces the coordinator, and the drivers' calls end in errors."""
+        for loop in self._loops:
+            if loop.done():
+                raise RuntimeError("the coordinator's loop has stopped") from loop.exception()

@@ -1,0 +1,65 @@
+"""The engine replicas as the coordinator sees them: who is there, what they run, and calls to one of them.
+
+Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; what ran there must run again) or in
+`ChunkError` (the replica lives, this chunk failed); every poll has a deadline. Called by the coordinator.
+"""
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.messages import ChunkRequest, ChunkResult, EngineStats
+from deployments.router import ReplicaGone, poll_all
+
+POLL_TIMEOUT_S = 10.0
+"""A replica answers from a snapshot; one that takes longer hangs, and Serve's health check will replace it."""
+
+
+class ReplicaLost(ConnectionError):
+    """The replica is not there any more."""
+
+
+class ChunkError(RuntimeError):
+    """The replica refused or failed this chunk."""
+
+
+class Fleet:
+    """Thin over the handle of the engine deployment."""
+
+    def __init__(self, handle: DeploymentHandle):
+        self._handle = handle
+
+    async def stats(self) -> list[EngineStats]:
+        """A report of every replica that answers within POLL_TIMEOUT_S."""
+        try:
+            answers = await poll_all(self._handle, "stats", POLL_TIMEOUT_S)
+        except TimeoutError:
+            return []
+        return [answer for answer in answers if isinstance(answer, EngineStats)]
+
+    async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
+        return await self._call(replica_id, "generate_chunk", chunk)
+
+    async def abort(self, replica_id: str, chunk_id: str) -> None:
+        await self._call(replica_id, "abort", chunk_id)
+
+    async def take_spans(self, trace_id: str) -> list[dict]:
+        """Spans of a trace from every replica that answers."""
+        try:
+            answers = await poll_all(self._handle, "take_spans", POLL_TIMEOUT_S, trace_id)
+        except TimeoutError:
+            return []
+        return [span for answer in answers if isinstance(answer, list) for span in answer]
+
+    async def _call(self, replica_id: str, method: str, argument):
+        try:
+            return await self._handle.options(session_id=replica_id, method_name=method).remote(argument)
+        except (RayActorError, ReplicaGone) as error:
+            raise ReplicaLost(one_line(error)) from error
+        except RayTaskError as error:
+            raise ChunkError(one_line(error.cause or error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The last line of an error's text, with its kind: what a reason field can hold."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

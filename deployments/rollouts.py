@@ -1,0 +1,270 @@
+"""The live shell of `RolloutCore`: what happens becomes events, the core decides, its actions are performed.
+
+One turn of the loop reads observe, decide, act. This class holds the batches and the chunks that run; it decides
+nothing. Invariant: a chunk's tokens are written only while the core says that the chunk runs, so a late answer of a
+lost replica changes nothing. Driven by the coordinator deployment.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from opentelemetry.trace import StatusCode
+
+from deployments.batch import Batch
+from deployments.fleet import ChunkError, Fleet, ReplicaLost
+from deployments.messages import (
+    ChunkResult,
+    GroupResult,
+    Rejected,
+    ReplicaStatus,
+    RolloutBatch,
+    ServiceStatus,
+)
+from deployments.prompts import Prompts
+from deployments.roster import Roster
+from deployments.telemetry import Telemetry
+from policies.actions import AbortChunk, EmitGroup, EndSample, StartChunk
+from policies.bundle import Policies
+from policies.events import (
+    BatchCancelled,
+    ChunkFailed,
+    ChunkFinished,
+    Event,
+    LengthsRevealed,
+    ReplicaLeft,
+    SamplesSubmitted,
+    Tick,
+    TokensStreamed,
+)
+from policies.ordering import OracleLongestFirst
+from policies.rollout import IllegalEvent, RolloutCore
+
+TICK_S = 0.5
+"""A turn comes at once when something has happened; this only bounds how long a missed wake-up could hide."""
+
+POLL_S = 0.5
+"""How often replicas are asked what they run: enough for a progress bar, and a lost idle replica shows in 3 s."""
+
+
+class Rollouts:
+    """See the module docstring. `run` and `poll` are to be started once, as tasks of the same loop."""
+
+    def __init__(self, fleet: Fleet, prompts: Prompts, policies: Policies, telemetry: Telemetry):
+        self._fleet, self._prompts, self._telemetry = fleet, prompts, telemetry
+        self._core = RolloutCore(policies)
+        self._next_policies: Policies | None = None
+        self._roster = Roster()
+        self._inbox: list[tuple[Event, ChunkResult | None]] = []
+        self._wake = asyncio.Event()
+        self._batches: dict[str, Batch] = {}
+        self._home: dict[str, Batch] = {}  # sample id -> its batch, until the sample has ended
+        self._starts: dict[str, StartChunk] = {}  # chunk id -> how it was started
+        self._tasks: set[asyncio.Task] = set()
+        self._began_s = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since this object was made."""
+        return time.monotonic() - self._began_s
+
+    # ---- what drivers call -------------------------------------------------------------------------
+
+    async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
+        """Each group as it finishes; or one `Rejected`. A driver that goes away cancels its batch."""
+        batch = await self._submit(message)
+        if isinstance(batch, Rejected):
+            yield batch
+            return
+        try:
+            for _ in range(len(batch.groups)):
+                yield await batch.ready.get()
+        finally:
+            if not batch.over:
+                self._tell(BatchCancelled(self.now(), message.batch_id))
+
+    async def cancel(self, batch_id: str) -> bool:
+        """End a batch: its groups come out at once, unfinished samples marked cancelled. False: no such batch."""
+        if batch_id not in self._batches:
+            return False
+        self._tell(BatchCancelled(self.now(), batch_id))
+        return True
+
+    def set_policies(self, policies: Policies) -> None:
+        """Decide with other policies, from the moment that no batch is in flight."""
+        self._next_policies = policies
+        self._wake.set()
+
+    def status(self) -> ServiceStatus:
+        counts, reports = self._core.counts(), self._roster.reports
+        streamed = {c: n for c, n in self._roster.streamed().items() if self._core.is_running(c)}
+        oldest = min((report.observed_at for report in reports.values()), default=None)
+        return ServiceStatus(
+            waiting=counts["waiting"],
+            running=counts["running"],
+            batches=tuple(batch.status(self.now(), streamed) for batch in self._batches.values()),
+            replicas=tuple(self._replica_status(view) for view in self._core.board.views()),
+            observed_s=0.0 if oldest is None else time.time() - oldest,
+            waits_for=self._waits_for(),
+            policies=self._core.policies.model_dump(),
+        )
+
+    async def take_spans(self, trace_id: str) -> list[dict]:
+        """The spans of a trace that was to be kept, from here and from every replica."""
+        return self._telemetry.take(trace_id) + await self._fleet.take_spans(trace_id)
+
+    # ---- the loops ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Observe, decide, act, for ever."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+            self._wake.clear()
+            self._swap_policies()
+            self._observe()
+            self._act(self._core.decide(Tick(self.now())))
+
+    async def poll(self) -> None:
+        """Ask the replicas what they run, for ever."""
+        while True:
+            asked_at = self.now()
+            for event in self._roster.observe(await self._fleet.stats(), asked_at, self.now()):
+                self._tell(event)
+            await asyncio.sleep(POLL_S)
+
+    def _tell(self, event: Event, result: ChunkResult | None = None) -> None:
+        self._inbox.append((event, result))
+        self._wake.set()
+
+    def _observe(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for event, result in inbox:
+            if self._is_late(event):
+                continue
+            if result is not None:
+                start = self._starts[event.chunk_id]
+                self._home[start.sample_id].samples[start.sample_id].append(start.start, result, start.replica_id)
+            self._core.observe(event)
+
+    def _is_late(self, event: Event) -> bool:
+        """Whether what an event speaks of is over already: a lost replica's chunk, an emitted batch."""
+        match event:
+            case ChunkFinished() | ChunkFailed() | TokensStreamed():
+                return not self._core.is_running(event.chunk_id)
+            case ReplicaLeft():
+                return event.replica_id not in self._core.board
+            case BatchCancelled():
+                return event.batch_id not in self._batches
+        return False
+
+    def _act(self, actions: tuple) -> None:
+        for action in actions:
+            match action:
+                case StartChunk():
+                    self._starts[action.chunk_id] = action
+                    self._spawn(self._run_chunk(action, self._home[action.sample_id]))
+                case AbortChunk():
+                    self._spawn(self._abort(action))
+                case EndSample():
+                    self._end(action)
+                case EmitGroup():
+                    self._emit(action)
+
+    def _spawn(self, coroutine) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- batches -----------------------------------------------------------------------------------
+
+    async def _submit(self, message: RolloutBatch) -> Batch | Rejected:
+        prepared = await asyncio.to_thread(self._prompts.prepare, message)
+        if isinstance(prepared, Rejected):
+            return prepared
+        if message.batch_id in self._batches:
+            return Rejected(reason=f"batch_id {message.batch_id!r} is running already; give another")
+        batch = Batch(message, prepared, self.now())
+        self._swap_policies()
+        try:
+            if isinstance(self._core.policies.ordering, OracleLongestFirst):
+                self._core.observe(LengthsRevealed(self.now(), batch.true_lengths()))
+            self._core.observe(SamplesSubmitted(self.now(), message.batch_id, batch.specs))
+        except IllegalEvent as error:
+            return Rejected(reason=str(error))
+        batch.open_spans(self._telemetry)
+        self._batches[message.batch_id] = batch
+        self._home.update(dict.fromkeys(batch.samples, batch))
+        self._wake.set()
+        return batch
+
+    def _end(self, action: EndSample) -> None:
+        batch = self._home.pop(action.sample_id)
+        sample = batch.samples[action.sample_id]
+        sample.end, sample.error = action.end, action.error
+        sample.finished_s = self.now() - batch.submitted_s
+        batch.ended += 1
+
+    def _emit(self, action: EmitGroup) -> None:
+        batch = self._batches[action.batch_id]
+        batch.ready.put_nowait(batch.groups[action.group_id].result(self._prompts))
+        batch.group_spans[action.group_id].end()
+        batch.emitted += 1
+        if batch.over:
+            batch.span.end()
+            del self._batches[action.batch_id]
+
+    def _swap_policies(self) -> None:
+        if self._next_policies is None or self._batches:
+            return
+        self._core = RolloutCore(self._next_policies, self._core.board.weights_version)
+        for joined in self._roster.joined.values():
+            self._core.observe(joined)
+        self._next_policies = None
+
+    # ---- chunks ------------------------------------------------------------------------------------
+
+    async def _run_chunk(self, start: StartChunk, batch: Batch) -> None:
+        sample = batch.samples[start.sample_id]
+        if sample.started_s is None:
+            sample.started_s = self.now() - batch.submitted_s
+        span = batch.chunk_span(self._telemetry, start)
+        result = None
+        try:
+            result = await self._fleet.generate(start.replica_id, batch.request(sample, start, span))
+        except ReplicaLost as error:
+            event = ReplicaLeft(self.now(), start.replica_id, str(error))
+            self._roster.lose(start.replica_id, self.now())
+        except ChunkError as error:
+            event = ChunkFailed(self.now(), start.chunk_id, str(error))
+        else:
+            count = len(result.token_ids)
+            event = ChunkFinished(self.now(), start.chunk_id, count, result.end, result.weights_version)
+            span.set_attribute("new_tokens", count)
+        if result is None:
+            span.set_status(StatusCode.ERROR, event.error)
+        span.end()
+        self._tell(event, result)
+
+    async def _abort(self, action: AbortChunk) -> None:
+        with contextlib.suppress(ReplicaLost, ChunkError):  # the chunk's own call tells what has become of it
+            await self._fleet.abort(action.replica_id, action.chunk_id)
+
+    # ---- status ------------------------------------------------------------------------------------
+
+    def _replica_status(self, view) -> ReplicaStatus:
+        report = self._roster.reports.get(view.replica_id)
+        return ReplicaStatus(
+            replica_id=view.replica_id,
+            ready=view.weights_version == self._core.board.weights_version,
+            running=view.running,
+            max_running=view.max_running,
+            kv_used_share=1 - view.kv_free_tokens / view.kv_capacity_tokens,
+            weights_version=view.weights_version,
+            preemptions=report.preemptions if report else 0,
+        )
+
+    def _waits_for(self) -> str | None:
+        if self._batches and not self._core.board.ready():
+            return f"an engine replica under weights version {self._core.board.weights_version}; none is ready"
+        return None
