@@ -1,0 +1,97 @@
+"""Starts vLLM: its process-wide settings, its cores, its arguments.
+
+Invariant: everything is set before vLLM is imported, and what exactness rests on (dtype aside: see
+EngineConfig) cannot be overridden by `vllm_args`. Called once per process, by the stepper, on the thread
+that will step the engine: on Linux cores are bound per thread, and OpenMP's threads inherit the binding.
+"""
+
+import os
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.patches import make_llvmlite_scannable
+
+
+def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
+    """The `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
+    return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
+
+
+def launch(config: EngineConfig, rank: int):
+    """vLLM's LLMEngine, in this process (workers are processes of their own when tensor parallel).
+
+    Raises what vLLM raises on a bad model folder, and ValueError on a `vllm_args` key that is not free.
+    """
+    arguments = engine_arguments(config)
+    cores = None
+    if config.device == "cpu" and config.cores is not None:
+        cores = core_ids(rank, config.cores * config.tensor_parallel, sorted(os.sched_getaffinity(0)))
+    os.environ.update(process_settings(config, cores))
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+
+    import torch
+
+    if cores is not None:
+        # OMP_NUM_THREADS alone comes too late when torch was loaded before.
+        torch.set_num_threads(max(1, len(cores) // config.tensor_parallel))
+    if config.device == "cpu":
+        make_llvmlite_scannable()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str, str]:
+    """Environment variables that vLLM and the libraries below it read."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: quick start, no second hop
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # ExactSampler plugs into the model runner that has `sampler`
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # a model is a local folder; never wait for a hub
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",  # vLLM seeds its block hashes with it; they must agree between replicas
+    }
+    if config.device == "gpu":
+        settings["VLLM_BATCH_INVARIANT"] = "1"  # logits must not depend on the batch
+    if cores is not None:
+        each = max(1, len(cores) // config.tensor_parallel)
+        ranks = [cores[i : i + each] for i in range(0, len(cores), each)]
+        # Read by vLLM for worker processes only; in one process the thread's own binding does it (vLLM 0.32).
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in ranks)
+        settings["OMP_NUM_THREADS"] = settings["NUMBA_NUM_THREADS"] = str(each)
+    return settings
+
+
+def engine_arguments(config: EngineConfig) -> dict:
+    """Keyword arguments for vLLM's EngineArgs."""
+    ours = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "block_size": config.block_tokens,
+        "tensor_parallel_size": config.tensor_parallel,
+        "worker_cls": f"deployments.engine.worker.{'ExactCPUWorker' if config.device == 'cpu' else 'ExactGPUWorker'}",
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "async_scheduling": False,  # the sampler must know each position when it draws
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if config.kv_cache_gib is not None:
+        ours["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    if config.device == "cpu":
+        ours["enforce_eager"] = True
+    if config.draft.method == "ngram":
+        ours["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": config.draft.draft_tokens,
+            "prompt_lookup_max": config.draft.lookup_max,
+            "prompt_lookup_min": config.draft.lookup_min,
+        }
+    if taken := sorted(ours.keys() & config.vllm_args.keys()):
+        raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
+    return ours | config.vllm_args

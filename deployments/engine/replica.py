@@ -1,0 +1,105 @@
+"""The engine as a Serve deployment: a thin asyncio shell around one EngineRunner.
+
+Invariant: a call ends when its chunk ends; a call that is cancelled aborts its chunk, so nobody generates for a
+caller that is gone. Address a replica by `handle.options(session_id=replica_id)`, see deployments/router.py.
+Called by the coordinator. A broken engine fails the health check, and Serve replaces the replica.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.runner import EngineRunner
+from deployments.messages import ChunkRequest, ChunkResult, EngineStats
+from deployments.telemetry import Telemetry
+
+
+@serve.deployment(
+    # Admission is the coordinator's: a call that waits in Serve would look like a slow chunk. 2^16 is "no limit".
+    max_ongoing_requests=65_536,
+    health_check_period_s=2,
+    request_router_config=RequestRouterConfig(request_router_class="deployments.router:AddressedRouter"),
+)
+class Engine:
+    """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name."""
+
+    def __init__(self, config: EngineConfig, weights_version: int = 0, otlp: bool = False):
+        context = serve.get_replica_context()
+        # `local_rank` is unique among the running replicas of this deployment on this node.
+        self._runner = EngineRunner(config, context.replica_id.unique_id, weights_version, context.rank.local_rank)
+        self._telemetry = Telemetry("tailrace-engine", otlp)
+
+    async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
+        """Runs a chunk to its end; ValueError when it is refused, EngineDown when the engine breaks."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[ChunkResult] = loop.create_future()
+
+        def settle(result: ChunkResult | Exception) -> None:
+            if answer.done():  # the caller went away in the meantime
+                return
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+        started_ns = time.time_ns()
+        self._runner.submit(chunk, lambda result: loop.call_soon_threadsafe(settle, result))
+        try:
+            result = await answer
+        finally:
+            if answer.cancelled():
+                self._runner.abort(chunk.chunk_id)
+        if chunk.traceparent is not None:
+            self._trace(chunk, result, started_ns)
+        return result
+
+    async def abort(self, chunk_id: str) -> None:
+        """Ends a chunk at the next token; its own call returns what it has. Unknown ids are ignored."""
+        self._runner.abort(chunk_id)
+
+    async def stats(self) -> EngineStats:
+        """The latest snapshot."""
+        return self._runner.stats()
+
+    async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
+        """The spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""
+        return self._telemetry.take(trace_id)
+
+    def check_health(self) -> None:
+        """Called by Serve; raising replaces the replica."""
+        if not self._runner.healthy:
+            raise RuntimeError("the engine is down")
+
+    def __del__(self):
+        # Serve calls this after the calls in flight have ended; the constructor may have failed before.
+        if hasattr(self, "_telemetry"):
+            self._runner.stop()
+            self._telemetry.close()
+
+    def _trace(self, chunk: ChunkRequest, result: ChunkResult, started_ns: int) -> None:
+        stats = self._runner.stats()
+        span = self._telemetry.span("engine", chunk.traceparent, started_ns, keep=chunk.keep_trace)
+        if not span.is_recording():
+            return
+        span.set_attributes(
+            {
+                "replica_id": stats.replica_id,
+                "chunk_id": chunk.chunk_id,
+                "weights_version": result.weights_version,
+                "end": result.end,
+                "context_tokens": len(chunk.token_ids),
+                "new_tokens": len(result.token_ids),
+                "cached_tokens": result.cached_tokens,
+                "drafted": result.drafted_tokens,
+                "accepted": result.accepted_tokens,
+            }
+        )
+        at_ns = started_ns
+        for name, took_s in (("queue", result.queue_s), ("prefill", result.prefill_s), ("decode", result.decode_s)):
+            span.add_event(name, timestamp=at_ns)
+            at_ns += int(took_s * 1e9)
+        span.end(at_ns)

@@ -1,0 +1,181 @@
+"""One vLLM engine and the chunks it is running; a plain object for a single thread (the runner's).
+
+Invariant: a chunk that was added ends exactly once, by `step`, by `abort` or by the death of the engine; a
+refused chunk changes nothing. Tokens are collected step by step, so an abort loses none that was drawn.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.launch import launch
+from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats
+from kvpool.keys import cache_salt
+
+ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
+
+
+@dataclass(slots=True)
+class Running:
+    """A chunk inside the engine; times are of time.monotonic()."""
+
+    chunk: ChunkRequest
+    request_id: str  # vLLM's own
+    request: object  # vLLM's scheduler-side Request: how far it is computed, how often it was preempted
+    submitted_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Stepper:
+    """Builds the engine on construction (5 to 10 s); raises what vLLM raises on a bad model folder."""
+
+    def __init__(self, config: EngineConfig, replica_id: str, weights_version: int, rank: int):
+        self.weights_version = weights_version
+        self._engine = launch(config, rank)
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._running: dict[str, Running] = {}  # by chunk id
+        self._steps = 0
+        self._past_preemptions = 0
+        self.eos_token_id = self._engine.get_tokenizer().eos_token_id
+        if self.eos_token_id is None:
+            raise ValueError(f"model {config.model}: its tokenizer names no end-of-sequence token")
+        settings = self._engine.vllm_config
+        self._vocabulary = settings.model_config.get_vocab_size()
+        self._constant = {
+            "replica_id": replica_id,
+            "weights_version": weights_version,
+            "block_tokens": settings.cache_config.block_size,
+            # vLLM keeps one block, the null block, for itself.
+            "kv_capacity_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            "max_running": settings.scheduler_config.max_num_seqs,
+            "max_model_len": settings.model_config.max_model_len,
+            "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something: run chunks, or let go of finished ones."""
+        return self._scheduler.has_requests()
+
+    def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
+        """Queues a chunk inside vLLM; ValueError, one line, when it cannot be run here."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        from deployments.engine.sampler import extra_args
+
+        self._check(chunk)
+        params = SamplingParams(
+            max_tokens=chunk.max_tokens,
+            temperature=0.0,  # the exact sampler draws, from `extra_args`
+            stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"tailrace": extra_args(chunk, self.eos_token_id)},
+        )
+        prompt = tokens_input(chunk.token_ids.tolist(), cache_salt=cache_salt(chunk.weights_version))
+        try:
+            request_id = self._engine.add_request(chunk.chunk_id, prompt, params)
+        except VLLMClientError as error:  # the edge to vLLM: its refusals are of several kinds
+            raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
+        request = self._scheduler.requests[request_id]
+        self._running[chunk.chunk_id] = Running(chunk, request_id, request, submitted_s)
+
+    def _check(self, chunk: ChunkRequest) -> None:
+        name, context = f"chunk {chunk.chunk_id}", len(chunk.token_ids)
+        if chunk.chunk_id in self._running:
+            raise ValueError(f"{name}: already running here")
+        if chunk.weights_version != self.weights_version:
+            raise ValueError(f"{name}: wants weights version {chunk.weights_version}, this is {self.weights_version}")
+        if not 1 <= context < self._constant["max_model_len"]:
+            raise ValueError(f"{name}: context of {context} tokens, max_model_len is {self._constant['max_model_len']}")
+        if not 1 <= chunk.prompt_tokens <= context:
+            raise ValueError(f"{name}: prompt_tokens is {chunk.prompt_tokens} in a context of {context} tokens")
+        if chunk.max_tokens < 1:
+            raise ValueError(f"{name}: max_tokens is {chunk.max_tokens}, at least 1 is needed")
+        if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
+            # Inside a step it would fail everybody's chunks; vLLM itself checks the context only.
+            raise ValueError(f"{name}: forced has a token outside the vocabulary of {self._vocabulary}")
+
+    def abort(self, chunk_id: str) -> ChunkResult | None:
+        """Ends a chunk between two steps, with the tokens it has; None when it is not running."""
+        if chunk_id not in self._running:
+            return None
+        self._engine.abort_request([self._running[chunk_id].request_id], internal=True)
+        return self._end(chunk_id, ChunkEnd.ABORTED)
+
+    def step(self) -> list[tuple[str, ChunkResult | Exception]]:
+        """One engine step; the chunks that ended in it, by chunk id."""
+        began_s = time.monotonic()
+        outputs = self._engine.step()
+        ended_s = time.monotonic()
+        self._steps += 1
+        ended = []
+        for running in self._running.values():
+            if running.scheduled_s is None and running.request.num_computed_tokens > 0:
+                running.scheduled_s = began_s
+        for output in outputs:
+            running = self._running[output.request_id]
+            running.token_ids += output.outputs[0].token_ids
+            if running.first_token_s is None:
+                running.first_token_s = ended_s
+                running.cached_tokens = output.num_cached_tokens
+            if output.finished:
+                ended.append((output.request_id, self._finish(output.request_id, output.outputs[0].finish_reason)))
+        if not outputs:
+            time.sleep(0.001)  # waiting for KV from elsewhere: leave the interpreter to the other threads
+        return ended
+
+    def _finish(self, chunk_id: str, reason: str) -> ChunkResult | Exception:
+        if reason in ENDS:
+            return self._end(chunk_id, ENDS[reason])
+        self._end(chunk_id, ChunkEnd.ABORTED)
+        return RuntimeError(f"chunk {chunk_id}: vLLM ended it with {reason!r}")
+
+    def _end(self, chunk_id: str, end: ChunkEnd) -> ChunkResult:
+        now_s = time.monotonic()
+        running = self._running.pop(chunk_id)
+        self._past_preemptions += running.request.num_preemptions
+        chunk, context, count = running.chunk, len(running.chunk.token_ids), len(running.token_ids)
+        # Every tensor-parallel rank keeps the same records; the first one's count.
+        record = self._engine.collective_rpc("take_record", args=(running.request_id, context, count))[0]
+        logprobs, raw_logprobs, drafted, accepted = record
+        scheduled_s = running.scheduled_s or now_s
+        first_token_s = running.first_token_s or now_s
+        return ChunkResult(
+            chunk_id=chunk.chunk_id,
+            token_ids=np.asarray(running.token_ids, np.int32),
+            logprobs=logprobs,
+            raw_logprobs=raw_logprobs,
+            end=end,
+            weights_version=chunk.weights_version,
+            queue_s=scheduled_s - running.submitted_s,
+            prefill_s=first_token_s - scheduled_s,
+            decode_s=now_s - first_token_s,
+            cached_tokens=running.cached_tokens,
+            computed_tokens=context - running.cached_tokens if running.first_token_s else 0,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+        )
+
+    def stats(self) -> EngineStats:
+        """A snapshot as of now."""
+        running = self._running
+        return EngineStats(
+            **self._constant,
+            observed_at=time.time(),
+            steps=self._steps,
+            preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in running.values()),
+            running={chunk_id: len(r.token_ids) for chunk_id, r in running.items()},
+        )
+
+    def close(self) -> None:
+        """Ends vLLM's workers."""
+        self._engine.engine_core.shutdown()
