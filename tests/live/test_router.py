@@ -76,6 +76,9 @@ def caller_deployment():
             except Exception as error:  # noqa: BLE001 - which error it is, is what the tests ask
                 return [kind.__name__ for kind in type(error).__mro__], str(error)
 
+        async def poll_echo(self, value):
+            return await poll_all(self.echo, "echo", 10, value)
+
         async def poll_slow(self):
             try:
                 return await poll_all(self.echo, "slow", timeout_s=0.5)
@@ -116,6 +119,11 @@ def test_concurrent_calls_land_where_they_were_sent(caller):
 def test_an_unknown_replica_is_an_error(caller, name, said):
     kinds, text = call(caller.error_of.remote("who", name))
     assert "ReplicaGone" in kinds and said in text
+
+
+def test_a_poll_asks_every_replica(caller):
+    names = call(caller.names.remote(2))
+    assert sorted(call(caller.poll_echo.remote(5))) == [(name, 5) for name in names]
 
 
 def test_a_poll_has_a_deadline(caller):
