@@ -1,5 +1,6 @@
 """`python -m app COMMAND`: the command line. Commands load lazily, so `--help` imports no ray or vllm."""
 
+import sys
 from importlib import import_module
 
 import click
@@ -9,6 +10,7 @@ COMMANDS = {
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
     "policies": "List policy families, their members and knobs.",
     "rollout": "Roll out a file of prompts and write the samples.",
+    "serve": "Start a local cluster and deploy the service on it.",
     "verify": "Show that scheduling never changes a token.",
 }
 
@@ -34,5 +36,17 @@ def main():
     """Tailrace: exact, elastic rollouts for LLM reinforcement learning."""
 
 
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0 done, 1 failed, 2 bad input. Every error is one line on stderr."""
+    try:
+        return main(arguments, prog_name="python -m app", standalone_mode=False) or 0
+    except click.ClickException as error:
+        click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("error: interrupted", err=True)
+        return 1
+
+
 if __name__ == "__main__":
-    main(prog_name="python -m app")
+    sys.exit(run())

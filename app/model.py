@@ -9,12 +9,13 @@ Called by `app model`, by `resolve_model("demo")` in every command that takes a 
 """
 
 import hashlib
-import logging
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import click
@@ -104,16 +105,10 @@ def _convert(gguf: Path, made: Path) -> None:
     """Write `gguf` as a Hugging Face folder: float32 safetensors, tokenizer, chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-        local_files_only=True,
-    )
-    model.save_pretrained(made)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(made)
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    unpack = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    with redirect_stderr(StringIO()):  # transformers draws progress bars here that nothing turns off
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, **source, **unpack)
+        model.save_pretrained(made)
+        AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(made)

@@ -1,0 +1,56 @@
+"""Replayed rollouts on real replicas: the verl-like baseline against divided, context-aware rollout, in one run.
+
+Baseline: whole groups bound to a replica up front, every sample in one piece. Ours: Algorithm 1 of Seer over chunks.
+Both replay the same tokens on the same replicas, with caches forgotten in between; the ratio is of makespans.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from app.client import RolloutClient
+from app.cluster import service
+from app.config import ServeFile
+from app.summary import summarise
+from deployments.messages import PromptGroup, RolloutBatch
+from policies.bundle import Policies
+
+KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samples", "moved_samples", "chunked_share")
+
+
+def runs(file: ServeFile) -> dict[str, Policies]:
+    """The baseline, and what the configuration names."""
+    static = {"ordering": "group_static", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
+    ours = file.application.of("Coordinator").user_config.policies
+    return {"group_static": Policies(**static), ours.ordering.type: ours}
+
+
+async def _roll(client: RolloutClient, name: str, policies: Policies, groups: tuple[PromptGroup, ...]) -> dict:
+    await client.reset_caches()
+    await client.set_policies(policies)
+    batch = RolloutBatch(batch_id=f"bench-{name}", groups=groups)
+    summary = summarise([group async for group in client.rollout(batch)])
+    return {key: summary[key] for key in KEPT}
+
+
+async def _roll_all(client, file: ServeFile, groups, repeats: int, say: Callable[[str], None]) -> dict:
+    rolled: dict[str, list[dict]] = {}
+    for turn in range(repeats):
+        for name, policies in runs(file).items():
+            result = await _roll(client, f"{name}-{turn}", policies, groups)
+            rolled.setdefault(name, []).append(result)
+            say(f"{name}: makespan {result['makespan_s']} s, tail {result['tail_s']} s")
+    return {name: min(results, key=lambda r: r["makespan_s"]) for name, results in rolled.items()}
+
+
+def measure(file: ServeFile, groups: tuple[PromptGroup, ...], repeats: int, say: Callable[[str], None]) -> dict:
+    """The best of `repeats` runs each; `ratio` is baseline over ours, `tail_ratio` likewise."""
+    say("starting the service")
+    with service(file, None) as client:
+        result = asyncio.run(_roll_all(client, file, groups, repeats, say))
+    baseline, ours = result.values()
+    return {
+        "runs": result,
+        "ratio": round(baseline["makespan_s"] / ours["makespan_s"], 3),
+        "tail_ratio": round(baseline["tail_s"] / ours["tail_s"], 3) if ours["tail_s"] else None,
+        "repeats": repeats,
+    }

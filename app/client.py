@@ -1,0 +1,102 @@
+"""`RolloutClient`: what an RL driver holds. Thin over the coordinator's DeploymentHandle.
+
+    async for group in client.rollout(batch): ...        or        for group in client.rollout_blocking(batch): ...
+
+Groups come as they finish. Dropping the iterator cancels the batch. Raises RolloutRejected when the service does
+not take the batch, and what Ray raises when the service itself is lost.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from queue import Queue
+
+from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus
+from deployments.telemetry import Telemetry, traceparent
+from policies.bundle import Policies
+
+
+class RolloutRejected(ValueError):
+    """The batch was not taken; the text names what is wrong and how to mend it."""
+
+
+class RolloutClient:
+    """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to."""
+
+    def __init__(self, app_name: str = "tailrace", telemetry: Telemetry | None = None):
+        from ray import serve
+
+        self._handle = serve.get_app_handle(app_name)
+        self._stream = self._handle.options(stream=True)
+        self._telemetry = telemetry or Telemetry("tailrace-driver")
+        self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
+
+    async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
+        """Each group of the batch as it finishes, in any order."""
+        attributes = {"batch_id": batch.batch_id, "groups": len(batch.groups), "step": batch.step}
+        span = self._telemetry.span("driver", batch.traceparent, attributes=attributes, keep=batch.keep_trace)
+        if batch.keep_trace:
+            self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
+        sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
+        try:
+            async for item in self._stream.rollout.remote(sent):
+                if isinstance(item, Rejected):
+                    raise RolloutRejected(item.reason)
+                yield item
+        finally:
+            span.end()
+
+    def rollout_blocking(self, batch: RolloutBatch) -> Iterator[GroupResult]:
+        """The same from code without an event loop."""
+        return _blocking(lambda: self.rollout(batch))
+
+    async def cancel(self, batch_id: str) -> bool:
+        """End a batch from elsewhere; its iterator yields what there is. False: no such batch."""
+        return await self._handle.cancel.remote(batch_id)
+
+    async def status(self) -> ServiceStatus:
+        return await self._handle.status.remote()
+
+    async def set_policies(self, policies: Policies) -> None:
+        """Decide with other policies from the moment no batch is in flight."""
+        await self._handle.set_policies.remote(policies)
+
+    async def reset_caches(self) -> None:
+        """Every replica forgets the KV of chunks that have ended. For benchmarks, between batches."""
+        await self._handle.reset_caches.remote()
+
+    async def take_trace(self, batch_id: str) -> list[dict]:
+        """Every span of a batch that was rolled out here with `keep_trace`: the driver's and the service's."""
+        trace_id = self._traces.pop(batch_id)
+        return self._telemetry.take(trace_id) + await self._handle.take_spans.remote(trace_id)
+
+
+def _blocking(stream) -> Iterator[GroupResult]:
+    """Drive an async iterator on a loop of its own thread; closing the result closes it."""
+    items: Queue = Queue()
+    loop = asyncio.new_event_loop()
+    done = object()
+
+    async def pump():
+        iterator = stream()
+        try:
+            async for item in iterator:
+                items.put(item)
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again in the caller's
+            items.put(error)
+        finally:
+            await iterator.aclose()
+            items.put(done)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(task), daemon=True, name="rollout")
+    task = loop.create_task(pump())
+    thread.start()
+    try:
+        while (item := items.get()) is not done:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        loop.close()

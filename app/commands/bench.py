@@ -1,0 +1,71 @@
+"""`python -m app bench ...`: benchmarks that can be run again."""
+
+import json
+from pathlib import Path
+
+import click
+
+from app.config import DEFAULT_CONFIG, load_config
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
+
+
+@click.group()
+def command():
+    """Benchmarks; every figure stands beside its baseline of the same run."""
+
+
+@command.command()
+@click.option("--requests", type=click.IntRange(min=1024), default=16_384, show_default=True, help="Samples.")
+@click.option("--replicas", type=click.IntRange(min=1), default=512, show_default=True)
+@AS_JSON
+def scheduler(requests, replicas, as_json):
+    """Decisions a second of the rollout core, and how their cost grows."""
+    from app.bench.scheduler import measure
+
+    _print(measure(requests, replicas), as_json)
+
+
+@command.command()
+@AS_JSON
+def sampler(as_json):
+    """Milliseconds a row of the exact sampling kernels, beside plain torch."""
+    from app.bench.sampler import measure
+
+    _print(measure(), as_json)
+
+
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--prompts", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The best of each counts.")
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@AS_JSON
+def live(trace, prompts, samples, max_tokens, repeats, config, as_json):
+    """Replay real rollouts on two replicas: static groups against the configured policies."""
+    from app.model import resolve_model
+    from app.trace_file import read_trace, replay_groups
+
+    file = load_config(config)
+    lines = read_trace(trace)
+    from app.bench.live import measure
+    from deployments.prompts import Prompts
+
+    engine = file.application.args.engine
+    encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
+    groups = replay_groups(lines, encode, prompts=prompts, samples=samples, max_tokens=max_tokens)
+    _print(measure(file, groups, repeats, lambda text: click.echo(text, err=True)), as_json)
+
+
+def _print(result: dict, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    for key, value in result.items():
+        if not isinstance(value, dict):
+            click.echo(f"{key:24} {value}")
+            continue
+        for name, inner in value.items():
+            click.echo(f"{key:24} {name}: {json.dumps(inner)}")

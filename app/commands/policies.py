@@ -1,0 +1,37 @@
+"""`python -m app policies`: families of scheduling policies, their members and knobs."""
+
+import json
+
+import click
+
+from policies.bundle import FAMILIES, members
+
+
+def catalogue() -> dict:
+    """family -> member -> {about, knobs: {name: {default, about}}}."""
+    return {family: {name: _member(cls) for name, cls in members(family).items()} for family in FAMILIES}
+
+
+def _member(cls) -> dict:
+    knobs = {
+        name: {"default": field.default, "about": field.description}
+        for name, field in cls.model_fields.items()
+        if name != "type"
+    }
+    return {"about": cls.__doc__.strip().splitlines()[0], "knobs": knobs}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(as_json):
+    """List policy families, their members and knobs. A user's own is named by dotted path, `my_pkg.mine:MyOrdering`."""
+    families = catalogue()
+    if as_json:
+        click.echo(json.dumps(families))
+        return
+    for family, known in families.items():
+        click.echo(family)
+        for name, member in known.items():
+            click.echo(f"  {name:22} {member['about']}")
+            for knob, field in member["knobs"].items():
+                click.echo(f"  {'':22}   {knob} = {json.dumps(field['default'])}: {field['about']}")

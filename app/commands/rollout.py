@@ -1,0 +1,128 @@
+"""`python -m app rollout`: prompts from a file in, grouped samples out; run again, it does only what is missing."""
+
+import asyncio
+import contextlib
+import json
+import uuid
+from pathlib import Path
+
+import click
+
+from app.config import DEFAULT_CONFIG, load_config
+from app.errors import BadInput, Failed
+from app.prompts_file import read_prompts
+from app.results_file import ResultsFile
+from app.summary import summarise, table
+
+
+@click.command()
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, help="JSONL, one prompt a line.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL, one finished group a line.")
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per sample.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: off.")
+@click.option("--min-p", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the run, in every key.")
+@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="RL step, in every sample key.")
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@click.option("--address", default=None, help="A running cluster (auto, host:port); else a local one is made.")
+@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Write the run's spans there, JSONL.")
+@click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object, the last line of stdout.")
+def command(prompts, out, samples, max_tokens, config, address, trace, as_json, seed, step, **sampling):
+    """Roll out every prompt of a file; finished groups are appended to OUT as they come."""
+    file = load_config(config)
+    defaults = {"samples": samples, "max_tokens": max_tokens, "sampling": sampling}
+    wanted = read_prompts(prompts, defaults)
+    results = ResultsFile(out)
+    missing = results.missing(wanted, seed, step)
+    _check_trace(trace)
+    groups, spans = [], []
+    if missing:
+        if len(missing) < len(wanted):
+            click.echo(f"{len(wanted) - len(missing)} of {len(wanted)} groups are in {out} already", err=True)
+        groups, spans = _run(file, address, missing, results, seed, step, trace is not None)
+    if trace is not None:
+        trace.write_text("".join(json.dumps(span) + "\n" for span in spans))
+    _report(groups, len(wanted) - len(missing), out, as_json)
+
+
+def _check_trace(trace: Path | None) -> None:
+    if trace is not None:
+        try:
+            trace.touch()
+        except OSError as error:
+            raise BadInput(f"{trace}: cannot be written: {error.strerror}; give another --trace") from error
+
+
+def _run(file, address, prompts, results, seed, step, keep_trace):
+    """Roll out `prompts`; returns the groups, and the spans of the run if they are kept."""
+    from app.client import RolloutRejected
+    from app.cluster import service
+    from deployments.messages import RolloutBatch
+
+    batch = RolloutBatch(
+        batch_id=f"rollout-{uuid.uuid4().hex[:8]}", groups=prompts, seed=seed, step=step, keep_trace=keep_trace
+    )
+    _check_lengths(file, batch, address)
+    click.echo("starting the service" if address is None else f"connecting to {address}", err=True)
+    try:
+        with service(file, address) as client:
+            return asyncio.run(_drive(client, batch, results))
+    except RolloutRejected as error:
+        raise BadInput(str(error)) from error
+    except KeyboardInterrupt as error:
+        done = f"{len(results.done)} groups are in {results.path}"
+        raise Failed(f"interrupted; {done}, run again for the rest") from error
+
+
+def _check_lengths(file, batch, address) -> None:
+    """Reject prompts the model cannot take before a cluster is started for them."""
+    if address is not None:
+        return
+    from app.model import resolve_model
+    from deployments.messages import Rejected
+    from deployments.prompts import Prompts
+
+    engine = file.application.args.engine
+    prepared = Prompts(str(resolve_model(engine.model)), engine.max_model_len).prepare(batch)
+    if isinstance(prepared, Rejected):
+        raise BadInput(prepared.reason)
+
+
+async def _drive(client, batch, results):
+    from app.progress import RolloutProgress
+
+    prompts = {prompt.prompt_id: prompt for prompt in batch.groups}
+    progress = RolloutProgress(client, batch.batch_id, sum(prompt.samples for prompt in batch.groups))
+    follower = asyncio.create_task(progress.follow())
+    groups = []
+    try:
+        async for group in client.rollout(batch):
+            groups.append(group)
+            if all(sample.error is None for sample in group.samples):
+                results.append(group, prompts[group.prompt_id], batch.seed, batch.step)
+    finally:
+        follower.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await follower
+    spans = await client.take_trace(batch.batch_id) if batch.keep_trace else []
+    return groups, spans
+
+
+def _report(groups, already, out, as_json) -> None:
+    failed = [(g, s) for g in groups for s in g.samples if s.error is not None]
+    summary = {**summarise(groups), "already_done_groups": already, "failed_samples": len(failed), "out": str(out)}
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        from rich.console import Console
+
+        Console().print(table(summary))
+    if failed:
+        group, sample = failed[0]
+        raise Failed(
+            f"{len(failed)} samples failed; the first: prompt {group.prompt_id!r} sample {sample.sample_index}: "
+            f"{sample.error}. Their groups are not in {out}; run again to try them once more"
+        )

@@ -1,0 +1,58 @@
+"""What a run comes to: one mapping, for `--json`, and the same as a table. The tail stands first."""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import ceil
+
+from deployments.messages import GroupResult, SampleResult
+
+
+def quantile(sorted_values: Sequence[float], share: float) -> float:
+    """The least value that `share` of them do not exceed."""
+    return sorted_values[max(0, ceil(len(sorted_values) * share) - 1)]
+
+
+def summarise(groups: Sequence[GroupResult]) -> dict:
+    """Times in seconds since the batch was submitted. tail_s: from 90 % of the samples finished to all of them."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return {"groups": 0, "samples": 0}
+    ends = sorted(sample.timings.finished_s for sample in samples)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    makespan_s = ends[-1]
+    per_replica: Counter = Counter()
+    for sample in samples:
+        for segment in sample.segments:
+            per_replica[segment.replica_id] += segment.end - segment.start
+    drafted = sum(sample.drafted_tokens for sample in samples)
+    return {
+        "groups": len(groups),
+        "samples": len(samples),
+        "tokens": tokens,
+        "makespan_s": round(makespan_s, 3),
+        "tail_s": round(makespan_s - quantile(ends, 0.9), 3),
+        "tail_share": round(1 - quantile(ends, 0.9) / makespan_s, 4) if makespan_s else 0.0,
+        "tokens_per_s": round(tokens / makespan_s, 1) if makespan_s else 0.0,
+        "mean_sample_s": round(sum(ends) / len(ends), 3),
+        "chunked_share": round(sum(sample.chunks > 1 for sample in samples) / len(samples), 4),
+        "moved_samples": sum(_moved(sample) for sample in samples),
+        "finish_reasons": dict(Counter(str(sample.finish_reason) for sample in samples)),
+        "tokens_by_replica": dict(sorted(per_replica.items())),
+        "drafted_tokens": drafted,
+        "accepted_share": round(sum(s.accepted_tokens for s in samples) / drafted, 4) if drafted else None,
+    }
+
+
+def _moved(sample: SampleResult) -> bool:
+    return len({segment.replica_id for segment in sample.segments}) > 1
+
+
+def table(summary: dict):
+    """The summary as a rich table."""
+    from rich.table import Table
+
+    out = Table(title="Rollout", show_header=False)
+    for key, value in summary.items():
+        shown = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        out.add_row(key.replace("_", " "), shown)
+    return out

@@ -1,0 +1,155 @@
+"""The same-tokens certificate: one workload, rolled out in every way that must not matter, compared token by token.
+
+Law 2: a sample's tokens are a function of weights, prompt, sampling parameters and sample key, and of nothing else.
+Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). Called by `python -m app verify`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from app.client import RolloutClient
+from app.cluster import service
+from app.config import ServeFile
+from app.summary import summarise
+from deployments.engine.config import DraftConfig
+from deployments.messages import GroupResult, RolloutBatch, SampleResult
+from policies.bundle import Policies
+
+TOLERANCE = 1e-4
+
+WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
+
+
+def chunked(tokens: int, placement: str = "least_kv") -> dict:
+    return {"ordering": "seer", "placement": placement, "chunking": {"type": "fixed", "chunk_tokens": tokens}}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way to roll out the workload: policies, engine settings that differ, and what is done to it meanwhile."""
+
+    name: str
+    policies: dict
+    engine: tuple[tuple[str, object], ...] = ()
+    disturb: Callable[[RolloutClient, str], Awaitable[str]] | None = None
+
+
+async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
+    """Kill, in mid-chunk, the replica with the most chunks, once a tenth of the samples has ended."""
+    import ray
+
+    while True:
+        status = await client.status()
+        batch = next((b for b in status.batches if b.batch_id == batch_id), None)
+        if batch and batch.ended >= batch.samples / 10:
+            break
+        await asyncio.sleep(0.1)
+    victim = max(status.replicas, key=lambda replica: replica.running)
+    names = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if victim.replica_id in n["name"]]
+    ray.kill(ray.get_actor(names[0], namespace="serve"))
+    return f"killed replica {victim.replica_id}, which ran {victim.running} chunks"
+
+
+RUNS = (
+    Run("plain", WHOLE),
+    Run("chunks_of_64", chunked(64)),
+    Run("chunks_of_23", chunked(23)),
+    Run("moved", chunked(48, "round_robin")),
+    Run("replica_killed", chunked(96), disturb=kill_a_replica),
+    Run("batch_cap_5", chunked(64), engine=(("max_running", 5),)),
+    Run("ngram_drafts", chunked(64), engine=(("draft", DraftConfig(method="ngram", lookup_min=1)),)),
+)
+"""The first run is the reference. Runs with the same engine settings share one service."""
+
+
+async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> tuple[list[GroupResult], str | None]:
+    """Roll out the workload once; returns its groups and what was done to it."""
+    await client.reset_caches()
+    await client.set_policies(Policies(**run.policies))
+    batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
+    disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
+    groups = [group async for group in client.rollout(batch)]
+    return groups, (await disturbed if disturbed else None)
+
+
+def roll_all(file: ServeFile, batch: RolloutBatch, say: Callable[[str], None]) -> dict[str, dict]:
+    """Every run's groups and note by run name. Services are started and stopped as the runs need them."""
+    rolled: dict[str, dict] = {}
+    engines = dict.fromkeys(run.engine for run in RUNS)
+    for engine in engines:
+        say(f"starting two replicas{''.join(f', {key} = {value}' for key, value in engine)}")
+        with service(with_engine(file, dict(engine)), None) as client:
+            for run in (run for run in RUNS if run.engine == engine):
+                groups, note = asyncio.run(roll(client, run, batch))
+                rolled[run.name] = {"groups": groups, "note": note}
+                say(f"{run.name}: {summarise(groups)['tokens']} tokens" + (f", {note}" if note else ""))
+    return rolled
+
+
+def with_engine(file: ServeFile, changes: dict) -> ServeFile:
+    """The configuration with other engine settings."""
+    application = file.application
+    args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
+    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
+
+
+def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
+    """One token of one sample made another: what the certificate must find."""
+    group = groups[0]
+    sample = group.samples[-1]
+    position = len(sample.token_ids) // 2
+    tokens = (*sample.token_ids[:position], sample.token_ids[position] ^ 1, *sample.token_ids[position + 1 :])
+    wrong = group.model_copy(update={"samples": (*group.samples[:-1], sample.model_copy(update={"token_ids": tokens}))})
+    return [wrong, *groups[1:]]
+
+
+def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
+    """Whether two rollouts are the same; `first_difference` names prompt, sample and position."""
+    theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
+    first, worst = None, 0.0
+    for group in sorted(expected, key=lambda g: g.prompt_id):
+        for sample in group.samples:
+            other = theirs.get((group.prompt_id, sample.sample_index))
+            difference, noise = _difference(sample, other)
+            worst = max(worst, noise)
+            if difference and first is None:
+                first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **difference}
+    return {"identical": first is None, "first_difference": first, "max_logprob_difference": worst}
+
+
+def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, float]:
+    """What differs first, and the greatest logprob difference up to there."""
+    if b is None:
+        return {"position": 0, "what": "missing"}, 0.0
+    noise = 0.0
+    for position, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
+        if x != y:
+            return {"position": position, "what": "token", "expected": x, "got": y}, noise
+        for what in ("logprobs", "raw_logprobs"):
+            gap = abs(getattr(a, what)[position] - getattr(b, what)[position])
+            noise = max(noise, gap)
+            if not gap <= TOLERANCE:
+                return {"position": position, "what": what, "expected": getattr(a, what)[position], "gap": gap}, noise
+    ends = [(len(sample.token_ids), str(sample.finish_reason)) for sample in (a, b)]
+    if ends[0] != ends[1]:
+        return {"position": min(ends)[0], "what": "end", "expected": ends[0], "got": ends[1]}, noise
+    return None, noise
+
+
+def certificate(rolled: dict[str, dict]) -> dict:
+    """Every run against the first."""
+    reference = rolled[RUNS[0].name]["groups"]
+    runs = []
+    for name, run in rolled.items():
+        summary = summarise(run["groups"])
+        kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
+        runs.append(
+            {"name": name, **compare(reference, run["groups"]), **{k: summary[k] for k in kept}, "note": run["note"]}
+        )
+    return {
+        "identical": all(run["identical"] for run in runs),
+        "tokens": summarise(reference)["tokens"],
+        "samples": summarise(reference)["samples"],
+        "runs": runs,
+    }
