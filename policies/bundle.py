@@ -28,6 +28,14 @@ def members(family: str) -> dict[str, type[BaseModel]]:
     return {cls.model_fields["type"].default: cls for cls in classes}
 
 
+def name_of(policy: BaseModel) -> str:
+    """What `type` calls a policy: its name, or the dotted path of a user's own."""
+    cls = type(policy)
+    if any(cls in members(family).values() for family in FAMILIES):
+        return policy.type
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 def load_policy(family: str, value: Any) -> BaseModel:
     """A policy object from its name, its mapping, or itself. Raises ValueError with one line on bad input."""
     if isinstance(value, BaseModel):

@@ -7,34 +7,16 @@ fits on a ready replica starts at the next tick; the same events give the same a
 The live coordinator and the simulator drive this same object. An illegal event raises and changes nothing.
 """
 
+from policies import events as ev
 from policies.actions import AbortChunk, Action, EmitGroup, EndSample, SampleEnd, StartChunk
 from policies.board import Board
 from policies.buffer import Batch, Chunk, Group, Sample, State
-from policies.bundle import Policies
-from policies.events import (
-    BatchCancelled,
-    ChunkEnd,
-    ChunkFailed,
-    ChunkFinished,
-    Event,
-    GroupSpec,
-    LengthsRevealed,
-    ReplicaJoined,
-    ReplicaLeft,
-    SamplesSubmitted,
-    Tick,
-    TokensStreamed,
-    WeightsChanged,
-)
-from policies.fitqueue import MAX_NEED_TOKENS
+from policies.bundle import Policies, name_of
+from policies.legal import IllegalEvent, check_finish, check_groups, check_join
 from policies.waiting import Waiting
 
 MAX_ATTEMPTS = 5
 """Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
-
-
-class IllegalEvent(ValueError):
-    """An event that cannot happen in this state; the core has not changed."""
 
 
 class RolloutCore:
@@ -48,40 +30,43 @@ class RolloutCore:
         self._samples: dict[str, Sample] = {}
         self._chunks: dict[str, Chunk] = {}
         self._outbox: list[Action] = []
+        self._aborts: list[Chunk] = []
         self._unbound: list[Batch] = []
         self._arrivals = 0
         self._memory = None  # the placement policy's
+        self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
     # ---- observe ---------------------------------------------------------------------------------
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: ev.Event) -> None:
         """Take in one event. Raises IllegalEvent, changing nothing, when it cannot have happened."""
         handler = _HANDLERS.get(type(event))
         if handler is None:
             raise IllegalEvent(f"not an event: {event!r}")
         handler(self, event)
 
-    def _submitted(self, event: SamplesSubmitted) -> None:
+    def _submitted(self, event: ev.SamplesSubmitted) -> None:
         if event.batch_id in self._batches:
             raise IllegalEvent(f"batch {event.batch_id!r} is running already")
-        ids = {spec.group_id for spec in event.groups}
-        if len(ids) < len(event.groups) or any(f"{group_id}#0" in self._samples for group_id in ids):
-            raise IllegalEvent(f"batch {event.batch_id!r} repeats a group id")
+        check_groups(event)
         for spec in event.groups:
-            self._check(spec)
+            if f"{spec.group_id}#0" in self._samples:
+                raise IllegalEvent(f"group {spec.group_id!r} is running already")
+            if not self._waiting.may_order(spec):
+                raise IllegalEvent(f"{spec.group_id}: {name_of(self.policies.ordering)} needs true lengths, has none")
         groups = [Group(spec, event.batch_id, self._arrivals + i) for i, spec in enumerate(event.groups)]
         self._arrivals += len(groups)
         batch = self._batches[event.batch_id] = Batch(event.batch_id, groups)
         self._samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
         self._unbound.append(batch)
 
-    def _revealed(self, event: LengthsRevealed) -> None:
+    def _revealed(self, event: ev.LengthsRevealed) -> None:
         try:
             self._waiting.reveal(event.lengths)
         except TypeError as error:
             raise IllegalEvent(str(error)) from error
 
-    def _cancelled(self, event: BatchCancelled) -> None:
+    def _cancelled(self, event: ev.BatchCancelled) -> None:
         batch = self._batch(event.batch_id)
         for sample in [s for group in batch.groups for s in group.samples if s.state is not State.ENDED]:
             sample.cancelled = True
@@ -90,42 +75,39 @@ class RolloutCore:
         for chunk in self._chunks.values():
             if chunk.sample.group.batch_id == event.batch_id and not chunk.aborting:
                 chunk.aborting = True
-                self._outbox.append(AbortChunk(chunk.chunk_id, chunk.replica_id, "batch cancelled"))
+                self._aborts.append(chunk)
 
-    def _chunk_finished(self, event: ChunkFinished) -> None:
+    def _chunk_finished(self, event: ev.ChunkFinished) -> None:
         chunk = self._chunk(event.chunk_id)
-        if not 0 <= event.new_tokens <= chunk.max_tokens:
-            raise IllegalEvent(f"{event.chunk_id}: {event.new_tokens} tokens, asked for at most {chunk.max_tokens}")
-        if event.weights_version != chunk.weights_version:
-            raise IllegalEvent(
-                f"{event.chunk_id}: made by weights {event.weights_version}, started under {chunk.weights_version}"
-            )
+        check_finish(event, chunk)
         sample = self._stop(chunk)
         sample.generated_tokens += event.new_tokens
         sample.attempts = 0
-        if event.end is ChunkEnd.STOP:
+        if event.end is ev.ChunkEnd.STOP:
             self._end(sample, SampleEnd.STOP, None, "stop token")
         elif sample.generated_tokens == sample.group.spec.max_tokens:
             self._end(sample, SampleEnd.LENGTH, None, "max_tokens of the sample")
-        elif event.end is ChunkEnd.LENGTH and event.new_tokens < chunk.max_tokens:
+        elif event.end is ev.ChunkEnd.LENGTH and event.new_tokens < chunk.max_tokens:
             self._end(sample, SampleEnd.LENGTH, None, "the model's context is used up")
         else:
             self._wait_again(sample)
 
-    def _chunk_failed(self, event: ChunkFailed) -> None:
+    def _chunk_failed(self, event: ev.ChunkFailed) -> None:
         chunk = self._chunk(event.chunk_id)
         self._failed(self._stop(chunk), event.error)
 
-    def _tokens_streamed(self, event: TokensStreamed) -> None:
+    def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
         sample = self._chunk(event.chunk_id).sample
-        sample.streamed_tokens = max(sample.streamed_tokens, event.tokens)
-        sample.observed_at = event.observed_at
+        if event.observed_at >= sample.observed_at:  # a report that comes late makes a view no older (law 8)
+            sample.streamed_tokens = max(sample.streamed_tokens, event.tokens)
+            sample.observed_at = event.observed_at
 
-    def _replica_joined(self, event: ReplicaJoined) -> None:
+    def _replica_joined(self, event: ev.ReplicaJoined) -> None:
+        check_join(event)
         self.board.join(event)
         self._waiting.look_at(event.replica_id)
 
-    def _replica_left(self, event: ReplicaLeft) -> None:
+    def _replica_left(self, event: ev.ReplicaLeft) -> None:
         if event.replica_id not in self.board:
             raise IllegalEvent(f"replica {event.replica_id!r} is not here")
         lost = [self._chunks.pop(chunk_id) for chunk_id in self.board.leave(event.replica_id)]
@@ -138,7 +120,7 @@ class RolloutCore:
         for chunk in lost:
             self._failed(chunk.sample, f"replica {event.replica_id} left: {event.error}")
 
-    def _weights_changed(self, event: WeightsChanged) -> None:
+    def _weights_changed(self, event: ev.WeightsChanged) -> None:
         if event.version < self.board.weights_version:
             raise IllegalEvent(f"weights go back from {self.board.weights_version} to {event.version}")
         self.board.change_weights(event.version)
@@ -147,13 +129,16 @@ class RolloutCore:
 
     # ---- decide ----------------------------------------------------------------------------------
 
-    def decide(self, tick: Tick) -> tuple[Action, ...]:
+    def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
         """All actions due: ends and hand-outs since the last tick, then every chunk that can start now."""
+        for chunk in self._aborts:
+            if self._chunks.get(chunk.chunk_id) is chunk:  # it has not ended or been lost since
+                self._outbox.append(AbortChunk(chunk.chunk_id, chunk.replica_id, "batch cancelled"))
         if self._unbound and self.board.ready():
             self._bind()
         for home in self._waiting.homes():
             while (found := self._waiting.take_first(home, self.board.room_tokens(home))) is not None:
-                self._start(found, home, f"bound to {home}")
+                self._place(found)
         while (roomiest := self.board.roomiest()) is not None:
             found = self._waiting.take_first(None, self.board.room_tokens(roomiest))
             if found is None:
@@ -161,7 +146,7 @@ class RolloutCore:
             self._place(found)
         if not self._chunks and self._waiting and self.board.all_ready():
             self._give_up()
-        actions, self._outbox = tuple(self._outbox), []
+        actions, self._outbox, self._aborts = tuple(self._outbox), [], []
         return actions
 
     def _bind(self) -> None:
@@ -177,24 +162,30 @@ class RolloutCore:
         self._unbound = []
 
     def _give_up(self) -> None:
-        """Every replica is ready and idle, and still nothing could start: what waits never will."""
-        for sample in self._waiting.samples():
+        """All replicas are ready and idle: what waits never starts, unless it fits to the token (queues round up)."""
+        waiting = self._waiting.samples()
+        for sample in waiting:
+            home = sample.home or self.board.roomiest()
+            if home is not None and sample.need_tokens <= self.board.room_tokens(home):
+                self._waiting.drop(sample)
+                self._place(sample)
+        for sample in waiting if not self._chunks else ():
             room = self.board.room_tokens(sample.home) if sample.home else self.board.capacity_tokens()
             error = f"its next chunk needs {sample.need_tokens} tokens of KV; the replica open to it has {room}"
             self._end(sample, SampleEnd.FAILED, error, "does not fit")
 
     def _place(self, sample: Sample) -> None:
+        if sample.home is not None:
+            self._start(sample, sample.home, f"bound to {sample.home}")
+            return
         view = sample.view()
         replica_id, self._memory = self.policies.placement.choose(view, sample.need_tokens, self.board, self._memory)
         if self.policies.placement.sticky:
             sample.home = replica_id
-        self._start(sample, replica_id, self._placed_reason(view, replica_id))
-
-    def _placed_reason(self, view, replica_id: str) -> str:
         move = "first chunk"
         if view.last_replica is not None:
             move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
-        return f"{self.policies.ordering.type}, {self.policies.placement.type}: {move}"
+        self._start(sample, replica_id, f"{self._names}: {move}")
 
     def _start(self, sample: Sample, replica_id: str, reason: str) -> None:
         max_tokens = sample.need_tokens - sample.group.spec.prompt_tokens - sample.generated_tokens
@@ -285,14 +276,6 @@ class RolloutCore:
         unended = sum(sample.state is not State.ENDED for sample in self._samples.values())
         return {"waiting": unended - running, "running": running, "batches": len(self._batches)}
 
-    def _check(self, spec: GroupSpec) -> None:
-        if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
-            raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
-        if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
-            raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
-        if not self._waiting.may_order(spec):
-            raise IllegalEvent(f"{spec.group_id}: {self.policies.ordering.type} needs true lengths, and has none")
-
     def _chunk(self, chunk_id: str) -> Chunk:
         if chunk_id not in self._chunks:
             raise IllegalEvent(f"chunk {chunk_id!r} is not running")
@@ -305,13 +288,13 @@ class RolloutCore:
 
 
 _HANDLERS = {
-    SamplesSubmitted: RolloutCore._submitted,
-    LengthsRevealed: RolloutCore._revealed,
-    BatchCancelled: RolloutCore._cancelled,
-    ChunkFinished: RolloutCore._chunk_finished,
-    ChunkFailed: RolloutCore._chunk_failed,
-    TokensStreamed: RolloutCore._tokens_streamed,
-    ReplicaJoined: RolloutCore._replica_joined,
-    ReplicaLeft: RolloutCore._replica_left,
-    WeightsChanged: RolloutCore._weights_changed,
+    ev.SamplesSubmitted: RolloutCore._submitted,
+    ev.LengthsRevealed: RolloutCore._revealed,
+    ev.BatchCancelled: RolloutCore._cancelled,
+    ev.ChunkFinished: RolloutCore._chunk_finished,
+    ev.ChunkFailed: RolloutCore._chunk_failed,
+    ev.TokensStreamed: RolloutCore._tokens_streamed,
+    ev.ReplicaJoined: RolloutCore._replica_joined,
+    ev.ReplicaLeft: RolloutCore._replica_left,
+    ev.WeightsChanged: RolloutCore._weights_changed,
 }

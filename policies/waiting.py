@@ -8,6 +8,7 @@ their sample is about to be taken (see the contract in `policies.ordering`). Cal
 from collections.abc import Mapping
 
 from policies.buffer import Group, Sample
+from policies.bundle import name_of
 from policies.events import GroupSpec
 from policies.fitqueue import FitQueue
 from policies.ordering import OracleLongestFirst, Ordering
@@ -28,7 +29,7 @@ class Waiting:
     def reveal(self, lengths: Mapping[str, int]) -> None:
         """True lengths for the ordering that needs them. Raises TypeError for every other one."""
         if not isinstance(self._ordering, OracleLongestFirst):
-            raise TypeError(f"ordering {self._ordering.type} must not see true lengths (law 3)")
+            raise TypeError(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
     def may_order(self, spec: GroupSpec) -> bool:

@@ -1,0 +1,37 @@
+"""What cannot happen: checks that an event alone, or an event and its chunk, can fail. Called by `RolloutCore`.
+
+Invariant: a check reads and raises, and changes nothing. What the core's books decide is checked there.
+"""
+
+from policies.buffer import Chunk
+from policies.events import ChunkFinished, ReplicaJoined, SamplesSubmitted
+from policies.fitqueue import MAX_NEED_TOKENS
+
+
+class IllegalEvent(ValueError):
+    """An event that cannot happen in this state; the core has not changed."""
+
+
+def check_groups(event: SamplesSubmitted) -> None:
+    """A batch has groups, each of them once, and each has something to generate."""
+    if not event.groups or len({spec.group_id for spec in event.groups}) < len(event.groups):
+        raise IllegalEvent(f"batch {event.batch_id!r} is empty or repeats a group id")
+    for spec in event.groups:
+        if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
+            raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
+        if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
+            raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
+
+
+def check_join(event: ReplicaJoined) -> None:
+    if event.block_tokens < 1 or min(event.kv_capacity_blocks, event.max_running, event.draft_tokens) < 0:
+        raise IllegalEvent(f"{event}: no replica has such sizes")
+
+
+def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
+    if not 0 <= event.new_tokens <= chunk.max_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.new_tokens} tokens, asked for at most {chunk.max_tokens}")
+    if event.weights_version != chunk.weights_version:
+        raise IllegalEvent(
+            f"{event.chunk_id}: made by weights {event.weights_version}, started under {chunk.weights_version}"
+        )

@@ -1,0 +1,301 @@
+"""Plays random rollouts against `RolloutCore`: bytes are read as operations, so a failure shrinks and replays.
+
+`play` returns every event with the actions that came back. `Ledger` keeps the books of replicas and chunks from
+events and actions alone, never from the core. A play ends by letting everything run out. Called by the law tests.
+"""
+
+import pickle
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+
+from policies import events as ev
+from policies.actions import Action, StartChunk
+from policies.buffer import State
+from policies.bundle import Policies
+from policies.fitqueue import STEP_TOKENS
+from policies.rollout import IllegalEvent, RolloutCore
+
+ORDERINGS = ("fcfs", "group_static", "seer", "oracle_longest_first")
+PLACEMENTS = ("least_kv", "round_robin", "pinned")
+CHUNKS = (13, 200, None)
+
+
+@dataclass
+class Books:
+    """One replica as its joins and the chunks on it tell."""
+
+    join: ev.ReplicaJoined
+    version: int
+    blocks: dict[str, int] = field(default_factory=dict)  # chunk_id -> blocks at its full length
+
+    def room_tokens(self) -> int:
+        """Greatest need that one more chunk may have; negative when there is no slot."""
+        if len(self.blocks) >= self.join.max_running:
+            return -1
+        free = self.join.kv_capacity_blocks - sum(self.blocks.values())
+        return free * self.join.block_tokens - self.join.draft_tokens
+
+
+@dataclass
+class Ledger:
+    version: int = 0
+    replicas: dict[str, Books] = field(default_factory=dict)
+    running: dict[str, StartChunk] = field(default_factory=dict)
+    specs: dict[str, ev.GroupSpec] = field(default_factory=dict)  # by sample_id
+
+    def note(self, event: ev.Event | ev.Tick, actions: tuple[Action, ...]) -> None:
+        match event:
+            case ev.SamplesSubmitted(groups=groups):
+                self.specs.update((f"{spec.group_id}#{i}", spec) for spec in groups for i in range(spec.samples))
+            case ev.ReplicaJoined(replica_id=replica_id, weights_version=version):
+                self.replicas.setdefault(replica_id, Books(event, version)).version = version
+            case ev.ReplicaLeft(replica_id=replica_id):
+                for chunk_id in self.replicas.pop(replica_id).blocks:
+                    del self.running[chunk_id]
+            case ev.WeightsChanged(version=version):
+                self.version = version
+            case ev.ChunkFinished(chunk_id=chunk_id) | ev.ChunkFailed(chunk_id=chunk_id):
+                del self.replicas[self.running.pop(chunk_id).replica_id].blocks[chunk_id]
+        for start in actions:
+            if isinstance(start, StartChunk):
+                books = self.replicas[start.replica_id]
+                tokens = self.specs[start.sample_id].prompt_tokens + start.start + start.max_tokens
+                books.blocks[start.chunk_id] = -(-(tokens + books.join.draft_tokens) // books.join.block_tokens)
+                self.running[start.chunk_id] = start
+
+
+@dataclass
+class Play:
+    core: RolloutCore
+    steps: list[tuple[ev.Event | ev.Tick, tuple[Action, ...]]] = field(default_factory=list)
+    starved: list[str] = field(default_factory=list)  # breaches of liveness, found while the core was there to ask
+    changed: list[str] = field(default_factory=list)  # illegal events that were taken, or that left a mark
+    stale: list[str] = field(default_factory=list)  # breaches of freshness
+
+    def actions(self, kind: type) -> list:
+        return [action for _, actions in self.steps for action in actions if isinstance(action, kind)]
+
+
+class Player:
+    """One play: reads operations from `data`, turns them into events that are legal now, and feeds them."""
+
+    def __init__(self, policies: Policies, data: bytes):
+        self.play, self.ledger = Play(RolloutCore(policies)), Ledger()
+        self.data, self.at, self.now, self.batches, self.joins = data, 0, 0.0, 0, 0
+
+    def take(self, choices: int) -> int:
+        self.at += 1
+        return self.data[self.at - 1] % choices if self.at <= len(self.data) else 0
+
+    def pick(self, options):
+        return options[self.take(len(options))]
+
+    def feed(self, event: ev.Event | ev.Tick) -> None:
+        actions = ()
+        if isinstance(event, ev.Tick):
+            actions = self.play.core.decide(event)
+        else:
+            self.play.core.observe(event)
+        self.ledger.note(event, actions)
+        self.play.steps.append((event, actions))
+        if isinstance(event, ev.Tick):
+            self._look_for_starved()
+
+    def run(self) -> Play:
+        while self.at < len(self.data):
+            self.now += 1.0
+            getattr(self, self.pick(_OPERATIONS))()
+        self._run_out()
+        return self.play
+
+    # ---- operations ------------------------------------------------------------------------------
+
+    def tick(self):
+        self.feed(ev.Tick(self.now))
+
+    def submit(self):
+        self.batches += 1
+        groups = tuple(
+            ev.GroupSpec(
+                f"b{self.batches}.{i}", self.pick((1, 30, 63, 64, 150, 9_000)), 1 + self.take(4),
+                self.pick((1, 5, 64, 130, 400)),
+            )
+            for i in range(1 + self.take(3))
+        )  # fmt: skip
+        self.reveal(groups)
+        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups))
+
+    def reveal(self, groups):
+        if self.play.core.policies.ordering.type == "oracle_longest_first":
+            lengths = {f"{spec.group_id}#{i}": 1 + self.take(99) for spec in groups for i in range(spec.samples)}
+            self.feed(ev.LengthsRevealed(self.now, lengths))
+
+    def finish(self):
+        if self.ledger.running:
+            start = self.pick(sorted(self.ledger.running.values(), key=lambda s: s.chunk_id))
+            end = self.pick((ev.ChunkEnd.LENGTH, ev.ChunkEnd.LENGTH, *ev.ChunkEnd))
+            full = end is ev.ChunkEnd.LENGTH and self.take(4)
+            tokens = start.max_tokens if full else self.take(1 + start.max_tokens)
+            self.feed(ev.ChunkFinished(self.now, start.chunk_id, tokens, end, start.weights_version))
+
+    def fail(self):
+        if self.ledger.running:
+            self.feed(ev.ChunkFailed(self.now, self.pick(sorted(self.ledger.running)), "engine fell over"))
+
+    def stream(self):
+        if self.ledger.running:
+            start = self.ledger.running[self.pick(sorted(self.ledger.running))]
+            before, tokens = self.view(start.sample_id), self.take(1 + start.max_tokens)
+            observed_at = self.now - self.take(40) / 2
+            self.feed(ev.TokensStreamed(self.now, start.chunk_id, tokens, observed_at))
+            view = self.view(start.sample_id)
+            seen = (before.streamed_tokens, before.observed_at)
+            if observed_at >= before.observed_at:
+                seen = (max(before.streamed_tokens, tokens), observed_at)
+            if (view.streamed_tokens, view.observed_at) != seen:
+                self.play.stale.append(f"{before} -> {view} by {tokens} tokens at {observed_at}")
+
+    def view(self, sample_id: str):
+        return self.play.core._samples[sample_id].view()
+
+    def join(self):
+        self.joins += 1
+        block = self.pick((1, 16, 24, 32))
+        self.feed(
+            ev.ReplicaJoined(
+                self.now, f"r{self.joins * 7 % 10}", block, self.pick((100, 210, 400, 700)) // block,
+                self.pick((1, 2, 4)), self.pick((0, 3, 9)), max(0, self.ledger.version + self.pick((0, 0, 0, 1, -1))),
+            )
+        )  # fmt: skip
+
+    def rejoin(self):
+        if self.ledger.replicas:
+            books = self.ledger.replicas[self.pick(sorted(self.ledger.replicas))]
+            self.feed(rejoined(books.join, self.now, self.ledger.version))
+
+    def lose(self):
+        if self.ledger.replicas:
+            self.feed(ev.ReplicaLeft(self.now, self.pick(sorted(self.ledger.replicas)), "node gone"))
+
+    def weights(self):
+        self.feed(ev.WeightsChanged(self.now, self.ledger.version + self.take(3)))
+
+    def cancel(self):
+        if alive := sorted(self.play.core._batches):
+            self.feed(ev.BatchCancelled(self.now, self.pick(alive)))
+
+    def illegal(self):
+        core, before = self.play.core, pickle.dumps(self.play.core)
+        event = self.pick(illegal_events(self.now, self.ledger, sorted(core._batches), sorted(core._samples)))
+        try:
+            core.observe(event)
+        except IllegalEvent:
+            if pickle.dumps(core) != before:
+                self.play.changed.append(f"{event} was refused but left a mark")
+        else:
+            self.play.changed.append(f"{event} was taken")
+
+    # ---- the end, and what only the core can be asked ----------------------------------------------
+
+    def _run_out(self) -> None:
+        """One more replica, every replica on the current weights, and chunks end until nothing is left."""
+        self.now += 1.0
+        self.feed(ev.ReplicaJoined(self.now, "last", 16, 64, 4, 0, self.ledger.version))
+        for replica_id in sorted(self.ledger.replicas):
+            self.feed(rejoined(self.ledger.replicas[replica_id].join, self.now, self.ledger.version))
+        for _ in range(10_000):
+            self.feed(ev.Tick(self.now))
+            if not self.ledger.running:
+                return
+            for start in list(self.ledger.running.values()):
+                end = ev.ChunkEnd.LENGTH
+                self.feed(ev.ChunkFinished(self.now, start.chunk_id, start.max_tokens, end, start.weights_version))
+
+    def _look_for_starved(self) -> None:
+        """Law 7 by brute force: every waiting sample against every replica that it may go to."""
+        for sample in self.play.core._samples.values():
+            if sample.state is State.WAITING:
+                need = -(-self._need_tokens(sample.sample_id) // STEP_TOKENS) * STEP_TOKENS
+                for replica_id, books in self.ledger.replicas.items():
+                    ready = books.version == self.ledger.version and sample.home in (None, replica_id)
+                    if ready and need <= books.room_tokens():
+                        self.play.starved.append(f"{sample.sample_id} ({need}) and {replica_id} at {self.now}")
+
+    def _need_tokens(self, sample_id: str) -> int:
+        view = self.view(sample_id)
+        return view.prompt_tokens + view.generated_tokens + self.play.core.policies.chunking.tokens(view)
+
+
+_OPERATIONS = (
+    ("tick",) * 6 + ("finish",) * 7 + ("submit",) * 3 + ("fail",) * 2 + ("stream",) * 2 + ("join",) * 2
+    + ("rejoin",) * 3 + ("lose", "weights", "cancel", "illegal")
+)  # fmt: skip
+
+
+def rejoined(join: ev.ReplicaJoined, now: float, version: int) -> ev.ReplicaJoined:
+    sizes = (join.block_tokens, join.kv_capacity_blocks, join.max_running, join.draft_tokens)
+    return ev.ReplicaJoined(now, join.replica_id, *sizes, version)
+
+
+def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list[str]) -> list:
+    """Events that cannot happen now, of every kind that can be made from what is there."""
+    fine, free = ev.GroupSpec("new", 1, 1, 1), ev.ChunkEnd.LENGTH
+    events = [
+        ev.ChunkFinished(now, "nobody#0:0", 1, free, 0),
+        ev.ChunkFailed(now, "nobody#0:0", "late"),
+        ev.TokensStreamed(now, "nobody#0:0", 1, now),
+        ev.ReplicaLeft(now, "nobody", "late"),
+        ev.BatchCancelled(now, "nobody"),
+        ev.WeightsChanged(now, ledger.version - 1),
+        ev.ReplicaJoined(now, "nobody", 0, 10, 1, 0, ledger.version),
+        ev.ReplicaJoined(now, "nobody", 16, 10, 1, -1, ledger.version),
+        ev.SamplesSubmitted(now, "new", ()),
+        ev.SamplesSubmitted(now, "new", (fine, fine)),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 0, 1, 1),)),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 0, 1),)),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 1, 0),)),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1 << 24, 1, 1),)),
+        ev.Tick(now),
+        "not an event",
+    ]
+    events += [ev.SamplesSubmitted(now, batch_id, (fine,)) for batch_id in batches[:1]]
+    events += [
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec(sample_id.rpartition("#")[0], 1, 1, 1),))
+        for sample_id in samples[:1]
+    ]
+    for start in list(ledger.running.values())[:1]:
+        made, version = (now, start.chunk_id), start.weights_version
+        events += [
+            ev.ChunkFinished(*made, start.max_tokens + 1, free, version),
+            ev.ChunkFinished(*made, -1, free, version),
+            ev.ChunkFinished(*made, 1, free, version + 1),
+        ]
+    return events
+
+
+def policies_of(ordering: str, placement: str, chunk_tokens: int | None) -> Policies:
+    return Policies(
+        ordering=ordering, placement=placement, chunking={"type": "fixed", "chunk_tokens": chunk_tokens}
+    )  # fmt: skip
+
+
+def play(policies: Policies, data: bytes) -> Play:
+    return Player(policies, data).run()
+
+
+def replay(policies: Policies, steps: list) -> list[tuple[Action, ...]]:
+    """The actions a fresh core gives for the events of a play."""
+    core = RolloutCore(policies)
+    return [core.decide(event) if isinstance(event, ev.Tick) else core.observe(event) or () for event, _ in steps]
+
+
+def digest() -> str:
+    """Of all actions of one fixed play for every combination of policies: what any process must come to."""
+    texts = []
+    for number, ordering in enumerate(ORDERINGS):
+        for placement in PLACEMENTS:
+            for chunk_tokens in CHUNKS:
+                data = Random(number).randbytes(400)
+                texts.append(repr(play(policies_of(ordering, placement, chunk_tokens), data).steps))
+    return blake2b("\n".join(texts).encode()).hexdigest()

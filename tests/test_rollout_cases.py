@@ -1,0 +1,184 @@
+"""Single stories of the rollout core that random plays tell too seldom."""
+
+import pytest
+from rollout_machine import ORDERINGS, policies_of
+
+from policies import events as ev
+from policies.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
+from policies.rollout import MAX_ATTEMPTS, RolloutCore
+
+
+def core_of(ordering="fcfs", placement="least_kv", chunk_tokens=None, **replicas) -> RolloutCore:
+    """A core with replicas of so many blocks of 16 tokens, by id."""
+    core = RolloutCore(policies_of(ordering, placement, chunk_tokens))
+    for replica_id, blocks in replicas.items():
+        core.observe(join(replica_id, blocks))
+    return core
+
+
+def join(replica_id: str, blocks: int, max_running: int = 4, version: int = 0) -> ev.ReplicaJoined:
+    return ev.ReplicaJoined(0.0, replica_id, 16, blocks, max_running, 0, version)
+
+
+def submit(core: RolloutCore, *groups: ev.GroupSpec, batch_id: str = "b") -> None:
+    if core.policies.ordering.type == "oracle_longest_first":
+        ids = [f"{spec.group_id}#{index}" for spec in groups for index in range(spec.samples)]
+        core.observe(ev.LengthsRevealed(0.0, dict.fromkeys(ids, 1)))
+    core.observe(ev.SamplesSubmitted(0.0, batch_id, groups))
+
+
+def tick(core: RolloutCore) -> tuple:
+    return core.decide(ev.Tick(0.0))
+
+
+def finish(core: RolloutCore, start: StartChunk) -> None:
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, start.max_tokens, ev.ChunkEnd.LENGTH, start.weights_version))
+
+
+@pytest.mark.parametrize("ordering", ORDERINGS)
+@pytest.mark.parametrize("placement", ["least_kv", "pinned"])
+def test_a_sample_too_large_for_every_replica_fails_with_the_reason(ordering, placement):
+    core = core_of(ordering, placement, r=4, q=2)
+    submit(core, ev.GroupSpec("g", 60, 1, 100))
+    end, emit = tick(core)
+    assert (end.end, end.reason) == (SampleEnd.FAILED, "does not fit") and "160 tokens" in end.error
+    assert emit == EmitGroup("b", "g", emit.reason)
+
+
+def test_a_sample_that_fits_to_the_token_runs():
+    """The queues round needs up to 64 tokens; an idle replica of 112 takes 112 all the same."""
+    core = core_of(r=7)
+    submit(core, ev.GroupSpec("fits", 100, 1, 12), ev.GroupSpec("too_large", 100, 1, 13))
+    (start,) = tick(core)
+    assert (start.sample_id, start.max_tokens) == ("fits#0", 12)
+    finish(core, start)
+    assert [action.sample_id for action in tick(core) if isinstance(action, EndSample)] == ["fits#0", "too_large#0"]
+
+
+def test_it_waits_for_a_replica_that_may_come_back_with_these_weights():
+    core = core_of(small=4, large=20)
+    core.observe(ev.WeightsChanged(0.0, 1))
+    core.observe(join("small", 4, version=1))
+    submit(core, ev.GroupSpec("g", 60, 1, 100))
+    assert tick(core) == ()
+    core.observe(join("large", 20, version=1))
+    (start,) = tick(core)
+    assert (start.replica_id, start.weights_version) == ("large", 1)
+
+
+def test_a_sample_whose_chunks_fail_in_a_row_ends_with_the_last_error():
+    core = core_of(r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 10))
+    for attempt in range(MAX_ATTEMPTS):
+        (start,) = tick(core)
+        core.observe(ev.ChunkFailed(0.0, start.chunk_id, f"error {attempt}"))
+    end, _ = tick(core)
+    assert end.end is SampleEnd.FAILED
+    assert end.error == f"{MAX_ATTEMPTS} chunks in a row failed; the last: error {MAX_ATTEMPTS - 1}"
+
+
+def test_a_good_chunk_forgives_the_failures_before_it():
+    core = core_of(chunk_tokens=10, r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 30))
+    for _ in range(2):
+        for _ in range(MAX_ATTEMPTS - 1):
+            (start,) = tick(core)
+            core.observe(ev.ChunkFailed(0.0, start.chunk_id, "error"))
+        (start,) = tick(core)
+        finish(core, start)
+    (start,) = tick(core)
+    assert (start.start, start.max_tokens) == (20, 10)
+
+
+def test_a_lost_replica_counts_as_one_failed_chunk_of_each_sample_on_it():
+    core = core_of(chunk_tokens=10, r=20)
+    submit(core, ev.GroupSpec("g", 10, 2, 30))
+    for round_ in range(MAX_ATTEMPTS):
+        assert [start.start for start in tick(core)] == [0, 0], round_
+        core.observe(ev.ReplicaLeft(0.0, "r", "node gone"))
+        core.observe(join("r", 20))
+    ends = [action for action in tick(core) if isinstance(action, EndSample)]
+    assert [end.error.endswith("replica r left: node gone") for end in ends] == [True, True]
+
+
+def test_a_batch_cancelled_while_no_replica_is_here_ends_at_once():
+    core = core_of()
+    submit(core, ev.GroupSpec("g", 10, 2, 10), ev.GroupSpec("h", 10, 1, 10))
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    actions = tick(core)
+    assert [type(action) for action in actions] == [EndSample, EndSample, EmitGroup, EndSample, EmitGroup]
+    assert {action.end for action in actions if isinstance(action, EndSample)} == {SampleEnd.CANCELLED}
+    submit(core, ev.GroupSpec("g", 10, 1, 10))
+    core.observe(join("r", 20))
+    assert [action.chunk_id for action in tick(core)] == ["g#0:0"], "what was cancelled does not come back"
+
+
+def test_cancelling_aborts_what_runs_and_its_end_ends_the_sample():
+    core = core_of(chunk_tokens=5, r=4)
+    submit(core, ev.GroupSpec("g", 10, 2, 10))
+    (start,) = tick(core)
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    waiting, abort = tick(core)
+    assert (waiting.sample_id, abort) == ("g#1", AbortChunk(start.chunk_id, "r", "batch cancelled"))
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 3, ev.ChunkEnd.ABORTED, 0))
+    assert [action.end for action in tick(core) if isinstance(action, EndSample)] == [SampleEnd.CANCELLED]
+
+
+def test_an_aborted_chunk_nobody_cancelled_goes_on_where_it_stopped():
+    core = core_of(chunk_tokens=8, r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 10))
+    (start,) = tick(core)
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 3, ev.ChunkEnd.ABORTED, 0))
+    (start,) = tick(core)
+    assert (start.start, start.max_tokens) == (3, 7)
+
+
+def test_a_chunk_that_ends_short_has_used_up_the_context():
+    core = core_of(chunk_tokens=8, r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 10))
+    (start,) = tick(core)
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 7, ev.ChunkEnd.LENGTH, 0))
+    end, _ = tick(core)
+    assert (end.end, end.reason) == (SampleEnd.LENGTH, "the model's context is used up")
+
+
+def test_group_static_keeps_a_group_on_its_replica_and_moves_all_of_it_when_that_leaves():
+    core = core_of("group_static", chunk_tokens=8, a=4, b=4, c=4)
+    submit(core, *(ev.GroupSpec(f"g{i}", 10, 3, 16) for i in range(3)))
+    starts = tick(core)
+    assert [(start.sample_id, start.replica_id) for start in starts] == [("g0#0", "a"), ("g1#0", "b"), ("g2#0", "c")]
+    core.observe(ev.ReplicaLeft(0.0, "b", "gone"))
+    went = {"g0": set(), "g1": set(), "g2": set()}
+    starts = [start for start in starts if start.replica_id != "b"]
+    while starts:
+        for start in starts:
+            went[start.sample_id[:2]].add(start.replica_id)
+            finish(core, start)
+        starts = [action for action in tick(core) if isinstance(action, StartChunk)]
+    assert went == {"g0": {"a"}, "g1": {"a"}, "g2": {"c"}}
+    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+
+
+def test_a_pinned_sample_waits_for_its_own_replica_and_moves_only_when_that_leaves():
+    core = core_of("fcfs", "pinned", 8, a=3)
+    submit(core, ev.GroupSpec("g", 10, 1, 24))
+    (start,) = tick(core)
+    core.observe(join("b", 100))
+    finish(core, start)
+    (start,) = tick(core)
+    assert (start.replica_id, start.start) == ("a", 8)
+    finish(core, start)
+    core.observe(ev.ReplicaLeft(0.0, "a", "gone"))
+    (start,) = tick(core)
+    assert (start.replica_id, start.start) == ("b", 16)
+
+
+def test_two_batches_live_side_by_side_and_end_apart():
+    core = core_of(r=40)
+    submit(core, ev.GroupSpec("g", 10, 1, 10), batch_id="one")
+    submit(core, ev.GroupSpec("h", 10, 1, 10), batch_id="two")
+    one, two = tick(core)
+    finish(core, two)
+    assert [a.batch_id for a in tick(core) if isinstance(a, EmitGroup)] == ["two"]
+    assert core.is_running(one.chunk_id) and core.counts() == {"waiting": 0, "running": 1, "batches": 1}
