@@ -6,10 +6,13 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+quietly() { "$@" >"$log" 2>&1 || { tail -n 3 "$log" >&2; return 1; }; } # the last words only, and only of a failure
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON is not there; install Python 3.11, or name it: make setup PYTHON=..."
 
-# What Mooncake (all five) and the CPU build of vLLM (libnuma) load from the system.
+# System libraries that Mooncake asks for; the CPU build of vLLM needs libnuma too. No compiler is needed.
 missing=$("$PYTHON" - <<'EOF'
 import ctypes, importlib.util
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1",
@@ -27,24 +30,25 @@ if [ -n "$missing" ]; then
     { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; } || fail "missing; run: sudo apt-get install -y $missing"
     say "installing $missing"
     # shellcheck disable=SC2086
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $missing; } \
-        >/dev/null || fail "apt-get could not install: $missing"
+    { quietly apt-get update && quietly env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y --no-install-recommends $missing; } || fail "apt-get could not install: $missing"
 fi
 
 lock=requirements/cpu.txt
 torch=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/cpu.in)
 stamp=.venv/.stamp-$({ cat "$lock"; echo "$torch"; } | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
-    [ -x .venv/bin/python ] || { say "making .venv"; rm -rf .venv; "$PYTHON" -m venv .venv; }
-    pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || { say "making .venv"; "$PYTHON" -m venv --clear .venv; }
+    pip() { quietly .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
     say "installing $lock (about 600 MB)"
     pip install --no-deps --require-hashes -r "$lock" || fail "$lock did not install; make setup resumes"
     # torch last, and by itself: its CPU build is not on the package index, so it cannot carry the lock's one
     # hash. Where pip knows a CPU build it wins (2.13.0+cpu > 2.13.0); elsewhere comes the CUDA one (several GB).
     say "installing $torch"
     pip install "$torch" || fail "$torch did not install; make setup resumes"
-    .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store" 2>.venv/check.log ||
-        fail "the packages do not import: $(tail -n 1 .venv/check.log) (whole story: .venv/check.log)"
+    say "importing what was installed"
+    quietly .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store" ||
+        fail "a package does not import; make clean setup starts afresh"
     rm -f .venv/.stamp-*
     touch "$stamp"
 fi

@@ -1,0 +1,102 @@
+"""Three tiers by marker, run in this order: pure (no marker), live (Ray, vLLM, the demo model), gpu.
+
+Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
+are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. What was
+imported for the live tier (those packages, and our own modules that came with them) is put aside in the pure one.
+"""
+
+import importlib.abc
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+LIVE_FOLDER = ROOT / "tests" / "live"
+TIERS = ("pure", "live", "gpu")
+HEAVY = {"ray", "vllm"}
+OURS = {"app", "deployments", "kvpool", "policies"}
+
+settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
+settings.load_profile("shared-cores")
+
+
+class Guard(importlib.abc.MetaPathFinder):
+    """While `closed`, importing a heavy package fails; `aside` keeps what only the live tier may see."""
+
+    def __init__(self):
+        self.closed = False
+        self.pure_modules = set()
+        self.aside = {}
+
+    def find_spec(self, name, path=None, target=None):
+        if self.closed and name.partition(".")[0] in HEAVY:
+            raise ImportError(f"a pure test must not import {name}: mark it live and import inside it, or tests/live")
+
+    def close(self):
+        if not self.closed:
+            watched = {name for name in sys.modules if name.partition(".")[0] in HEAVY | OURS}
+            self.aside = {name: sys.modules.pop(name) for name in watched - self.pure_modules}
+            self.closed = True
+
+    def open(self):
+        if self.closed:
+            self.pure_modules = {name for name in sys.modules if name.partition(".")[0] in OURS}
+            sys.modules.update(self.aside)
+            self.closed = False
+
+
+guard = Guard()
+sys.meta_path.insert(0, guard)
+guard.close()
+
+
+def tier_of(item) -> str:
+    if item.get_closest_marker("gpu"):
+        return "gpu"
+    return "live" if item.get_closest_marker("live") or LIVE_FOLDER in item.path.parents else "pure"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    live = collector.path == LIVE_FOLDER or LIVE_FOLDER in collector.path.parents
+    guard.open() if live else guard.close()
+    report = yield
+    report.result.sort(key=lambda node: node.path == LIVE_FOLDER)  # last, so that pure files see nothing of it
+    return report
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if tier_of(item) == "live":
+            item.add_marker("live")
+    items.sort(key=lambda item: TIERS.index(tier_of(item)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    tier = tier_of(item)
+    guard.close() if tier == "pure" else guard.open()
+    if tier == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device; torch finds none")
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The demo model's folder, made on first use. Live tests only: the conversion takes torch and half a minute."""
+    from app.model import resolve_model
+
+    return resolve_model("demo")
+
+
+@pytest.fixture(scope="session")
+def trace_path() -> Path:
+    """Recorded rollouts of AMC 2023 prompts, which lie beside the repository and not in it."""
+    path = ROOT.parent / "shared" / "traces" / "amc23.jsonl.gz"
+    if not path.is_file():
+        pytest.skip("no recorded trace at ../shared/traces/amc23.jsonl.gz")
+    return path

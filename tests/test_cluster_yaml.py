@@ -1,0 +1,57 @@
+"""The cluster files: Ray's own launcher accepts them, nothing listens on every interface, every start has the token."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ["cluster.yaml", "cluster.local.yaml"]
+
+
+@pytest.fixture(params=FILES)
+def config(request):
+    return yaml.safe_load((ROOT / request.param).read_text())
+
+
+def start_commands(config):
+    commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    return [command for command in commands if "ray start" in command]
+
+
+def test_no_node_listens_on_every_interface(config):
+    assert "0.0.0.0" not in str(config)
+    heads = [command for command in start_commands(config) if "--head" in command]
+    assert len(heads) == 1
+    assert "--dashboard-host=127.0.0.1" in heads[0] and "--node-ip-address=" in heads[0]
+
+
+def test_every_start_asks_for_the_token(config):
+    commands = start_commands(config)
+    assert len(commands) == 2
+    assert all("RAY_AUTH_MODE=token" in command for command in commands)
+
+
+def test_gpu_nodes_install_the_hashed_lock_and_get_the_token():
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    assert any("--no-deps --require-hashes -r requirements/gpu.txt" in line for line in config["setup_commands"])
+    assert "~/.ray/auth_token" in config["file_mounts"]
+
+
+@pytest.mark.live
+def test_the_launcher_accepts_it(config):
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepared = prepare_config(copy.deepcopy(config))
+    validate_config(prepared)
+    assert prepared["head_start_ray_commands"] == config["head_start_ray_commands"]
+
+
+@pytest.mark.live
+def test_the_launcher_refuses_an_unknown_key(config):
+    from jsonschema import ValidationError
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    with pytest.raises(ValidationError, match="no_such_key"):
+        validate_config(prepare_config(config | {"no_such_key": 1}))

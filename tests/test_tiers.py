@@ -1,0 +1,58 @@
+"""The tier rules of conftest.py, tried on a small project: whatever ran or was collected before, pure stays pure."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = {
+    "ray/__init__.py": "",
+    "app/__init__.py": "",
+    "app/heavy.py": "import ray\n",
+    "tests/live/test_a.py": "import ray\nimport app.heavy\ndef test_live():\n    import ray.sub\n",
+    "ray/sub.py": "",
+    "tests/test_inside.py": "def test_direct():\n    import ray\ndef test_through():\n    import app.heavy\n"
+    "def test_sub():\n    from ray.sub import __name__\n",
+    "tests/test_mixed.py": "import pytest\n@pytest.mark.live\ndef test_late():\n    import ray, app.heavy\n"
+    "def test_light():\n    pass\n",
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path / "tests")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = live\n    gpu\npythonpath = .\n")
+    return tmp_path
+
+
+def outcomes(project):
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "tests"]
+    out = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True).stdout
+    lines = [line.split() for line in out.splitlines() if "::" in line and "%]" in line]
+    return [(words[0].rpartition("::")[2], words[1]) for words in lines], out
+
+
+def test_pure_tests_cannot_import_ray_and_run_first(project):
+    ran, out = outcomes(project)
+    assert dict(ran) == {
+        "test_direct": "FAILED",
+        "test_through": "FAILED",
+        "test_sub": "FAILED",
+        "test_light": "PASSED",
+        "test_live": "PASSED",
+        "test_late": "PASSED",
+    }, out
+    assert {name for name, _ in ran[-2:]} == {"test_live", "test_late"}
+    assert "a pure test must not import ray" in out
+
+
+def test_a_pure_file_cannot_import_ray_at_its_top(project):
+    (project / "tests" / "test_top.py").write_text("import app.heavy\ndef test_never():\n    pass\n")
+    ran, out = outcomes(project)
+    assert not ran and "a pure test must not import ray" in out
