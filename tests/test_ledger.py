@@ -1,0 +1,65 @@
+"""The ledger's half of law 1: a chunk is written once, where its sample stands."""
+
+import numpy as np
+import pytest
+
+from deployments.ledger import GroupRecord
+from deployments.messages import ChunkEnd, ChunkResult, PromptGroup, sample_key
+from deployments.prompts import Prepared
+
+
+def record():
+    group = PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=2, forced_token_ids=((7, 8), (9,)))
+    return GroupRecord.of("b", Prepared(group, (1, 2, 3), 16), [sample_key(0, 0, "p", i) for i in range(2)])
+
+
+def chunk(tokens, version=0) -> ChunkResult:
+    return ChunkResult(
+        chunk_id="c", token_ids=np.asarray(tokens, np.int32), logprobs=np.full(len(tokens), -1.0, np.float32),
+        raw_logprobs=np.full(len(tokens), -2.0, np.float32), end=ChunkEnd.LENGTH, weights_version=version,
+        queue_s=0.5, prefill_s=1.0, decode_s=2.0, cached_tokens=0, computed_tokens=3,
+    )  # fmt: skip
+
+
+def test_tokens_grow_and_the_context_is_prompt_then_answer():
+    sample = record().samples[0]
+    sample.append(0, chunk([4, 5]), "r1")
+    sample.append(2, chunk([6]), "r1")
+    assert sample.context().tolist() == [1, 2, 3, 4, 5, 6]
+    assert sample.context().dtype == np.int32
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_chunk_elsewhere_than_where_the_sample_stands_is_refused(start):
+    sample = record().samples[0]
+    sample.append(0, chunk([4, 5]), "r1")
+    with pytest.raises(ValueError, match="the sample has 2 tokens"):
+        sample.append(start, chunk([6]), "r1")
+    assert sample.tokens == 2
+
+
+def test_segments_join_while_replica_and_version_stay():
+    sample = record().samples[0]
+    chunks = ((0, [1, 2], "r1", 0), (2, [3], "r1", 0), (3, [4], "r2", 0), (4, [5], "r2", 1))
+    for start, tokens, replica, version in chunks:
+        sample.append(start, chunk(tokens, version), replica)
+    spans = [(s.replica_id, s.weights_version, s.start, s.end) for s in sample.segments]
+    assert spans == [("r1", 0, 0, 3), ("r2", 0, 3, 4), ("r2", 1, 4, 5)]
+
+
+def test_a_chunk_without_tokens_makes_no_segment():
+    sample = record().samples[0]
+    sample.append(0, chunk([]), "r1")
+    assert sample.segments == [] and sample.tokens == 0
+
+
+def test_every_sample_has_its_own_key_and_replay():
+    first, second = record().samples
+    assert first.key != second.key
+    assert first.forced.tolist() == [7, 8] and second.forced.tolist() == [9]
+
+
+def test_the_sample_key_depends_on_all_it_is_made_of():
+    keys = {sample_key(*of) for of in ((0, 0, "p", 0), (1, 0, "p", 0), (0, 1, "p", 0), (0, 0, "q", 0), (0, 0, "p", 1))}
+    assert len(keys) == 5 and all(0 <= key < 1 << 64 for key in keys)
+    assert sample_key(0, 0, "p", 0) == 17307229011157614051, "keys must never change between releases"
