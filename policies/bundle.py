@@ -8,7 +8,15 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    TypeAdapter,
+    ValidationError,
+)
 
 from policies.chunking import Chunking, ChunkingPolicy, Fixed
 from policies.ordering import Ordering, OrderingPolicy, Seer
@@ -60,8 +68,10 @@ def _user_policy(family: str, spec: dict) -> BaseModel:
         raise ValueError(f"{family} {spec['type']}: unknown key {min(extra)!r}; its knobs belong under `args`")
     try:
         cls = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{family} {spec['type']!r} cannot be imported: {error}") from error
+    if not isinstance(cls, type) or not issubclass(cls, BaseModel):
+        raise ValueError(f"{family} {spec['type']!r} is not a pydantic model")
     return _checked(family, _built(cls, spec.get("args", {})))
 
 
@@ -76,9 +86,20 @@ def _built(cls: type[BaseModel], knobs: dict) -> BaseModel:
 def _checked(family: str, policy: Any) -> BaseModel:
     protocol = FAMILIES[family][1]
     if not isinstance(policy, BaseModel) or not isinstance(policy, protocol):
-        wanted = ", ".join(sorted(name for name in dir(protocol) if not name.startswith("_")))
-        raise ValueError(f"{type(policy).__name__} is not a {family} policy: it must be a pydantic model with {wanted}")
+        wanted = sorted(name for name in {*dir(protocol), *protocol.__annotations__} if not name.startswith("_"))
+        name = type(policy).__name__
+        raise ValueError(f"{name} is no {family} policy: it must be a pydantic model with {', '.join(wanted)}")
     return policy
+
+
+def dump_policy(policy: BaseModel, info: SerializationInfo) -> dict:
+    """What `load_policy` makes the same policy of."""
+    name, knobs = name_of(policy), policy.model_dump(mode=info.mode)
+    return {"type": name, "args": knobs} if ":" in name else knobs
+
+
+def _member(family: str) -> Any:
+    return Annotated[BaseModel, BeforeValidator(lambda v: load_policy(family, v)), PlainSerializer(dump_policy)]
 
 
 class Policies(BaseModel):
@@ -86,6 +107,6 @@ class Policies(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ordering: Annotated[SerializeAsAny[BaseModel], BeforeValidator(lambda v: load_policy("ordering", v))] = Seer()
-    placement: Annotated[SerializeAsAny[BaseModel], BeforeValidator(lambda v: load_policy("placement", v))] = LeastKv()
-    chunking: Annotated[SerializeAsAny[BaseModel], BeforeValidator(lambda v: load_policy("chunking", v))] = Fixed()
+    ordering: _member("ordering") = Seer()
+    placement: _member("placement") = LeastKv()
+    chunking: _member("chunking") = Fixed()

@@ -1,0 +1,119 @@
+"""The registry of policies: names, knobs, dotted paths, and errors of one line that say what to write instead."""
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from user_policies import Halving, HighestId, LastComeFirst
+
+from policies.bundle import FAMILIES, Policies, load_policy, members, name_of
+from policies.ordering import Fcfs, Seer
+
+BUILT_IN = {
+    "ordering": ["fcfs", "group_static", "seer", "oracle_longest_first"],
+    "placement": ["least_kv", "round_robin", "pinned"],
+    "chunking": ["fixed"],
+}
+USERS_OWN = {
+    "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
+    "placement": {"type": "user_policies:HighestId", "args": {}},
+    "chunking": {"type": "user_policies:Halving", "args": {}},
+}
+EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
+
+
+def error_of(**policies) -> str:
+    """The one line that a wrong configuration gives."""
+    with pytest.raises(ValidationError) as caught:
+        Policies(**policies)
+    (error,) = caught.value.errors()
+    assert "\n" not in error["msg"]
+    return error["msg"]
+
+
+def test_the_registry_is_complete():
+    assert {family: list(members(family)) for family in FAMILIES} == BUILT_IN
+
+
+@pytest.mark.parametrize(("family", "name"), EVERY)
+def test_a_member_goes_by_its_name_alone_by_a_mapping_and_as_itself(family, name):
+    cls = members(family)[name]
+    for value in (name, {"type": name}, cls()):
+        policy = load_policy(family, value)
+        assert type(policy) is cls and name_of(policy) == name
+        assert getattr(Policies(**{family: value}), family) == cls()
+
+
+@pytest.mark.parametrize(("family", "name"), EVERY)
+def test_every_knob_is_described_bounded_and_frozen(family, name):
+    cls = members(family)[name]
+    assert cls.model_config["frozen"] and cls.model_config["extra"] == "forbid" and cls.__doc__
+    for knob, field in cls.model_fields.items():
+        assert knob == "type" or (field.description and field.metadata), knob
+
+
+@pytest.mark.parametrize(("family", "name"), EVERY)
+@pytest.mark.parametrize("mode", ["python", "json"])
+def test_a_dump_builds_the_same_policies(family, name, mode):
+    policies = Policies(**{family: name})
+    assert Policies(**policies.model_dump(mode=mode)) == policies
+    assert Policies.model_validate_json(policies.model_dump_json()) == policies
+
+
+def test_a_dump_of_the_users_own_policies_builds_them_again():
+    policies = Policies(**USERS_OWN)
+    assert policies.model_dump() == USERS_OWN
+    assert Policies(**policies.model_dump()) == policies
+    assert (policies.ordering, policies.placement, policies.chunking) == (
+        LastComeFirst(spread=2), HighestId(), Halving(),
+    )  # fmt: skip
+
+
+def test_a_subclass_of_a_member_is_the_users_own():
+    assert ":" in name_of(Subclass()) and name_of(Subclass()) != "fcfs"
+
+
+class Subclass(Fcfs):
+    """Inherits its base's `type`, and still is another policy."""
+
+
+def test_the_defaults_are_seer_s():
+    policies = Policies()
+    names = (name_of(policies.ordering), name_of(policies.placement), name_of(policies.chunking))
+    assert names == ("seer", "least_kv", "fixed") and policies.ordering == Seer(explore=0.1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        ({"ordering": "sear"}, "unknown ordering 'sear'; nearest: seer; known: fcfs, group_static, seer"),
+        ({"placement": {"type": "least-kv"}}, "nearest: least_kv"),
+        ({"placement": "zzz"}, "unknown placement 'zzz'; known: least_kv"),
+        ({"ordering": {"type": "seer", "explore": 1.5}}, "Seer.explore: Input should be less than or equal to 1"),
+        ({"ordering": {"type": "seer", "exploer": 0.5}}, "Seer.exploer: Extra inputs are not permitted"),
+        ({"chunking": {"type": "fixed", "chunk_tokens": 0}}, "Fixed.chunk_tokens"),
+        ({"ordering": {"explore": 0.5}}, "give a name or a mapping with `type`"),
+        ({"ordering": 3}, "ordering: give a name"),
+        ({"ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 0}}}, "LastComeFirst.spread"),
+        ({"ordering": {"type": "user_policies:LastComeFirst", "args": {"spraed": 1}}}, "LastComeFirst.spraed"),
+        ({"ordering": {"type": "user_policies:LastComeFirst", "spread": 1}}, "unknown key 'spread'"),
+        ({"ordering": {"type": "user_policies:Nobody"}}, "cannot be imported"),
+        ({"ordering": {"type": "no_such_module:Nobody"}}, "cannot be imported"),
+        ({"ordering": {"type": ":Nobody"}}, "cannot be imported"),
+        ({"ordering": {"type": "user_policies:NUMBER"}}, "is not a pydantic model"),
+        ({"ordering": {"type": "user_policies:NotAPolicy"}}, "with bind, keys, lane, lanes"),
+        ({"placement": {"type": "user_policies:LastComeFirst"}}, "is no placement policy"),
+        ({"ordering": "least_kv"}, "unknown ordering 'least_kv'"),
+    ],
+)
+def test_a_mistake_is_named_and_the_mending_too(policies, said):
+    assert said in error_of(**policies)
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(ValidationError, match="orderings"):
+        Policies(orderings="seer")
+
+
+def test_policies_are_values():
+    assert isinstance(Policies(), BaseModel) and hash(Policies()) == hash(Policies())
+    with pytest.raises(ValidationError, match="frozen"):
+        Policies().ordering = Fcfs()

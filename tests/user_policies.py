@@ -1,0 +1,48 @@
+"""Policies as a user writes them, named by dotted path in the tests. None has a `type`."""
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LastComeFirst(BaseModel):
+    """By arrival, backwards; every `spread`-th group of a batch is bound to a replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    lanes: ClassVar[int] = 1
+    spread: int = Field(3, ge=1)
+
+    def keys(self, sample, group):
+        return ((-sample.arrival, -sample.index),)
+
+    def lane(self, pick):
+        return 0
+
+    def bind(self, group, groups, replicas):
+        return replicas[group % len(replicas)] if group % self.spread == 0 else None
+
+
+class HighestId(BaseModel):
+    """The last replica in order of ids that has room."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sticky: ClassVar[bool] = False
+
+    def choose(self, sample, need_tokens, board, memory):
+        return max(i for i in board.ready() if board.room_tokens(i) >= need_tokens), memory
+
+
+class Halving(BaseModel):
+    """Half of what is left, at least one token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def tokens(self, sample):
+        return max(1, (sample.max_tokens - sample.generated_tokens) // 2)
+
+
+class NotAPolicy(BaseModel):
+    pass
+
+
+NUMBER = 3
