@@ -46,6 +46,9 @@ class Coordinator:
     async def take_spans(self, trace_id: str) -> list[dict]:
         return await self._rollouts.take_spans(trace_id)
 
+    async def reset_caches(self) -> None:
+        await self._rollouts.reset_caches()
+
     async def check_health(self) -> None:
         """A loop that has ended has raised: Serve replaces the coordinator, and the drivers' calls end in errors."""
         for loop in self._loops:

@@ -7,6 +7,7 @@ Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; w
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.engine.runner import EngineDown
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
 from deployments.router import ReplicaGone, poll_all
 
@@ -50,10 +51,14 @@ class Fleet:
             return []
         return [span for answer in answers if isinstance(answer, list) for span in answer]
 
+    async def reset_caches(self) -> None:
+        """Every replica forgets the KV of chunks that have ended."""
+        await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S)
+
     async def _call(self, replica_id: str, method: str, argument):
         try:
             return await self._handle.options(session_id=replica_id, method_name=method).remote(argument)
-        except (RayActorError, ReplicaGone) as error:
+        except (RayActorError, ReplicaGone, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
             raise ChunkError(one_line(error.cause or error)) from error

@@ -66,6 +66,7 @@ class SampleRecord:
             raw_logprobs=tuple(float(x) for part in self.parts for x in part.raw_logprobs),
             finish_reason=self.end,
             error=self.error,
+            chunks=len(self.parts),
             segments=tuple(self.segments),
             timings=self._timings(),
             drafted_tokens=sum(part.drafted_tokens for part in self.parts),

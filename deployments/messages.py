@@ -103,6 +103,7 @@ class SampleResult(Message):
     raw_logprobs: tuple[float, ...]
     finish_reason: SampleEnd
     error: str | None = None
+    chunks: int = 0
     segments: tuple[Segment, ...] = ()
     timings: Timings = Timings()
     drafted_tokens: int = 0

@@ -8,14 +8,14 @@ lost replica changes nothing. Driven by the coordinator deployment.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from opentelemetry.trace import StatusCode
 
 from deployments.batch import Batch
 from deployments.fleet import ChunkError, Fleet, ReplicaLost
 from deployments.messages import (
-    ChunkResult,
     GroupResult,
     Rejected,
     ReplicaStatus,
@@ -56,11 +56,10 @@ class Rollouts:
         self._core = RolloutCore(policies)
         self._next_policies: Policies | None = None
         self._roster = Roster()
-        self._inbox: list[tuple[Event, ChunkResult | None]] = []
+        self._inbox: list[tuple[Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
         self._wake = asyncio.Event()
         self._batches: dict[str, Batch] = {}
         self._home: dict[str, Batch] = {}  # sample id -> its batch, until the sample has ended
-        self._starts: dict[str, StartChunk] = {}  # chunk id -> how it was started
         self._tasks: set[asyncio.Task] = set()
         self._began_s = time.monotonic()
 
@@ -113,6 +112,10 @@ class Rollouts:
         """The spans of a trace that was to be kept, from here and from every replica."""
         return self._telemetry.take(trace_id) + await self._fleet.take_spans(trace_id)
 
+    async def reset_caches(self) -> None:
+        """Every replica forgets the KV of chunks that have ended: a benchmark's runs must not help each other."""
+        await self._fleet.reset_caches()
+
     # ---- the loops ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -133,18 +136,17 @@ class Rollouts:
                 self._tell(event)
             await asyncio.sleep(POLL_S)
 
-    def _tell(self, event: Event, result: ChunkResult | None = None) -> None:
-        self._inbox.append((event, result))
+    def _tell(self, event: Event, write: Callable[[], None] | None = None) -> None:
+        self._inbox.append((event, write))
         self._wake.set()
 
     def _observe(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for event, result in inbox:
+        for event, write in inbox:
             if self._is_late(event):
                 continue
-            if result is not None:
-                start = self._starts[event.chunk_id]
-                self._home[start.sample_id].samples[start.sample_id].append(start.start, result, start.replica_id)
+            if write is not None:
+                write()
             self._core.observe(event)
 
     def _is_late(self, event: Event) -> bool:
@@ -162,7 +164,6 @@ class Rollouts:
         for action in actions:
             match action:
                 case StartChunk():
-                    self._starts[action.chunk_id] = action
                     self._spawn(self._run_chunk(action, self._home[action.sample_id]))
                 case AbortChunk():
                     self._spawn(self._abort(action))
@@ -229,7 +230,7 @@ class Rollouts:
         if sample.started_s is None:
             sample.started_s = self.now() - batch.submitted_s
         span = batch.chunk_span(self._telemetry, start)
-        result = None
+        write = None
         try:
             result = await self._fleet.generate(start.replica_id, batch.request(sample, start, span))
         except ReplicaLost as error:
@@ -241,10 +242,11 @@ class Rollouts:
             count = len(result.token_ids)
             event = ChunkFinished(self.now(), start.chunk_id, count, result.end, result.weights_version)
             span.set_attribute("new_tokens", count)
-        if result is None:
+            write = partial(sample.append, start.start, result, start.replica_id)
+        if write is None:
             span.set_status(StatusCode.ERROR, event.error)
         span.end()
-        self._tell(event, result)
+        self._tell(event, write)
 
     async def _abort(self, action: AbortChunk) -> None:
         with contextlib.suppress(ReplicaLost, ChunkError):  # the chunk's own call tells what has become of it
