@@ -6,14 +6,13 @@ from pathlib import Path
 import click
 
 from app.config import DEFAULT_CONFIG, load_config
+from app.demo import PROMPTS
 from app.errors import Failed
 from app.prompts_file import read_prompts
 
-DEMO_PROMPTS = Path(__file__).parent.parent / "demo" / "prompts.jsonl"
-
 
 @click.command()
-@click.option("--prompts", type=click.Path(path_type=Path), default=DEMO_PROMPTS, show_default="the demo's")
+@click.option("--prompts", type=click.Path(path_type=Path), default=PROMPTS, show_default="the demo's")
 @click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per sample.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
