@@ -12,7 +12,7 @@ from random import Random
 from policies import events as ev
 from policies.actions import Action, StartChunk
 from policies.buffer import State
-from policies.bundle import Policies
+from policies.bundle import Policies, name_of
 from policies.fitqueue import STEP_TOKENS
 from policies.rollout import IllegalEvent, RolloutCore
 
@@ -127,7 +127,7 @@ class Player:
         self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups))
 
     def reveal(self, groups):
-        if self.play.core.policies.ordering.type == "oracle_longest_first":
+        if name_of(self.play.core.policies.ordering) == "oracle_longest_first":
             lengths = {f"{spec.group_id}#{i}": 1 + self.take(99) for spec in groups for i in range(spec.samples)}
             self.feed(ev.LengthsRevealed(self.now, lengths))
 

@@ -5,6 +5,7 @@ from rollout_machine import ORDERINGS, policies_of
 
 from policies import events as ev
 from policies.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
+from policies.bundle import name_of
 from policies.rollout import MAX_ATTEMPTS, RolloutCore
 
 
@@ -21,7 +22,7 @@ def join(replica_id: str, blocks: int, max_running: int = 4, version: int = 0) -
 
 
 def submit(core: RolloutCore, *groups: ev.GroupSpec, batch_id: str = "b") -> None:
-    if core.policies.ordering.type == "oracle_longest_first":
+    if name_of(core.policies.ordering) == "oracle_longest_first":
         ids = [f"{spec.group_id}#{index}" for spec in groups for index in range(spec.samples)]
         core.observe(ev.LengthsRevealed(0.0, dict.fromkeys(ids, 1)))
     core.observe(ev.SamplesSubmitted(0.0, batch_id, groups))

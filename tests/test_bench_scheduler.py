@@ -1,0 +1,28 @@
+"""The scheduler benchmark: it runs everything, and reports what its readers compare."""
+
+import pytest
+from rollout_machine import ORDERINGS
+
+from app.bench.scheduler import CHUNK_TOKENS, MAX_TOKENS, drive, measure
+from policies.bundle import Policies
+from policies.chance import fraction
+
+
+@pytest.mark.parametrize("ordering", [name for name in ORDERINGS if name != "oracle_longest_first"])
+def test_a_drive_runs_every_sample_to_its_end(ordering):
+    """As many decisions as the chunks that the lengths add up to, whatever the order."""
+    policies = Policies(ordering=ordering, chunking={"type": "fixed", "chunk_tokens": CHUNK_TOKENS})
+    lengths = [64 + int(MAX_TOKENS * fraction(0, f"g{g}#{i}") ** 3) for g in range(16) for i in range(16)]
+    chunks = sum(-(-min(length, MAX_TOKENS) // CHUNK_TOKENS) for length in lengths)
+    result = drive(256, 8, policies)
+    assert result["decisions"] == chunks
+    assert result["decisions_per_s"] == result["decisions"] / result["seconds"] > 0
+
+
+def test_a_measurement_says_what_was_measured():
+    result = measure(1_024, 4)
+    assert set(result) == {
+        "requests", "replicas", "decisions", "decisions_per_s", "cost_ratio", "cost_ratio_same_load", "policies",
+    }  # fmt: skip
+    assert (result["requests"], result["replicas"]) == (1_024, 4)
+    assert Policies(**result["policies"]).chunking.chunk_tokens == CHUNK_TOKENS
