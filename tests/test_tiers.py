@@ -1,5 +1,6 @@
 """The tier rules of conftest.py, tried on a small project: whatever ran or was collected before, pure stays pure."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def project(tmp_path):
 
 def outcomes(project):
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "tests"]
-    out = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True).stdout
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # the outer run's choice
+    out = subprocess.run(command, cwd=project, env=own, check=False, capture_output=True, text=True).stdout
     lines = [line.split() for line in out.splitlines() if "::" in line and "%]" in line]
     return [(words[0].rpartition("::")[2], words[1]) for words in lines], out
 
