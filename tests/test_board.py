@@ -58,7 +58,9 @@ def test_it_answers_like_books_kept_by_adding_up(operations):
     for number, (operation, which, other, need) in enumerate(operations):
         replica_id, known = f"r{which}", f"r{which}" in books.joins
         if operation == "j":
-            event = join(replica_id, need // 8, (1, 16, 24)[other % 3], 1 + other, other * 2, books.version + other % 2)
+            block_tokens = (1, 16, 24)[other % 3]
+            sizes = (3 * need // block_tokens, block_tokens, 1 + other, 2 * other)
+            event = join(replica_id, *sizes, books.version + need % 4 // 3)
             board.join(event)
             books.joins.setdefault(replica_id, event)
             books.versions[replica_id] = event.weights_version
