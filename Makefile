@@ -34,13 +34,13 @@ bench: setup ## scheduler benchmark; live benchmark where TRACE=FILE is there
 
 serve: export RAY_AUTH_MODE := token
 serve: export PYTHONPATH := $(CURDIR)
-serve: setup ## a Ray head on 127.0.0.1 (token authentication), then serve.yaml on it
+# Ray's own ports listen on every interface whatever address it is given; the token is what guards them.
+serve: setup ## a local Ray head (token authentication, dashboard on 127.0.0.1), then serve.yaml on it
 	@.venv/bin/ray get-auth-token --generate >/dev/null
-	.venv/bin/ray start --head --node-ip-address=127.0.0.1 --port=$(RAY_PORT) \
-		--dashboard-host=127.0.0.1 --dashboard-port=$(DASHBOARD_PORT)
+	.venv/bin/ray start --head --port=$(RAY_PORT) --dashboard-host=127.0.0.1 --dashboard-port=$(DASHBOARD_PORT)
 	.venv/bin/serve deploy --address http://127.0.0.1:$(DASHBOARD_PORT) serve.yaml
 	@echo "serve: drivers connect with RAY_AUTH_MODE=token RAY_ADDRESS=127.0.0.1:$(RAY_PORT) (the token is in ~/.ray)"
-	@echo "serve: state: RAY_AUTH_MODE=token .venv/bin/serve status --address http://127.0.0.1:$(DASHBOARD_PORT)"
+	@echo "serve: state: PYTHONPATH=. RAY_AUTH_MODE=token .venv/bin/serve status --address http://127.0.0.1:$(DASHBOARD_PORT)"
 	@echo "serve: stop:  .venv/bin/ray stop   (it stops every Ray of this machine)"
 
 lock: setup ## renew requirements/*.txt from requirements/*.in
