@@ -61,6 +61,10 @@ class Engine:
         """Ends a chunk at the next token; its own call returns what it has. Unknown ids are ignored."""
         self._runner.abort(chunk_id)
 
+    async def reset_cache(self) -> bool:
+        """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
+        return await asyncio.wrap_future(self._runner.reset_cache())
+
     async def stats(self) -> EngineStats:
         """The latest snapshot."""
         return self._runner.stats()
@@ -90,7 +94,7 @@ class Engine:
                 "replica_id": stats.replica_id,
                 "chunk_id": chunk.chunk_id,
                 "weights_version": result.weights_version,
-                "end": result.end,
+                "end": result.end.value,
                 "context_tokens": len(chunk.token_ids),
                 "new_tokens": len(result.token_ids),
                 "cached_tokens": result.cached_tokens,

@@ -48,13 +48,23 @@ class EngineRunner:
         with self._lock:
             down = self._down
             if down is None:
-                self._inbox.put((self._add, chunk, on_done, time.monotonic()))
+                self._inbox.put((self._add, chunk, time.monotonic(), on_done))
         if down is not None:
             on_done(down)
 
     def abort(self, chunk_id: str) -> None:
         """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored."""
         self._inbox.put((self._abort, chunk_id))
+
+    def reset_cache(self) -> Future[bool]:
+        """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
+        forgotten: Future[bool] = Future()
+        with self._lock:
+            if self._down is None:
+                self._inbox.put((self._reset_cache, forgotten))
+            else:
+                forgotten.set_exception(self._down)
+        return forgotten
 
     def stats(self) -> EngineStats:
         """The latest snapshot, made after a step; costs nothing."""
@@ -100,7 +110,7 @@ class EngineRunner:
         except Empty:
             return
 
-    def _add(self, chunk: ChunkRequest, on_done: OnDone, submitted_s: float) -> None:
+    def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
         try:
             self._stepper.add(chunk, submitted_s)
         except ValueError as refusal:  # the edge between one caller's mistake and everybody's engine
@@ -111,6 +121,9 @@ class EngineRunner:
     def _abort(self, chunk_id: str) -> None:
         if (result := self._stepper.abort(chunk_id)) is not None:
             self._on_done.pop(chunk_id)(result)
+
+    def _reset_cache(self, forgotten: Future[bool]) -> None:
+        forgotten.set_result(self._stepper.reset_cache())
 
     def _stop(self) -> None:
         with self._lock:
@@ -123,4 +136,6 @@ class EngineRunner:
         while not self._inbox.empty():
             command, *args = self._inbox.get()
             if command == self._add:
-                args[1](down)
+                args[-1](down)
+            elif command == self._reset_cache:
+                args[-1].set_exception(down)

@@ -69,16 +69,16 @@ class Stepper:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        from deployments.engine.sampler import extra_args
+        from deployments.engine.sampler import ARGS_KEY, extra_args
 
         self._check(chunk)
         params = SamplingParams(
             max_tokens=chunk.max_tokens,
-            temperature=0.0,  # the exact sampler draws, from `extra_args`
+            temperature=0.0,  # unused: the exact sampler draws, by `extra_args`
             stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"tailrace": extra_args(chunk, self.eos_token_id)},
+            extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id)},
         )
         prompt = tokens_input(chunk.token_ids.tolist(), cache_salt=cache_salt(chunk.weights_version))
         try:
@@ -164,6 +164,10 @@ class Stepper:
             drafted_tokens=drafted,
             accepted_tokens=accepted,
         )
+
+    def reset_cache(self) -> bool:
+        """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
+        return self._engine.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """A snapshot as of now."""

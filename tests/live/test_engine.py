@@ -153,6 +153,10 @@ def test_a_context_seen_before_is_found_in_the_cache(roomy, alone):
     block = roomy.stats().block_tokens
     assert result.cached_tokens > 0 and result.cached_tokens % block == 0
     assert result.cached_tokens + result.computed_tokens == len(prompt(0)) + 40
+    assert roomy.reset_cache().result(timeout=60)
+    (again,) = run(roomy, chunk(0, alone[0].token_ids[:40]))
+    assert again.cached_tokens == 0
+    np.testing.assert_array_equal(again.token_ids, result.token_ids)
 
 
 def test_an_abort_keeps_the_tokens_so_far(roomy, alone):
