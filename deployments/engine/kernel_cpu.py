@@ -32,15 +32,25 @@ def _finalise(z):
 
 
 @njit(nogil=True)
+def _output(seed, index):
+    return _finalise(seed + np.uint64(index + 1) * _GAMMA)
+
+
+@njit(nogil=True)
 def _exponential(seed, index):
-    hashed = _finalise(seed + np.uint64(index + 1) * _GAMMA)
-    return -log((np.float64(hashed >> _SHIFT) + 0.5) * UNIFORM_STEP)
+    return -log((np.float64(_output(seed, index) >> _SHIFT) + 0.5) * UNIFORM_STEP)
+
+
+@njit(nogil=True)
+def hashed(key, position, index):
+    """The hashed bits (u64) of one vocabulary index; for the test that all implementations agree."""
+    return _output(_output(key, position), index)
 
 
 @njit(nogil=True)
 def _exp32(x):
     """exp(x), x <= 0, relative error below 2e-7; constant under -80. numba without SVML vectorises no library exp."""
-    x = x if x > np.float32(-80.0) else np.float32(-80.0)
+    x = np.float32(-80.0) if x < np.float32(-80.0) else x  # NaN stays NaN
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)  # ln 2 in two parts
     p = np.float32(1.9875691500e-4)
@@ -94,7 +104,7 @@ def _weigh(part, peak, floor, inv_t, weights):
     total = np.float32(0.0)
     for i in range(part.size):
         p = _exp32((part[i] - peak) * inv_t)
-        p = p if part[i] >= floor else np.float32(0.0)
+        p = np.float32(0.0) if part[i] < floor else p
         weights[i] = p
         total += p
     return np.float64(total)
@@ -105,8 +115,7 @@ def _may_win(seed, weights, best):
     """Does any element of the block pass the bound? `seed` is that of the block's first element."""
     found = np.int32(0)
     for i in range(weights.size):
-        hashed = _finalise(seed + np.uint64(i + 1) * _GAMMA)
-        short = np.float32(np.int32(hashed >> _S40)) * np.float32(2.0**-24)  # at most 2**-24 below u
+        short = np.float32(np.int32(_output(seed, i) >> _S40)) * np.float32(2.0**-24)  # at most 2**-24 below u
         found |= np.int32(np.float32(1.0 - 2.0**-24) - short < best * weights[i])
     return found != 0
 
@@ -126,8 +135,7 @@ def _race(row, top, floor, inv_t, seed):
         for i in range(part.size):
             if part[i] < floor:
                 continue
-            hashed = _finalise(seed + np.uint64(begin + i + 1) * _GAMMA)
-            room = (1.0 - 2.0**-24) - np.float64(hashed >> _S40) * 2.0**-24
+            room = (1.0 - 2.0**-24) - np.float64(_output(seed, begin + i) >> _S40) * 2.0**-24
             if room < best * BOUND_SLACK * weights[i]:
                 weight = exp((np.float64(part[i]) - np.float64(peak)) * inv_t)
                 score = _exponential(seed, begin + i) / weight if weight > 0.0 else np.inf
@@ -170,7 +178,7 @@ def _draw(row, top, seed, temperature, floor, forced):
 @njit(nogil=True, cache=True)
 def _draw_rows(logits, tops, keys, positions, temperature, floor, forced, tokens, logprobs, raw_logprobs):
     for i in range(logits.shape[0]):
-        seed = _finalise(keys[i] + np.uint64(positions[i] + 1) * _GAMMA)
+        seed = _output(keys[i], positions[i])
         drawn = _draw(logits[i], tops[i], seed, temperature[i], floor[i], np.int64(forced[i]))
         tokens[i], logprobs[i], raw_logprobs[i] = drawn
 
