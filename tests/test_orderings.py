@@ -146,10 +146,16 @@ def test_a_group_whose_lengths_are_unknown_counts_as_max_tokens():
 
 
 def test_a_finished_sample_changes_the_order_of_its_waiting_mates_at_once():
-    """The mates of `b` were queued with an unknown length, and again when `b#1` ended longer than `b#0`."""
-    groups = (ev.GroupSpec("a", 10, 2, 90), ev.GroupSpec("b", 10, 3, 90))
-    order = one_by_one(Seer(explore=0.0), *groups, length={"a#0": 50, "b#0": 60, "b#1": 20})
-    assert order == ["a#0", "b#0", "b#1", "b#2", "a#1"]
+    """`b` is behind `a` by its probe (40 against 50), until `b#1` ends with 80 while mates of both wait."""
+    core = RolloutCore(Policies(ordering=Seer(explore=0.0)))
+    core.observe(join("r", 100, max_running=3))
+    submit(core, ev.GroupSpec("b", 10, 4, 90), ev.GroupSpec("a", 10, 4, 90))
+    assert [start.sample_id for start in tick(core)] == ["b#0", "a#0", "b#1"]
+    for sample_id, tokens in (("b#0", 40), ("a#0", 50)):
+        core.observe(ev.ChunkFinished(0.0, f"{sample_id}:0", tokens, ev.ChunkEnd.STOP, 0))
+    assert [a.sample_id for a in tick(core) if isinstance(a, StartChunk)] == ["a#1", "a#2"]
+    core.observe(ev.ChunkFinished(0.0, "b#1:0", 80, ev.ChunkEnd.STOP, 0))
+    assert [a.sample_id for a in tick(core) if isinstance(a, StartChunk)] == ["b#2"]
 
 
 def test_within_a_group_the_sample_with_most_tokens_goes_on():
