@@ -74,7 +74,10 @@ def test_the_gpu_lock_resolves_to_the_files_it_names(tmp_path):
     # Without the hashes, which would make pip fetch every wheel whole; === since a `+cpu` torch would satisfy ==.
     pinned.write_text("".join(f"{pin['name']}==={pin['version']}\n" for pin in locked))
     dry = ("install", "--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--report", str(report))
-    run = pip(*dry, "-r", str(pinned))
+    try:
+        run = pip(*dry, "-r", str(pinned))
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the package index did not answer everything in {RESOLVE_LIMIT_S} s")
     assert run.returncode == 0, run.stderr
     found = [item["download_info"]["archive_info"] for item in json.loads(report.read_text())["install"]]
     assert sorted(archive["hashes"]["sha256"] for archive in found) == sorted(pin["sha256"] for pin in locked)
