@@ -52,13 +52,12 @@ class Records:
         """
         if req_id not in self._slot_of and count == 0:
             return np.empty(0, np.float32), np.empty(0, np.float32), 0, 0
-        slot = self._slot_of.pop(req_id)
-        self._free.append(slot)
-        if count == 0:
-            return np.empty(0, np.float32), np.empty(0, np.float32), 0, 0
+        slot = self._slot_of[req_id]
         begin = start - int(self._first[slot])
-        if begin < 0:
+        if count and begin < 0:
             raise ValueError(f"{req_id}: position {start} is before the first one drawn, {self._first[slot]}")
+        self._free.append(self._slot_of.pop(req_id))
+        begin = max(begin, 0)
         self._reserve(begin + count)
         taken = [field[slot, begin : begin + count] for field in self._fields.values()]
         return taken[0].copy(), taken[1].copy(), int(taken[2].sum()), int(taken[3].sum())
