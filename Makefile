@@ -32,16 +32,8 @@ bench: setup ## scheduler benchmark; live benchmark where TRACE=FILE is there
 	@if [ -e "$(TRACE)" ]; then set -x; $(PY) -m app bench live --trace "$(TRACE)"; \
 	else echo "bench live: skipped, no trace at $(TRACE); give TRACE=FILE"; fi
 
-serve: export RAY_AUTH_MODE := token
-serve: export PYTHONPATH := $(CURDIR)
-# Ray's own ports listen on every interface whatever address it is given; the token is what guards them.
-serve: setup ## a local Ray head (token authentication, dashboard on 127.0.0.1), then serve.yaml on it
-	@.venv/bin/ray get-auth-token --generate >/dev/null
-	.venv/bin/ray start --head --port=$(RAY_PORT) --dashboard-host=127.0.0.1 --dashboard-port=$(DASHBOARD_PORT)
-	.venv/bin/serve deploy --address http://127.0.0.1:$(DASHBOARD_PORT) serve.yaml
-	@echo "serve: drivers connect with RAY_AUTH_MODE=token RAY_ADDRESS=127.0.0.1:$(RAY_PORT) (the token is in ~/.ray)"
-	@echo "serve: state: PYTHONPATH=. RAY_AUTH_MODE=token .venv/bin/serve status --address http://127.0.0.1:$(DASHBOARD_PORT)"
-	@echo "serve: stop:  .venv/bin/ray stop   (it stops every Ray of this machine)"
+serve: setup ## a local Ray head (token authentication, loopback), and serve.yaml on it, until Ctrl-C
+	$(PY) -m app serve --port $(RAY_PORT) --dashboard-port $(DASHBOARD_PORT)
 
 lock: setup ## renew requirements/*.txt from requirements/*.in
 	@$(PY) scripts/lock.py

@@ -1,5 +1,6 @@
 """`python -m app COMMAND`: the command line. Commands load lazily, so `--help` imports no ray or vllm."""
 
+import signal
 import sys
 from importlib import import_module
 
@@ -38,6 +39,7 @@ def main():
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 bad input. Every error is one line on stderr."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what was started is stopped
     try:
         return main(arguments, prog_name="python -m app", standalone_mode=False) or 0
     except click.ClickException as error:

@@ -3,8 +3,10 @@
 Invariant: what was started here is stopped here, also after an error or Ctrl-C; a cluster that was there stays.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from app.client import RolloutClient
 from app.config import ServeFile
@@ -17,14 +19,28 @@ from deployments.telemetry import Telemetry
 def service(file: ServeFile, address: str | None, telemetry: Telemetry | None = None) -> Iterator[RolloutClient]:
     """A client of the service: at `address` (auto, or host:port), or of a local cluster when it is None."""
     if address is not None:
-        yield _connect(file.application.name, address, telemetry)
+        yield connect(address, file.application.name, telemetry)
         return
     resolve_model(file.application.args.engine.model)  # before Ray starts: a missing model is a quick error
     with _local_cluster(file):
         yield RolloutClient(file.application.name, telemetry)
 
 
-def _connect(app_name: str, address: str, telemetry: Telemetry | None) -> RolloutClient:
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""A cluster of one machine: with the first, Ray 2.60 calls its node 127.0.0.1 and listens there alone; without it
+raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does."""
+
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where Ray notes the address that `auto` means."""
+
+
+def connect(address: str = "auto", app_name: str = "tailrace", telemetry: Telemetry | None = None) -> RolloutClient:
+    """A client of the service on a running cluster: `auto`, or host:port of its head.
+
+    Call it before anything else imports ray. Raises BadInput when no cluster, or no such application, answers.
+    """
+    if _is_loopback(address):
+        os.environ.update(LOOPBACK_ONLY)  # a driver must call its node what the head calls it
     import ray
     from ray.serve.exceptions import RayServeException
 
@@ -40,8 +56,15 @@ def _connect(app_name: str, address: str, telemetry: Telemetry | None) -> Rollou
         ) from error
 
 
+def _is_loopback(address: str) -> bool:
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or (CURRENT_CLUSTER.read_text() if CURRENT_CLUSTER.exists() else "")
+    return address.rpartition(":")[0] in ("127.0.0.1", "localhost")
+
+
 @contextmanager
 def _local_cluster(file: ServeFile) -> Iterator[None]:
+    os.environ.update(LOOPBACK_ONLY)  # before Ray is imported
     import ray
     from ray import serve
 
@@ -55,7 +78,6 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         num_cpus=max(1, int(needed_cpus)),
         include_dashboard=False,
         log_to_driver=False,
-        _node_ip_address="127.0.0.1",
     )
     try:
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})

@@ -1,17 +1,25 @@
-"""`python -m app serve`: a Ray head on 127.0.0.1 with token authentication, and `serve deploy` of the configuration."""
+"""`python -m app serve`: a local Ray head with token authentication and the service on it, until Ctrl-C.
+
+Ray and its dashboard listen on loopback. What is started here is stopped here, by its id.
+"""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
 
+from app.cluster import LOOPBACK_ONLY
 from app.config import DEFAULT_CONFIG, load_config
 from app.errors import BadInput, Failed
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+START_S = 60.0
+"""Longest wait for the head's dashboard; it takes about 5 s on two idle cores."""
 
 
 @click.command()
@@ -19,46 +27,77 @@ HOST = "127.0.0.1"
 @click.option("--port", type=click.IntRange(1, 65_535), default=6379, show_default=True, help="Of the Ray head.")
 @click.option("--dashboard-port", type=click.IntRange(1, 65_535), default=8265, show_default=True)
 def command(config, port, dashboard_port):
-    """Start a local cluster and deploy the service on it; drivers connect to 127.0.0.1:PORT."""
-    file = load_config(config)
-    for option, number in (("--port", port), ("--dashboard-port", dashboard_port)):
-        _check_free(option, number)
-    _resolve(file)
-    root = Path(__file__).parent.parent.parent
-    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))
-    dashboard = f"http://{HOST}:{dashboard_port}"
-    for step in (
-        ("ray", "get-auth-token", "--generate"),
-        ("ray", "start", "--head", f"--node-ip-address={HOST}", f"--port={port}", f"--dashboard-host={HOST}",
-         f"--dashboard-port={dashboard_port}"),
-        ("serve", "deploy", "--address", dashboard, str(config.resolve())),
-    ):  # fmt: skip
-        _do(step, environment)
-    click.echo(f"drivers connect with RAY_AUTH_MODE=token and --address {HOST}:{port}; the token is in ~/.ray")
-    click.echo(f"state: RAY_AUTH_MODE=token serve status --address {dashboard}")
-    click.echo("stop:  ray stop (it stops every Ray of this machine)")
-
-
-def _check_free(option: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise BadInput(f"{option} {port} is in use: stop what listens there, or give another {option}") from error
-
-
-def _resolve(file) -> None:
+    """Start a local cluster, deploy the service on it, and keep both until Ctrl-C."""
     from app.model import resolve_model
 
+    file = load_config(config)
+    for option, number in (("--port", port), ("--dashboard-port", dashboard_port)):
+        if _listens(number):
+            raise BadInput(f"{option} {number} is in use: stop what listens there, or give another {option}")
     resolve_model(file.application.args.engine.model)
+    environment = _environment()
+    _run(("ray", "get-auth-token", "--generate"), environment)
+    head = _start_head(port, dashboard_port, environment)
+    dashboard = f"http://{LOOPBACK}:{dashboard_port}"
+    try:
+        _await_dashboard(head, dashboard_port)
+        _run(("serve", "deploy", "--address", dashboard, str(config.resolve())), environment)
+        click.echo(f"deploying; drivers: RAY_AUTH_MODE=token, --address {LOOPBACK}:{port}; the token is in ~/.ray")
+        click.echo(f"state: PYTHONPATH=. RAY_AUTH_MODE=token serve status --address {dashboard}; Ctrl-C stops")
+        head.wait()
+        raise Failed(f"the Ray head has stopped with exit code {head.returncode}")
+    except KeyboardInterrupt:
+        click.echo("stopping", err=True)
+    finally:
+        _stop(head)
 
 
-def _do(step: tuple[str, ...], environment: dict[str, str]) -> None:
-    """One program of this Python's environment. Raises Failed with its last line."""
-    program = Path(sys.executable).parent / step[0]
-    done = subprocess.run((program, *step[1:]), env=environment, capture_output=True, text=True, check=False)
+def _environment() -> dict[str, str]:
+    root = Path(__file__).parent.parent.parent
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    ours = {"RAY_AUTH_MODE": "token", "PYTHONPATH": path, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    return os.environ | LOOPBACK_ONLY | ours
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def _program(name: str) -> str:
+    """A program of the environment this Python runs in."""
+    return str(Path(sys.executable).parent / name)
+
+
+def _start_head(port: int, dashboard_port: int, environment: dict[str, str]) -> subprocess.Popen:
+    """The head in a process group of its own, so that Ctrl-C reaches us first and stopping reaches all of it."""
+    arguments = (
+        _program("ray"), "start", "--head", "--block", f"--port={port}", f"--dashboard-host={LOOPBACK}",
+        f"--dashboard-port={dashboard_port}",
+    )  # fmt: skip
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, process_group=0)
+
+
+def _await_dashboard(head: subprocess.Popen, port: int) -> None:
+    deadline = time.monotonic() + START_S
+    while not _listens(port):
+        if head.poll() is not None or time.monotonic() > deadline:
+            raise Failed("the Ray head did not start; see /tmp/ray/session_latest/logs")
+        time.sleep(0.2)
+
+
+def _run(step: tuple[str, ...], environment: dict[str, str]) -> None:
+    """One program to its end. Raises Failed with its last line."""
+    done = subprocess.run((_program(step[0]), *step[1:]), env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
         raise Failed(f"`{' '.join(step)}` failed: {lines[-1]}")
+
+
+def _stop(head: subprocess.Popen) -> None:
+    """End the head, and with it every process of its cluster."""
+    head.send_signal(signal.SIGTERM)
+    try:
+        head.wait(START_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(head.pid, signal.SIGKILL)
