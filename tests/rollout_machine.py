@@ -204,9 +204,10 @@ class Player:
         self.feed(ev.ReplicaJoined(self.now, "last", 16, 64, 4, 0, self.ledger.version))
         for replica_id in sorted(self.ledger.replicas):
             self.feed(rejoined(self.ledger.replicas[replica_id].join, self.now, self.ledger.version))
-        for _ in range(10_000):
+        tokens = sum(spec.max_tokens for spec in self.ledger.specs.values())
+        for _ in range(2 + tokens):  # far more than any rollout takes: a chunk has a token at least
             self.feed(ev.Tick(self.now))
-            if not self.ledger.running:
+            if not self.ledger.running or any(s.max_tokens < 1 for s in self.ledger.running.values()):
                 return
             for start in list(self.ledger.running.values()):
                 end = ev.ChunkEnd.LENGTH

@@ -38,6 +38,7 @@ def one_by_one(ordering, *groups: ev.GroupSpec, chunk_tokens=None, length=None) 
     order = []
     while starts := [action for action in tick(core) if isinstance(action, StartChunk)]:
         (start,) = starts
+        assert start.max_tokens > 0, "or it would never end"
         order.append(start.sample_id)
         if length and start.sample_id in length and start.start + start.max_tokens >= length[start.sample_id]:
             new_tokens = length[start.sample_id] - start.start

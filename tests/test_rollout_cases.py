@@ -33,6 +33,7 @@ def tick(core: RolloutCore) -> tuple:
 
 
 def finish(core: RolloutCore, start: StartChunk) -> None:
+    assert start.max_tokens > 0
     core.observe(ev.ChunkFinished(0.0, start.chunk_id, start.max_tokens, ev.ChunkEnd.LENGTH, start.weights_version))
 
 
