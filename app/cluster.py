@@ -4,6 +4,7 @@ Invariant: what was started here is stopped here, also after an error or Ctrl-C;
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENAB
 """A cluster of one machine: with the first, Ray 2.60 calls its node 127.0.0.1 and listens there alone; without it
 raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does."""
 
+DEPLOY_S = 600.0
+"""Longest wait for a deployment in progress: a large model takes minutes to load."""
+
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address that `auto` means."""
 
@@ -42,18 +46,32 @@ def connect(address: str = "auto", app_name: str = "tailrace", telemetry: Teleme
     if _is_loopback(address):
         os.environ.update(LOOPBACK_ONLY)  # a driver must call its node what the head calls it
     import ray
-    from ray.serve.exceptions import RayServeException
 
     try:
         ray.init(address=address, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise BadInput(f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from error
-    try:
-        return RolloutClient(app_name, telemetry)
-    except RayServeException as error:
-        raise BadInput(
-            f"--address {address}: no application {app_name!r} runs there; run `serve deploy serve.yaml` first"
-        ) from error
+    _await_application(address, app_name)
+    return RolloutClient(app_name, telemetry)
+
+
+def _await_application(address: str, app_name: str) -> None:
+    """Wait, DEPLOY_S at most, while the application is being deployed."""
+    from ray import serve
+
+    deadline = time.monotonic() + DEPLOY_S
+    while True:
+        application = serve.status().applications.get(app_name)
+        if application is None:
+            mend = "run `serve deploy serve.yaml` first"
+            raise BadInput(f"--address {address}: no application {app_name!r} there; {mend}")
+        if application.status == "RUNNING":
+            return
+        if application.status == "DEPLOY_FAILED":
+            raise Failed(f"application {app_name!r} could not be deployed: {_reason(application.message)}")
+        if time.monotonic() > deadline:
+            raise Failed(f"application {app_name!r} is still {application.status} after {DEPLOY_S:.0f} s")
+        time.sleep(0.5)
 
 
 def _is_loopback(address: str) -> bool:
@@ -84,14 +102,14 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         try:
             serve.run(application, name=file.application.name, route_prefix=None)
         except RuntimeError as error:
-            raise Failed(f"the service did not start: {_reason(error)}") from error
+            raise Failed(f"the service did not start: {_reason(str(error))}") from error
         yield
     finally:
         serve.shutdown()
         ray.shutdown()
 
 
-def _reason(error: Exception) -> str:
+def _reason(report: str) -> str:
     """The last line that says something of what Serve reports about a failed deployment."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

@@ -4,6 +4,8 @@ Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; w
 `ChunkError` (the replica lives, this chunk failed); every poll has a deadline. Called by the coordinator.
 """
 
+import asyncio
+
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
@@ -28,14 +30,24 @@ class Fleet:
 
     def __init__(self, handle: DeploymentHandle):
         self._handle = handle
+        self._known: list[str] = []
 
     async def stats(self) -> list[EngineStats]:
-        """A report of every replica that answers within POLL_TIMEOUT_S."""
+        """A report of every replica that answers within POLL_TIMEOUT_S.
+
+        A broadcast finds new replicas, but one that hangs keeps all its answers back: then each is asked by itself.
+        """
         try:
             answers = await poll_all(self._handle, "stats", POLL_TIMEOUT_S)
         except TimeoutError:
-            return []
-        return [answer for answer in answers if isinstance(answer, EngineStats)]
+            answers = await asyncio.gather(*map(self._stats_of, self._known), return_exceptions=True)
+        reports = [answer for answer in answers if isinstance(answer, EngineStats)]
+        self._known = [report.replica_id for report in reports]
+        return reports
+
+    async def _stats_of(self, replica_id: str) -> EngineStats:
+        call = self._handle.options(session_id=replica_id, method_name="stats").remote()
+        return await asyncio.wait_for(call, POLL_TIMEOUT_S)
 
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
         return await self._call(replica_id, "generate_chunk", chunk)

@@ -95,15 +95,14 @@ class Rollouts:
         self._wake.set()
 
     def status(self) -> ServiceStatus:
-        counts, reports = self._core.counts(), self._roster.reports
+        counts = self._core.counts()
         streamed = {c: n for c, n in self._roster.streamed().items() if self._core.is_running(c)}
-        oldest = min((report.observed_at for report in reports.values()), default=None)
         return ServiceStatus(
             waiting=counts["waiting"],
             running=counts["running"],
             batches=tuple(batch.status(self.now(), streamed) for batch in self._batches.values()),
             replicas=tuple(self._replica_status(view) for view in self._core.board.views()),
-            observed_s=0.0 if oldest is None else time.time() - oldest,
+            observed_s=self.now() - min(self._roster.observed_at.values(), default=self.now()),
             waits_for=self._waits_for(),
             policies=self._core.policies.model_dump(),
         )
@@ -145,9 +144,9 @@ class Rollouts:
         for event, write in inbox:
             if self._is_late(event):
                 continue
+            self._core.observe(event)
             if write is not None:
                 write()
-            self._core.observe(event)
 
     def _is_late(self, event: Event) -> bool:
         """Whether what an event speaks of is over already: a lost replica's chunk, an emitted batch."""
@@ -261,7 +260,7 @@ class Rollouts:
             ready=view.weights_version == self._core.board.weights_version,
             running=view.running,
             max_running=view.max_running,
-            kv_used_share=1 - view.kv_free_tokens / view.kv_capacity_tokens,
+            kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
             weights_version=view.weights_version,
             preemptions=report.preemptions if report else 0,
         )

@@ -16,6 +16,7 @@ class Roster:
 
     def __init__(self):
         self.reports: dict[str, EngineStats] = {}
+        self.observed_at: dict[str, float] = {}  # when the last report was asked for, on the coordinator's clock
         self.joined: dict[str, ReplicaJoined] = {}
         self._missed: dict[str, int] = {}
         self._lost_at: dict[str, float] = {}
@@ -23,7 +24,7 @@ class Roster:
     def lose(self, replica_id: str, now: float) -> None:
         """A call found the replica gone."""
         self._lost_at[replica_id] = now
-        for known in (self.joined, self.reports, self._missed):
+        for known in (self.joined, self.reports, self.observed_at, self._missed):
             known.pop(replica_id, None)
 
     def observe(self, reports: list[EngineStats], asked_at: float, now: float) -> list[Event]:
@@ -33,7 +34,7 @@ class Roster:
         for report in sorted(reports, key=lambda r: r.replica_id):
             if self._lost_at.get(report.replica_id, -1.0) < asked_at:
                 present.add(report.replica_id)
-                events += self._report(report, now)
+                events += self._report(report, asked_at, now)
         for replica_id in [i for i in self.joined if i not in present]:
             self._missed[replica_id] += 1
             if self._missed[replica_id] >= MISSED_POLLS:
@@ -45,8 +46,9 @@ class Roster:
         """Tokens that running chunks had made, by chunk id, as last reported."""
         return {chunk_id: n for report in self.reports.values() for chunk_id, n in report.running.items()}
 
-    def _report(self, report: EngineStats, now: float) -> list[Event]:
+    def _report(self, report: EngineStats, asked_at: float, now: float) -> list[Event]:
         self.reports[report.replica_id] = report
+        self.observed_at[report.replica_id] = asked_at
         self._missed[report.replica_id] = 0
         events: list[Event] = []
         known = self.joined.get(report.replica_id)
@@ -61,5 +63,5 @@ class Roster:
                 weights_version=report.weights_version,
             )
             events.append(joined)
-        events += [TokensStreamed(now, c, tokens, report.observed_at) for c, tokens in report.running.items()]
+        events += [TokensStreamed(now, c, tokens, asked_at) for c, tokens in report.running.items()]
         return events

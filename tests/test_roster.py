@@ -24,10 +24,11 @@ def test_a_replica_joins_once_and_again_with_new_weights():
     assert (joined.replica_id, joined.weights_version) == ("a", 1)
 
 
-def test_running_chunks_are_streamed_with_the_time_of_the_report():
+def test_running_chunks_are_streamed_with_the_time_they_were_asked_for():
     roster = Roster()
-    events = roster.observe([report("a", chunk=7)], 0.0, 60.0)
-    assert events[-1] == TokensStreamed(60.0, "chunk", 7, observed_at=50.0)
+    events = roster.observe([report("a", chunk=7)], 59.0, 60.0)
+    assert events[-1] == TokensStreamed(60.0, "chunk", 7, observed_at=59.0)
+    assert roster.observed_at == {"a": 59.0}
     assert roster.streamed() == {"chunk": 7}
 
 

@@ -17,11 +17,12 @@ from policies.bundle import Policies
 KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samples", "moved_samples", "chunked_share")
 
 
-def runs(file: ServeFile) -> dict[str, Policies]:
-    """The baseline, and what the configuration names."""
+def runs(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
+    """The baseline, and Seer's ordering in chunks with the placement that the configuration names."""
+    placement = file.application.of("Coordinator").user_config.policies.placement
     static = {"ordering": "group_static", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
-    ours = file.application.of("Coordinator").user_config.policies
-    return {"group_static": Policies(**static), ours.ordering.type: ours}
+    seer = {"ordering": "seer", "placement": placement, "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}}
+    return {"group_static": Policies(**static), "seer": Policies(**seer)}
 
 
 async def _roll(client: RolloutClient, name: str, policies: Policies, groups: tuple[PromptGroup, ...]) -> dict:
@@ -32,25 +33,28 @@ async def _roll(client: RolloutClient, name: str, policies: Policies, groups: tu
     return {key: summary[key] for key in KEPT}
 
 
-async def _roll_all(client, file: ServeFile, groups, repeats: int, say: Callable[[str], None]) -> dict:
+async def _roll_all(client, named: dict[str, Policies], groups, repeats: int, say: Callable[[str], None]) -> dict:
     rolled: dict[str, list[dict]] = {}
     for turn in range(repeats):
-        for name, policies in runs(file).items():
+        for name, policies in named.items():
             result = await _roll(client, f"{name}-{turn}", policies, groups)
             rolled.setdefault(name, []).append(result)
             say(f"{name}: makespan {result['makespan_s']} s, tail {result['tail_s']} s")
     return {name: min(results, key=lambda r: r["makespan_s"]) for name, results in rolled.items()}
 
 
-def measure(file: ServeFile, groups: tuple[PromptGroup, ...], repeats: int, say: Callable[[str], None]) -> dict:
+def measure(
+    file: ServeFile, groups: tuple[PromptGroup, ...], chunk_tokens: int, repeats: int, say: Callable[[str], None]
+) -> dict:
     """The best of `repeats` runs each; `ratio` is baseline over ours, `tail_ratio` likewise."""
     say("starting the service")
     with service(file, None) as client:
-        result = asyncio.run(_roll_all(client, file, groups, repeats, say))
+        result = asyncio.run(_roll_all(client, runs(file, chunk_tokens), groups, repeats, say))
     baseline, ours = result.values()
     return {
         "runs": result,
         "ratio": round(baseline["makespan_s"] / ours["makespan_s"], 3),
         "tail_ratio": round(baseline["tail_s"] / ours["tail_s"], 3) if ours["tail_s"] else None,
+        "chunk_tokens": chunk_tokens,
         "repeats": repeats,
     }

@@ -40,10 +40,11 @@ def sampler(as_json):
 @click.option("--prompts", type=click.IntRange(min=1), default=12, show_default=True)
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of our run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The best of each counts.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
-def live(trace, prompts, samples, max_tokens, repeats, config, as_json):
+def live(trace, prompts, samples, max_tokens, chunk_tokens, repeats, config, as_json):
     """Replay real rollouts on two replicas: static groups against the configured policies."""
     from app.model import resolve_model
     from app.trace_file import read_trace, replay_groups
@@ -56,7 +57,7 @@ def live(trace, prompts, samples, max_tokens, repeats, config, as_json):
     engine = file.application.args.engine
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
     groups = replay_groups(lines, encode, prompts=prompts, samples=samples, max_tokens=max_tokens)
-    _print(measure(file, groups, repeats, lambda text: click.echo(text, err=True)), as_json)
+    _print(measure(file, groups, chunk_tokens, repeats, lambda text: click.echo(text, err=True)), as_json)
 
 
 def _print(result: dict, as_json: bool) -> None:

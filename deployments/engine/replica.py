@@ -66,7 +66,8 @@ class Engine:
         return await asyncio.wrap_future(self._runner.reset_cache())
 
     async def stats(self) -> EngineStats:
-        """The latest snapshot."""
+        """The latest snapshot; raises when the engine is down, so that nobody counts on this replica."""
+        self.check_health()
         return self._runner.stats()
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:

@@ -1,0 +1,31 @@
+"""The certificate on a small workload, with its last run corrupted: all others identical, the corruption found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = (ROOT / "app" / "demo" / "prompts.jsonl").read_text().splitlines()[:5]
+    prompts.write_text("\n".join(lines))
+    command = (sys.executable, "-m", "app", "verify", "--prompts", str(prompts), "--samples", "4", "--max-tokens", "64")
+    done = subprocess.run(
+        (*command, "--corrupt", "--json"), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    runs = {run["name"]: run for run in result["runs"]}
+    assert len(runs) == 7 and result["tokens"] > 500 and not result["identical"]
+    *others, (last_name, last) = runs.items()
+    assert all(run["identical"] for _, run in others), others
+    assert last["first_difference"]["what"] == "token"
+    at = last["first_difference"]
+    named = f"{last_name} differs: prompt {at['prompt_id']!r} sample {at['sample_index']} position {at['position']}"
+    assert named in done.stderr
+    assert runs["moved"]["moved_samples"] > 0 and runs["chunks_of_23"]["chunked_share"] > 0
+    assert runs["ngram_drafts"]["drafted_tokens"] > 0
+    assert "killed replica" in runs["replica_killed"]["note"]

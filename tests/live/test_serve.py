@@ -1,0 +1,85 @@
+"""The commands as a user types them: serve, the README's driver, rollout with resume and trace, and the way down."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = '{"prompt_id": "a", "text": "One, two,"}\n'
+SECOND = '{"prompt_id": "b", "messages": [{"role": "user", "content": "Hi"}]}\n'
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(port: int) -> dict[str, str]:
+    """A driver's: the cluster's address and its token."""
+    return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def served(model_dir):
+    """A service started by the command; its port."""
+    port, dashboard = free_port(), free_port()
+    arguments = ("-m", "app", "serve", "--port", str(port), "--dashboard-port", str(dashboard))
+    process = subprocess.Popen((sys.executable, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    said = process.stdout.readline()
+    assert f"127.0.0.1:{port}" in said, said
+    yield port
+    process.send_signal(signal.SIGINT)
+    assert process.wait(90) == 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the head is gone"
+
+
+def run(port: int, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        (sys.executable, *arguments), cwd=ROOT, env=environment(port), capture_output=True, text=True, timeout=400,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_the_readme_driver_runs(served):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = run(served, "-c", example).stdout.strip().splitlines()
+    assert len(lines) == 8 and all(re.match(r"sky \d (stop|length) \{0\} -\d+\.\d+", line) for line in lines)
+
+
+def test_rollout_resumes_and_traces(served, tmp_path):
+    prompts, out, trace = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
+    command = ("-m", "app", "rollout", "--prompts", str(prompts), "--out", str(out), "--samples", "3",
+               "--max-tokens", "80", "--address", f"127.0.0.1:{served}", "--json")  # fmt: skip
+    prompts.write_text(FIRST)
+    first = json.loads(run(served, *command, "--trace", str(trace)).stdout.splitlines()[-1])
+    assert first["groups"] == 1 and first["samples"] == 3 and first["failed_samples"] == 0
+    names = [json.loads(line)["name"] for line in trace.read_text().splitlines()]
+    assert names.count("driver") == names.count("rollout") == names.count("group") == 1
+    assert names.count("chunk") == names.count("engine") >= 3
+    prompts.write_text(FIRST + SECOND)
+    second = json.loads(run(served, *command).stdout.splitlines()[-1])
+    assert (second["groups"], second["already_done_groups"]) == (1, 1)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt_id"] for line in lines] == ["a", "b"]
+    assert all(len(line["samples"]) == 3 for line in lines)
+
+
+def test_an_address_without_the_service_is_bad_input(served, tmp_path):
+    config = tmp_path / "other.yaml"
+    config.write_text("applications: [{name: elsewhere}]\n")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(FIRST + SECOND)
+    command = ("-m", "app", "rollout", "--prompts", str(prompts), "--out", str(tmp_path / "o"))
+    error = run(served, *command, "--config", str(config), "--address", f"127.0.0.1:{served}", code=2).stderr
+    assert "no application 'elsewhere' there; run `serve deploy serve.yaml` first" in error
