@@ -3,10 +3,12 @@
 Invariant: what was started here is stopped here, also after an error or Ctrl-C; a cluster that was there stays.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 from app.client import RolloutClient
@@ -48,7 +50,7 @@ def connect(address: str = "auto", app_name: str = "tailrace", telemetry: Teleme
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, logging_level="WARNING")
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise BadInput(f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from error
     _await_application(address, app_name)
@@ -96,7 +98,9 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         num_cpus=max(1, int(needed_cpus)),
         include_dashboard=False,
         log_to_driver=False,
+        logging_level="WARNING",
     )
+    logging.getLogger("ray.serve").setLevel("WARNING")
     try:
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
         try:
@@ -105,8 +109,9 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
             raise Failed(f"the service did not start: {_reason(str(error))}") from error
         yield
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        with redirect_stdout(StringIO()):  # Ray 2.60 prints there that its controller, now stopped, has ended
+            serve.shutdown()
+            ray.shutdown()
 
 
 def _reason(report: str) -> str:

@@ -17,12 +17,13 @@ from policies.bundle import Policies
 KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samples", "moved_samples", "chunked_share")
 
 
-def runs(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
-    """The baseline, and Seer's ordering in chunks with the placement that the configuration names."""
+def runs(file: ServeFile, chunk_tokens: int, oracle: bool) -> dict[str, Policies]:
+    """The baseline, and Seer's ordering in chunks with the placement that the configuration names; then the oracle."""
     placement = file.application.of("Coordinator").user_config.policies.placement
     static = {"ordering": "group_static", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
-    seer = {"ordering": "seer", "placement": placement, "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}}
-    return {"group_static": Policies(**static), "seer": Policies(**seer)}
+    chunked = {"placement": placement, "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}}
+    orderings = ("seer", "oracle_longest_first") if oracle else ("seer",)
+    return {"group_static": Policies(**static)} | {name: Policies(ordering=name, **chunked) for name in orderings}
 
 
 async def _roll(client: RolloutClient, name: str, policies: Policies, groups: tuple[PromptGroup, ...]) -> dict:
@@ -44,17 +45,21 @@ async def _roll_all(client, named: dict[str, Policies], groups, repeats: int, sa
 
 
 def measure(
-    file: ServeFile, groups: tuple[PromptGroup, ...], chunk_tokens: int, repeats: int, say: Callable[[str], None]
+    file: ServeFile,
+    groups: tuple[PromptGroup, ...],
+    named: dict[str, Policies],
+    repeats: int,
+    say: Callable[[str], None],
 ) -> dict:
-    """The best of `repeats` runs each; `ratio` is baseline over ours, `tail_ratio` likewise."""
+    """The best of `repeats` runs each; `ratio` is baseline over Seer's order, of makespans; `tail_ratio` of tails."""
     say("starting the service")
     with service(file, None) as client:
-        result = asyncio.run(_roll_all(client, runs(file, chunk_tokens), groups, repeats, say))
-    baseline, ours = result.values()
+        result = asyncio.run(_roll_all(client, named, groups, repeats, say))
+    baseline, ours = result["group_static"], result["seer"]
     return {
         "runs": result,
         "ratio": round(baseline["makespan_s"] / ours["makespan_s"], 3),
         "tail_ratio": round(baseline["tail_s"] / ours["tail_s"], 3) if ours["tail_s"] else None,
-        "chunk_tokens": chunk_tokens,
+        "policies": {name: policies.model_dump() for name, policies in named.items()},
         "repeats": repeats,
     }

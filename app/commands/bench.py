@@ -41,23 +41,25 @@ def sampler(as_json):
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of our run.")
+@click.option("--oracle", is_flag=True, help="Also true longest first: what the best order could bring.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The best of each counts.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
-def live(trace, prompts, samples, max_tokens, chunk_tokens, repeats, config, as_json):
+def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, repeats, config, as_json):
     """Replay real rollouts on two replicas: static groups against the configured policies."""
     from app.model import resolve_model
     from app.trace_file import read_trace, replay_groups
 
     file = load_config(config)
     lines = read_trace(trace)
-    from app.bench.live import measure
+    from app.bench.live import measure, runs
     from deployments.prompts import Prompts
 
     engine = file.application.args.engine
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
     groups = replay_groups(lines, encode, prompts=prompts, samples=samples, max_tokens=max_tokens)
-    _print(measure(file, groups, chunk_tokens, repeats, lambda text: click.echo(text, err=True)), as_json)
+    named = runs(file, chunk_tokens, oracle)
+    _print(measure(file, groups, named, repeats, lambda text: click.echo(text, err=True)), as_json)
 
 
 def _print(result: dict, as_json: bool) -> None:
