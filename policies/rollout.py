@@ -139,7 +139,7 @@ class RolloutCore:
         for home in self._waiting.homes():
             while (found := self._waiting.take_first(home, self.board.room_tokens(home))) is not None:
                 self._place(found)
-        while (roomiest := self.board.roomiest()) is not None:
+        while self._waiting and (roomiest := self.board.roomiest()) is not None:
             found = self._waiting.take_first(None, self.board.room_tokens(roomiest))
             if found is None:
                 break
