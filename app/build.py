@@ -1,18 +1,11 @@
 """`build(args)`: the Serve application, Coordinator -> Engine. What `import_path` of `serve.yaml` names."""
 
-import os
-
 from ray.serve import Application
 
-from app.config import AppArgs, ServeFile
+from app.config import AppArgs, ServeFile, otlp_wanted
 from app.model import resolve_model
 from deployments.coordinator import Coordinator
 from deployments.engine.replica import Engine
-
-
-def otlp_wanted() -> bool:
-    """Whether the standard OpenTelemetry variables name a collector."""
-    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
 
 
 def build(args: AppArgs) -> Application:

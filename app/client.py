@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from queue import Queue
 
+from app.config import otlp_wanted
 from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus
 from deployments.telemetry import Telemetry, traceparent
 from policies.bundle import Policies
@@ -28,7 +29,7 @@ class RolloutClient:
 
         self._handle = serve.get_app_handle(app_name)
         self._stream = self._handle.options(stream=True)
-        self._telemetry = telemetry or Telemetry("tailrace-driver")
+        self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:

@@ -4,6 +4,7 @@ Invariant: a file that loads has no unknown key anywhere, and every value is in 
 with the dotted key. Called by every command that starts or reaches the service, and by `app.build`.
 """
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,6 +97,11 @@ class ServeFile(Strict):
     @property
     def application(self) -> Application:
         return self.applications[0]
+
+
+def otlp_wanted() -> bool:
+    """Whether the standard OpenTelemetry variables name a collector for traces."""
+    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
 
 
 def load_config(path: Path = DEFAULT_CONFIG) -> ServeFile:

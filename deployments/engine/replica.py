@@ -103,8 +103,12 @@ class Engine:
                 "accepted": result.accepted_tokens,
             }
         )
-        at_ns = started_ns
-        for name, took_s in (("queue", result.queue_s), ("prefill", result.prefill_s), ("decode", result.decode_s)):
-            span.add_event(name, timestamp=at_ns)
+        at_ns, version = started_ns, {"weights_version": result.weights_version}
+        for name, took_s, attributes in (
+            ("queue", result.queue_s, {}),
+            ("prefill", result.prefill_s, {"tokens": result.computed_tokens, **version}),
+            ("decode", result.decode_s, {"tokens": len(result.token_ids), **version}),
+        ):
+            span.add_event(name, attributes, timestamp=at_ns)
             at_ns += int(took_s * 1e9)
         span.end(at_ns)

@@ -166,5 +166,8 @@ def test_every_span_has_its_parent(client, groups):
         sample_group = span["attributes"]["chunk_id"].split("/")[1].rpartition("#")[0]
         assert by_id[span["parent_id"]]["attributes"]["prompt_id"] == sample_group
     for span in engines:
-        assert [event["name"] for event in span["events"]] == ["queue", "prefill", "decode"]
-        assert span["attributes"]["new_tokens"] >= 1 and "weights_version" in span["attributes"]
+        queue, prefill, decode = span["events"]
+        assert (queue["name"], prefill["name"], decode["name"]) == ("queue", "prefill", "decode")
+        assert queue["unix_ns"] <= prefill["unix_ns"] <= decode["unix_ns"] <= span["end_unix_ns"]
+        assert decode["attributes"] == {"tokens": span["attributes"]["new_tokens"], "weights_version": 0}
+        assert prefill["attributes"]["tokens"] >= 1 and span["attributes"]["new_tokens"] >= 1
