@@ -1,4 +1,4 @@
-"""What a run comes to: one mapping, for `--json`, and the same as a table. The tail stands first."""
+"""What a run comes to: one mapping, for `--json`, and the same as a table."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -53,6 +53,8 @@ def table(summary: dict):
 
     out = Table(title="Rollout", show_header=False)
     for key, value in summary.items():
+        if value is None:
+            continue
         shown = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
         out.add_row(key.replace("_", " "), shown)
     return out

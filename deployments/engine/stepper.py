@@ -11,7 +11,7 @@ import numpy as np
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.launch import launch
-from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats
+from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats, SamplingParams
 from kvpool.keys import cache_salt
 
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
@@ -56,6 +56,16 @@ class Stepper:
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """One small chunk, so that compiling the sampling kernel (10 s once per machine) is not a user's wait."""
+        context = np.arange(8, dtype=np.int32)
+        self.add(ChunkRequest("warm-up", 0, context, 8, 2, SamplingParams(), self.weights_version), time.monotonic())
+        while self.busy:
+            self.step()
+        self.reset_cache()
+        self._steps = 0
 
     @property
     def busy(self) -> bool:
@@ -64,7 +74,7 @@ class Stepper:
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM; ValueError, one line, when it cannot be run here."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -72,7 +82,7 @@ class Stepper:
         from deployments.engine.sampler import ARGS_KEY, extra_args
 
         self._check(chunk)
-        params = SamplingParams(
+        params = VllmParams(
             max_tokens=chunk.max_tokens,
             temperature=0.0,  # unused: the exact sampler draws, by `extra_args`
             stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
