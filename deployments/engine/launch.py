@@ -60,7 +60,7 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
         ranks = [cores[i : i + each] for i in range(0, len(cores), each)]
         # Read by vLLM for worker processes only; in one process the thread's own binding does it (vLLM 0.32).
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in ranks)
-        settings["OMP_NUM_THREADS"] = settings["NUMBA_NUM_THREADS"] = str(each)
+        settings["OMP_NUM_THREADS"] = str(each)
     return settings
 
 
