@@ -5,6 +5,7 @@ Invariant: what was started here is stopped here, also after an error or Ctrl-C;
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -100,6 +101,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         log_to_driver=False,
         logging_level="WARNING",
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
     logging.getLogger("ray.serve").setLevel("WARNING")
     try:
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
