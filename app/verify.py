@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
@@ -105,35 +107,45 @@ def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
 
 
 def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
-    """Whether two rollouts are the same; `first_difference` names prompt, sample and position."""
+    """Whether two rollouts are the same; `first_difference` names prompt, sample and position.
+
+    The logprob differences are over all tokens that agree, sampling and raw ones: the floating-point noise seen.
+    """
     theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
-    first, worst = None, 0.0
+    first, noise = None, [np.zeros(1)]
     for group in sorted(expected, key=lambda g: g.prompt_id):
         for sample in group.samples:
-            other = theirs.get((group.prompt_id, sample.sample_index))
-            difference, noise = _difference(sample, other)
-            worst = max(worst, noise)
+            difference, gaps = _difference(sample, theirs.get((group.prompt_id, sample.sample_index)))
+            noise.append(gaps)
             if difference and first is None:
                 first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **difference}
-    return {"identical": first is None, "first_difference": first, "max_logprob_difference": worst}
+    seen = np.concatenate(noise)
+    return {
+        "identical": first is None,
+        "first_difference": first,
+        "max_logprob_difference": float(seen.max()),
+        "mean_logprob_difference": float(seen.mean()),
+    }
 
 
-def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, float]:
-    """What differs first, and the greatest logprob difference up to there."""
+def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np.ndarray]:
+    """What differs first, and the logprob differences of the tokens before it."""
     if b is None:
-        return {"position": 0, "what": "missing"}, 0.0
-    noise = 0.0
-    for position, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
-        if x != y:
-            return {"position": position, "what": "token", "expected": x, "got": y}, noise
-        for what in ("logprobs", "raw_logprobs"):
-            gap = abs(getattr(a, what)[position] - getattr(b, what)[position])
-            noise = max(noise, gap)
-            if not gap <= TOLERANCE:
-                return {"position": position, "what": what, "expected": getattr(a, what)[position], "gap": gap}, noise
+        return {"position": 0, "what": "missing"}, np.zeros(0)
+    pairs = zip(a.token_ids, b.token_ids, strict=False)
+    common = min(len(a.token_ids), len(b.token_ids))
+    end = next((position for position, (x, y) in enumerate(pairs) if x != y), common)
+    kinds = ("logprobs", "raw_logprobs")
+    gaps = {kind: np.abs(np.subtract(getattr(a, kind)[:end], getattr(b, kind)[:end])) for kind in kinds}
+    for what, gap in gaps.items():
+        for position in np.flatnonzero(~(gap <= TOLERANCE)):
+            return {"position": int(position), "what": what, "gap": float(gap[position])}, np.zeros(0)
+    noise = np.concatenate(list(gaps.values()))
+    if end < common:
+        return {"position": end, "what": "token", "expected": a.token_ids[end], "got": b.token_ids[end]}, noise
     ends = [(len(sample.token_ids), str(sample.finish_reason)) for sample in (a, b)]
     if ends[0] != ends[1]:
-        return {"position": min(ends)[0], "what": "end", "expected": ends[0], "got": ends[1]}, noise
+        return {"position": end, "what": "end", "expected": ends[0], "got": ends[1]}, noise
     return None, noise
 
 

@@ -22,7 +22,9 @@ def rollout(**changes) -> list[GroupResult]:
 def test_the_same_is_the_same_in_any_order():
     groups = rollout()
     other = [groups[0].model_copy(update={"samples": groups[0].samples[::-1]})]
-    assert compare(groups, other) == {"identical": True, "first_difference": None, "max_logprob_difference": 0.0}
+    result = compare(groups, other)
+    assert result["identical"] and result["first_difference"] is None
+    assert result["max_logprob_difference"] == result["mean_logprob_difference"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_noise_below_the_tolerance_is_reported_but_no_difference():
     result = compare(rollout(), rollout(logprobs=(-1.0, -2.00005, -3.0, -4.0)))
     assert result["identical"]
     assert result["max_logprob_difference"] == pytest.approx(5e-5)
+    assert 0 < result["mean_logprob_difference"] < 5e-5
 
 
 def test_a_missing_sample_is_a_difference():
