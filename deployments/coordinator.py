@@ -27,7 +27,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         self._loops = [loop.create_task(self._rollouts.run()), loop.create_task(self._rollouts.poll())]
 
-    def reconfigure(self, user_config: dict) -> None:
+    async def reconfigure(self, user_config: dict) -> None:
         self._rollouts.set_policies(Policies(**user_config.get("policies", {})))
 
     async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:

@@ -29,13 +29,18 @@ class SamplingParams(Message):
     stop_token_ids: tuple[int, ...] = ()
 
 
+class ChatMessage(Message):
+    role: str = Field(min_length=1)
+    content: str
+
+
 class PromptGroup(Message):
     """One prompt and how many samples of it are wanted. Exactly one of token_ids, text, messages is given."""
 
     prompt_id: str = Field(min_length=1)
     token_ids: tuple[int, ...] | None = None
     text: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
     samples: int = Field(8, ge=1)
     max_tokens: int = Field(256, ge=1, description="most new tokens of one sample, over all its chunks")
     sampling: SamplingParams = SamplingParams()

@@ -6,6 +6,8 @@ the model cannot take is a `Rejected` value, never an exception. Called by the c
 
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
+
 from deployments.messages import PromptGroup, Rejected, RolloutBatch
 
 
@@ -40,7 +42,7 @@ class Prompts:
     def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
         try:
             token_ids = self._encode(group)
-        except (ValueError, TypeError, KeyError) as error:  # what a chat template raises on malformed messages
+        except (ValueError, TemplateError) as error:  # no chat template, or one that does not take these messages
             return Rejected(reason=f"prompt {group.prompt_id!r}: cannot be encoded: {error}")
         left = self.max_model_len - len(token_ids)
         if not token_ids:
@@ -50,9 +52,11 @@ class Prompts:
                 reason=f"prompt {group.prompt_id!r} has {len(token_ids)} tokens; the model's context is "
                 f"{self.max_model_len}: shorten it or raise engine.max_model_len"
             )
-        wrong = next((t for t in token_ids if not 0 <= t < self._vocabulary), None)
-        if wrong is not None:
-            return Rejected(reason=f"prompt {group.prompt_id!r}: token id {wrong} is not in the vocabulary")
+        forced = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
+        for what, tokens in (("token_ids", token_ids), *forced):
+            wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
+            if wrong is not None:
+                return Rejected(reason=f"prompt {group.prompt_id!r}: {what}: {wrong} is not in the vocabulary")
         return Prepared(group, token_ids, min(group.max_tokens, left))
 
     def decode(self, token_ids: list[int]) -> str:
@@ -67,5 +71,6 @@ class Prompts:
             return group.token_ids
         if group.text is not None:
             return tuple(self._tokenizer.encode(group.text))
-        chat = self._tokenizer.apply_chat_template(list(group.messages), add_generation_prompt=True, tokenize=False)
+        messages = [message.model_dump() for message in group.messages]
+        chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return tuple(self.encode(chat))

@@ -42,6 +42,8 @@ def test_every_command_has_help(command, capsys):
         ('{"text": "x", "sampling": {"temprature": 1}}', "line 2: sampling.temprature: unknown key"),
         ('{"text": ""}', "line 2: text is empty"),
         ('{"token_ids": []}', "line 2: token_ids is empty"),
+        ('{"messages": []}', "line 2: messages is empty"),
+        ('{"messages": [{"content": "x"}]}', "line 2: messages.0.role: Field required"),
         ('{"prompt_id": "b"}', "line 2: give exactly one of token_ids, text, messages"),
         ('{"text": "x", "samples": 0}', "line 2: samples"),
         ('{"text": "x", "max_tokens": -1}', "line 2: max_tokens"),
