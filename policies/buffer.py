@@ -41,11 +41,12 @@ class Sample:
 
 
 class Group:
-    __slots__ = ("arrival", "batch_id", "chunks", "finished", "home", "longest_finished", "running", "samples", "spec",
-                 "unended")  # fmt: skip
+    __slots__ = ("arrival", "batch_id", "chunks", "finished", "home", "longest_finished", "position", "running",
+                 "samples", "spec", "unended")  # fmt: skip
 
-    def __init__(self, spec: GroupSpec, batch_id: str, arrival: int):
-        self.spec, self.batch_id, self.arrival = spec, batch_id, arrival
+    def __init__(self, spec: GroupSpec, batch_id: str, arrivals: int, position: int):
+        """`position`: among its batch's groups; `arrivals`: groups of all batches before this one."""
+        self.spec, self.batch_id, self.position, self.arrival = spec, batch_id, position, arrivals + position
         self.samples = [Sample(self, index) for index in range(spec.samples)]
         self.unended = spec.samples
         self.running = self.finished = self.chunks = 0

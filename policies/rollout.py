@@ -31,7 +31,7 @@ class RolloutCore:
         self._chunks: dict[str, Chunk] = {}
         self._outbox: list[Action] = []
         self._aborts: list[Chunk] = []
-        self._unbound: list[Batch] = []
+        self._unbound: list[Group] = []  # not queued yet: no replica was ready to bind them to
         self._arrivals = 0
         self._memory = None  # the placement policy's
         self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
@@ -54,11 +54,11 @@ class RolloutCore:
                 raise IllegalEvent(f"group {spec.group_id!r} is running already")
             if not self._waiting.may_order(spec):
                 raise IllegalEvent(f"{spec.group_id}: {name_of(self.policies.ordering)} needs true lengths, has none")
-        groups = [Group(spec, event.batch_id, self._arrivals + i) for i, spec in enumerate(event.groups)]
+        groups = [Group(spec, event.batch_id, self._arrivals, i) for i, spec in enumerate(event.groups)]
         self._arrivals += len(groups)
-        batch = self._batches[event.batch_id] = Batch(event.batch_id, groups)
+        self._batches[event.batch_id] = Batch(event.batch_id, groups)
         self._samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
-        self._unbound.append(batch)
+        self._unbound += groups
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
         try:
@@ -113,10 +113,8 @@ class RolloutCore:
         lost = [self._chunks.pop(chunk_id) for chunk_id in self.board.leave(event.replica_id)]
         for chunk in lost:
             chunk.sample.group.running -= 1
-        homeless = self._waiting.evict(event.replica_id)
-        for sample in homeless:
-            self._rehome(sample)
-            self._put(sample)
+        for sample in self._waiting.evict(event.replica_id):
+            self._queue(sample)
         for chunk in lost:
             self._failed(chunk.sample, f"replica {event.replica_id} left: {event.error}")
 
@@ -150,15 +148,15 @@ class RolloutCore:
         return actions
 
     def _bind(self) -> None:
-        """Queue the batches submitted since a replica was ready; static orderings bind their groups now."""
+        """Queue the groups that waited for a ready replica; static orderings bind them to one now."""
         ready = self.board.ready()
-        for batch in self._unbound:
-            for position, group in enumerate(batch.groups):
-                group.home = self.policies.ordering.bind(position, len(batch.groups), ready)
-                for sample in group.samples:
-                    if sample.state is State.WAITING:
-                        sample.home = group.home
-                        self._put(sample)
+        for group in [group for group in self._unbound if group.unended]:
+            groups = len(self._batches[group.batch_id].groups)
+            group.home = self.policies.ordering.bind(group.position, groups, ready)
+            for sample in group.samples:
+                if sample.state is State.WAITING:
+                    sample.home = group.home
+                    self._put(sample)
         self._unbound = []
 
     def _give_up(self) -> None:
@@ -223,18 +221,18 @@ class RolloutCore:
         if sample.cancelled:
             self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
         else:
-            self._rehome(sample)
-            self._put(sample)
+            self._queue(sample)
 
-    def _rehome(self, sample: Sample) -> None:
-        """Give a sample whose replica has left another home, or none."""
-        if sample.home is None or sample.home in self.board:
+    def _queue(self, sample: Sample) -> None:
+        """Queue a waiting sample; a group whose replica has left is bound anew, with all that waits of it."""
+        group = sample.group
+        if group.home is not None and group.home not in self.board:
+            if group not in self._unbound:
+                self._unbound.append(group)
             return
-        ready, group = self.board.ready(), sample.group
-        if group.home is not None and ready:
-            batch = self._batches[group.batch_id]
-            group.home = self.policies.ordering.bind(batch.groups.index(group), len(batch.groups), ready)
-        sample.home = group.home if group.home in self.board else None
+        if sample.home not in self.board:
+            sample.home = group.home
+        self._put(sample)
 
     def _put(self, sample: Sample) -> None:
         """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""

@@ -162,6 +162,19 @@ def test_group_static_keeps_a_group_on_its_replica_and_moves_all_of_it_when_that
     assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
 
 
+def test_group_static_binds_a_group_anew_as_a_whole_though_no_replica_was_ready_when_its_own_left():
+    core = core_of("group_static", chunk_tokens=8, a=8, b=8)
+    submit(core, ev.GroupSpec("g", 8, 4, 64), ev.GroupSpec("h", 8, 4, 64))
+    core.observe(ev.WeightsChanged(0.0, 1))
+    core.observe(ev.ReplicaLeft(0.0, "a", "gone"))
+    assert tick(core) == ()
+    core.observe(join("b", 8, version=1))
+    core.observe(join("c", 8, version=1))
+    starts = [action for action in tick(core) if isinstance(action, StartChunk)]
+    homes = {group: {s.replica_id for s in starts if s.sample_id.startswith(group)} for group in "gh"}
+    assert len(homes["g"]) == len(homes["h"]) == 1
+
+
 def test_a_pinned_sample_waits_for_its_own_replica_and_moves_only_when_that_leaves():
     core = core_of("fcfs", "pinned", 8, a=3)
     submit(core, ev.GroupSpec("g", 10, 1, 24))
