@@ -28,6 +28,11 @@ def groups():
     return tuple(read_prompts(PROMPTS, {"samples": 4, "max_tokens": 64}))[:4]
 
 
+def run(work):
+    """A test that waits for ever says nothing."""
+    return asyncio.run(asyncio.wait_for(work, 300))
+
+
 async def roll(client: RolloutClient, batch: RolloutBatch, policies: Policies | None = None):
     await client.set_policies(policies or Policies(chunking=CHUNKS))
     return {group.prompt_id: group async for group in client.rollout(batch)}
@@ -38,9 +43,9 @@ def samples_of(groups) -> list[SampleResult]:
 
 
 def test_chunks_moves_and_the_blocking_twin_change_no_token(client, groups):
-    whole = asyncio.run(roll(client, RolloutBatch(batch_id="whole", groups=groups), Policies(placement="pinned")))
+    whole = run(roll(client, RolloutBatch(batch_id="whole", groups=groups), Policies(placement="pinned")))
     moving = Policies(placement="round_robin", chunking=CHUNKS)
-    moved = asyncio.run(roll(client, RolloutBatch(batch_id="moved", groups=groups), moving))
+    moved = run(roll(client, RolloutBatch(batch_id="moved", groups=groups), moving))
     blocking = {g.prompt_id: g for g in client.rollout_blocking(RolloutBatch(batch_id="blocking", groups=groups))}
     assert {sample.chunks for sample in samples_of(whole)} == {1}
     assert any(len({s.replica_id for s in sample.segments}) == 2 for sample in samples_of(moved))
@@ -53,7 +58,7 @@ def test_chunks_moves_and_the_blocking_twin_change_no_token(client, groups):
 
 
 def test_results_are_complete(client, groups):
-    rolled = asyncio.run(roll(client, RolloutBatch(batch_id="complete", groups=groups)))
+    rolled = run(roll(client, RolloutBatch(batch_id="complete", groups=groups)))
     assert set(rolled) == {group.prompt_id for group in groups}
     for sample in samples_of(rolled):
         count = len(sample.token_ids)
@@ -76,7 +81,7 @@ def test_every_way_of_sampling_is_taken(client, groups):
             for i, way in enumerate(ways)
         ),
     )
-    rolled = asyncio.run(roll(client, batch))
+    rolled = run(roll(client, batch))
     greedy = rolled["0"].samples
     assert greedy[0].token_ids == greedy[1].token_ids and set(greedy[0].logprobs) == {0.0}
     assert all(sample.logprobs[i] >= sample.raw_logprobs[i] - 1e-4 for sample in rolled["2"].samples for i in range(2))
@@ -85,7 +90,7 @@ def test_every_way_of_sampling_is_taken(client, groups):
 def test_replayed_tokens_come_out_and_end(client):
     forced = ((100, 200, 300, 400), tuple(range(1000, 1050)))
     group = PromptGroup(prompt_id="r", text="replay", samples=2, max_tokens=64, forced_token_ids=forced)
-    rolled = asyncio.run(roll(client, RolloutBatch(batch_id="replay", groups=(group,))))
+    rolled = run(roll(client, RolloutBatch(batch_id="replay", groups=(group,))))
     for sample, tokens in zip(rolled["r"].samples, forced, strict=True):
         assert sample.token_ids[:-1] == tokens and sample.finish_reason is SampleEnd.STOP
         assert all(logprob < 0 for logprob in sample.raw_logprobs)
@@ -94,16 +99,16 @@ def test_replayed_tokens_come_out_and_end(client):
 def test_the_oracle_is_refused_without_a_replay(client, groups):
     oracle = Policies(ordering="oracle_longest_first", chunking=CHUNKS)
     with pytest.raises(RolloutRejected, match="oracle_longest_first"):
-        asyncio.run(roll(client, RolloutBatch(batch_id="no-oracle", groups=groups), oracle))
+        run(roll(client, RolloutBatch(batch_id="no-oracle", groups=groups), oracle))
     group = PromptGroup(prompt_id="r", text="replay", samples=1, max_tokens=9, forced_token_ids=((5, 6, 7),))
-    rolled = asyncio.run(roll(client, RolloutBatch(batch_id="oracle", groups=(group,)), oracle))
+    rolled = run(roll(client, RolloutBatch(batch_id="oracle", groups=(group,)), oracle))
     assert rolled["r"].samples[0].token_ids[:3] == (5, 6, 7)
 
 
 def test_a_prompt_beyond_the_context_is_refused_by_name(client):
     group = PromptGroup(prompt_id="long", token_ids=(1,) * 5000)
     with pytest.raises(RolloutRejected, match="prompt 'long' has 5000 tokens; the model's context is 4096"):
-        asyncio.run(roll(client, RolloutBatch(batch_id="long", groups=(group,))))
+        run(roll(client, RolloutBatch(batch_id="long", groups=(group,))))
 
 
 def test_cancel_hands_out_what_there_is(client, groups):
@@ -115,11 +120,11 @@ def test_cancel_hands_out_what_there_is(client, groups):
         assert await client.cancel("cancel")
         return rolled + [group async for group in stream]
 
-    rolled = asyncio.run(cancelled())
+    rolled = run(cancelled())
     assert len(rolled) == len(groups)
     ends = [sample.finish_reason for group in rolled for sample in group.samples]
     assert SampleEnd.CANCELLED in ends
-    assert not asyncio.run(client.cancel("cancel")), "it is over"
+    assert not run(client.cancel("cancel")), "it is over"
 
 
 def test_a_driver_that_goes_away_cancels_its_batch(client, groups):
@@ -131,12 +136,12 @@ def test_a_driver_that_goes_away_cancels_its_batch(client, groups):
             await asyncio.sleep(0.1)
         return status
 
-    status = asyncio.run(asyncio.wait_for(leave(), 60))
+    status = run(leave())
     assert status.running == status.waiting == 0
 
 
 def test_vllm_never_preempts(client):
-    status = asyncio.run(client.status())
+    status = run(client.status())
     assert len(status.replicas) == 2
     assert [replica.preemptions for replica in status.replicas] == [0, 0]
 
@@ -147,7 +152,7 @@ def test_every_span_has_its_parent(client, groups):
         await roll(client, batch)
         return await client.take_trace("traced")
 
-    spans = asyncio.run(traced())
+    spans = run(traced())
     json.dumps(spans)
     by_id = {span["span_id"]: span for span in spans}
     assert len({span["trace_id"] for span in spans}) == 1
