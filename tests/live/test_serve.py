@@ -36,7 +36,7 @@ def served(model_dir):
     said = process.stdout.readline()
     assert f"127.0.0.1:{port}" in said, said
     yield port
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # as Ctrl-C; a shell's background jobs are deaf to SIGINT
     assert process.wait(90) == 0
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the head is gone"
