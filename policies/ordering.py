@@ -1,9 +1,10 @@
 """Who runs next. An ordering gives a waiting sample one key per lane; the core takes the least key that fits.
 
 Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not
-wait) and on its group's finished samples; on anything else of the group only so that it grows as a step goes on
-(the core renews keys when a sample of the group finishes, and looks again at the one it is about to take).
-Lanes are several orders over the same samples; `lane` says which one the n-th decision follows.
+wait) and on its group's finished samples; on anything else of the group only in a lane that is named in
+`growing_lanes`, and so that it grows as a step goes on (the core renews keys when a sample of the group finishes; in
+growing lanes it also looks again at the one it is about to take). Lanes are several orders over the same samples;
+`lane` says which one the n-th decision follows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ class Ordering(Protocol):
     """What the core asks of an ordering, built in or the user's own."""
 
     lanes: int
+    growing_lanes: tuple[int, ...]
 
     def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]: ...
 
@@ -33,6 +35,7 @@ class OneLane(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     lanes: ClassVar[int] = 1
+    growing_lanes: ClassVar[tuple[int, ...]] = ()
 
     def lane(self, pick: int) -> int:
         return 0
@@ -69,6 +72,7 @@ class Seer(OneLane):
 
     type: Literal["seer"] = "seer"
     lanes: ClassVar[int] = 2
+    growing_lanes: ClassVar[tuple[int, ...]] = (1,)
     explore: float = Field(0.1, ge=0.0, le=1.0, description="share of decisions that go to the least-run groups")
     seed: int = Field(0, ge=0, description="of the digest that draws those decisions")
 

@@ -1,8 +1,8 @@
 """The waiting samples, in the order of the ordering policy: one set of lanes for samples that may go anywhere,
 and one per replica that samples are bound to.
 
-Keys of a lane are renewed when a sample of the group finishes; keys that have only grown since are found out when
-their sample is about to be taken (see the contract in `policies.ordering`). Called by `RolloutCore` alone.
+Keys of a lane are renewed when a sample of the group finishes; those of growing lanes that have grown since are found
+out when their sample is about to be taken (see the contract in `policies.ordering`). Called by `RolloutCore` alone.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ class Waiting:
     """Queues by home (a replica id, or None); each has a FitQueue per lane over the same samples."""
 
     def __init__(self, ordering: Ordering):
-        self._ordering = ordering
+        self._ordering, self._growing = ordering, ordering.growing_lanes
+        self._is_oracle = isinstance(ordering, OracleLongestFirst)
         self._lengths: dict[str, int] = {}
         self._queues: dict[str | None, list[FitQueue]] = {}
         self._samples: dict[str, Sample] = {}
@@ -28,13 +29,13 @@ class Waiting:
 
     def reveal(self, lengths: Mapping[str, int]) -> None:
         """True lengths for the ordering that needs them. Raises TypeError for every other one."""
-        if not isinstance(self._ordering, OracleLongestFirst):
+        if not self._is_oracle:
             raise TypeError(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
     def may_order(self, spec: GroupSpec) -> bool:
         """Whether the ordering knows what it needs of a group that is submitted."""
-        if not isinstance(self._ordering, OracleLongestFirst):
+        if not self._is_oracle:
             return True
         return all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples))
 
@@ -103,17 +104,19 @@ class Waiting:
         lane = self._ordering.lane(self._picks)
         while (sample_id := queues[lane].peek(room_tokens)) is not None:
             sample = self._samples[sample_id]
-            key = self._keys(sample, sample.group.view())[lane]
-            if key == queues[lane].key(sample_id):
-                self._picks += 1
-                self.drop(sample)
-                return sample
-            queues[lane].push(sample_id, sample.need_tokens, key)
+            if lane in self._growing:
+                key = self._keys(sample, sample.group.view())[lane]
+                if key != queues[lane].key(sample_id):
+                    queues[lane].push(sample_id, sample.need_tokens, key)
+                    continue
+            self._picks += 1
+            self.drop(sample)
+            return sample
         return None
 
     def _keys(self, sample: Sample, group: GroupView) -> list[tuple]:
         view = sample.view()
-        if isinstance(self._ordering, OracleLongestFirst):
+        if self._is_oracle:
             keys = self._ordering.keys_of_length(view, self._lengths)
         else:
             keys = self._ordering.keys(view, group)

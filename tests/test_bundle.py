@@ -99,7 +99,7 @@ def test_the_defaults_are_seer_s():
         ({"ordering": {"type": "no_such_module:Nobody"}}, "cannot be imported"),
         ({"ordering": {"type": ":Nobody"}}, "cannot be imported"),
         ({"ordering": {"type": "user_policies:NUMBER"}}, "is not a pydantic model"),
-        ({"ordering": {"type": "user_policies:NotAPolicy"}}, "with bind, keys, lane, lanes"),
+        ({"ordering": {"type": "user_policies:NotAPolicy"}}, "with bind, growing_lanes, keys, lane, lanes"),
         ({"placement": {"type": "user_policies:LastComeFirst"}}, "is no placement policy"),
         ({"ordering": "least_kv"}, "unknown ordering 'least_kv'"),
     ],

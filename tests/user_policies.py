@@ -10,6 +10,7 @@ class LastComeFirst(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     lanes: ClassVar[int] = 1
+    growing_lanes: ClassVar[tuple[int, ...]] = ()
     spread: int = Field(3, ge=1)
 
     def keys(self, sample, group):

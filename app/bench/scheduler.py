@@ -20,6 +20,8 @@ CHUNK_TOKENS = 2_048
 MAX_RUNNING = 16
 """Half of 16,384 samples run on 512 replicas and half wait, so that every decision has a queue to choose from."""
 
+REPEATS = 3
+
 
 def drive(requests: int, replicas: int, policies: Policies) -> dict:
     """Run `requests` samples to their end over `replicas`; returns decisions, seconds in the core, and the rate."""
@@ -55,12 +57,18 @@ def drive(requests: int, replicas: int, policies: Policies) -> dict:
         timed(core.observe, ChunkFinished(now, chunk_id, tokens, end, 0))
 
 
+def best(requests: int, replicas: int, policies: Policies) -> dict:
+    """The best of REPEATS runs: what disturbs a run on a shared machine only ever makes it slower."""
+    runs = [drive(requests, replicas, policies) for _ in range(REPEATS)]
+    return max(runs, key=lambda run: run["decisions_per_s"])
+
+
 def measure(requests: int, replicas: int, policies: Policies | None = None) -> dict:
     """The rate at `requests` and the cost of a decision there over that at 1,024, on as many replicas."""
     policies = policies or Policies(chunking={"type": "fixed", "chunk_tokens": CHUNK_TOKENS})
-    small = drive(1_024, replicas, policies)
-    same_load = drive(1_024, max(1, replicas * 1_024 // requests), policies)
-    large = drive(requests, replicas, policies)
+    small = best(1_024, replicas, policies)
+    same_load = best(1_024, max(1, replicas * 1_024 // requests), policies)
+    large = best(requests, replicas, policies)
     rate = large["decisions_per_s"]
     return {
         "requests": requests,
