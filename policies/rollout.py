@@ -236,9 +236,9 @@ class RolloutCore:
 
     def _put(self, sample: Sample) -> None:
         """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
-        chunk_tokens = self.policies.chunking.tokens(sample.view())
-        sample.need_tokens = sample.group.spec.prompt_tokens + sample.generated_tokens + chunk_tokens
-        self._waiting.put(sample)
+        view = sample.view()
+        sample.need_tokens = view.prompt_tokens + view.generated_tokens + self.policies.chunking.tokens(view)
+        self._waiting.put(sample, view)
 
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
         self._waiting.drop(sample)

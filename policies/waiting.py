@@ -12,7 +12,7 @@ from policies.bundle import name_of
 from policies.events import GroupSpec
 from policies.fitqueue import FitQueue
 from policies.ordering import OracleLongestFirst, Ordering
-from policies.views import GroupView
+from policies.views import GroupView, SampleView
 
 
 class Waiting:
@@ -52,11 +52,11 @@ class Waiting:
         """All waiting samples, in order of arrival."""
         return sorted(self._samples.values(), key=lambda s: (s.group.arrival, s.index))
 
-    def put(self, sample: Sample) -> None:
-        """Queue a waiting sample, or give it its present need and keys."""
+    def put(self, sample: Sample, view: SampleView) -> None:
+        """Queue a waiting sample, or give it its present need and keys; `view` is its view now."""
         if sample.home not in self._queues:
             self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
-        for queue, key in zip(self._queues[sample.home], self._keys(sample, sample.group.view()), strict=True):
+        for queue, key in zip(self._queues[sample.home], self._keys(view, sample.group.view()), strict=True):
             queue.push(sample.sample_id, sample.need_tokens, key)
         self._samples[sample.sample_id] = sample
         self.look_at(sample.home)
@@ -72,7 +72,7 @@ class Waiting:
         view = group.view()
         for mate in group.samples:
             if mate.sample_id in self._samples:
-                for queue, key in zip(self._queues[mate.home], self._keys(mate, view), strict=True):
+                for queue, key in zip(self._queues[mate.home], self._keys(mate.view(), view), strict=True):
                     if key != queue.key(mate.sample_id):
                         queue.push(mate.sample_id, mate.need_tokens, key)
 
@@ -105,7 +105,7 @@ class Waiting:
         while (sample_id := queues[lane].peek(room_tokens)) is not None:
             sample = self._samples[sample_id]
             if lane in self._growing:
-                key = self._keys(sample, sample.group.view())[lane]
+                key = self._keys(sample.view(), sample.group.view())[lane]
                 if key != queues[lane].key(sample_id):
                     queues[lane].push(sample_id, sample.need_tokens, key)
                     continue
@@ -114,10 +114,9 @@ class Waiting:
             return sample
         return None
 
-    def _keys(self, sample: Sample, group: GroupView) -> list[tuple]:
-        view = sample.view()
+    def _keys(self, sample: SampleView, group: GroupView) -> list[tuple]:
         if self._is_oracle:
-            keys = self._ordering.keys_of_length(view, self._lengths)
+            keys = self._ordering.keys_of_length(sample, self._lengths)
         else:
-            keys = self._ordering.keys(view, group)
-        return [(*key, view.arrival, view.index) for key in keys]
+            keys = self._ordering.keys(sample, group)
+        return [(*key, sample.arrival, sample.index) for key in keys]
