@@ -7,7 +7,7 @@ from importlib import import_module
 import click
 
 COMMANDS = {
-    "bench": "Benchmarks: scheduler, live.",
+    "bench": "Benchmarks: scheduler, sampler, live.",
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
     "policies": "List policy families, their members and knobs.",
     "rollout": "Roll out a file of prompts and write the samples.",

@@ -16,18 +16,17 @@ from app.client import RolloutClient
 from app.config import ServeFile
 from app.errors import BadInput, Failed
 from app.model import resolve_model
-from deployments.telemetry import Telemetry
 
 
 @contextmanager
-def service(file: ServeFile, address: str | None, telemetry: Telemetry | None = None) -> Iterator[RolloutClient]:
+def service(file: ServeFile, address: str | None) -> Iterator[RolloutClient]:
     """A client of the service: at `address` (auto, or host:port), or of a local cluster when it is None."""
     if address is not None:
-        yield connect(address, file.application.name, telemetry)
+        yield connect(address, file.application.name)
         return
     resolve_model(file.application.args.engine.model)  # before Ray starts: a missing model is a quick error
     with _local_cluster(file):
-        yield RolloutClient(file.application.name, telemetry)
+        yield RolloutClient(file.application.name)
 
 
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -41,7 +40,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address that `auto` means."""
 
 
-def connect(address: str = "auto", app_name: str = "tailrace", telemetry: Telemetry | None = None) -> RolloutClient:
+def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
     """A client of the service on a running cluster: `auto`, or host:port of its head.
 
     Call it before anything else imports ray. Raises BadInput when no cluster, or no such application, answers.
@@ -55,7 +54,7 @@ def connect(address: str = "auto", app_name: str = "tailrace", telemetry: Teleme
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise BadInput(f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from error
     _await_application(address, app_name)
-    return RolloutClient(app_name, telemetry)
+    return RolloutClient(app_name)
 
 
 def _await_application(address: str, app_name: str) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from app.commands.rollout import _unfinished
 from app.errors import BadInput
 from app.results_file import ResultsFile
 from deployments.messages import GroupResult, PromptGroup, SampleResult
@@ -57,3 +58,9 @@ def test_other_settings_never_mix_with_what_is_there(tmp_path, seed, step, chang
     write(path, ["a"])
     with pytest.raises(BadInput, match="prompt 'a' is there with other settings"):
         ResultsFile(path).missing([prompt("a", **changes)], seed, step)
+
+
+@pytest.mark.parametrize("end, unfinished", [("stop", False), ("length", False), ("cancelled", True), ("failed", True)])
+def test_a_cancelled_or_failed_sample_leaves_its_group_to_do(end, unfinished):
+    (sample,) = group("a").samples
+    assert _unfinished(sample.model_copy(update={"finish_reason": SampleEnd(end)})) is unfinished

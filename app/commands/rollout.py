@@ -13,6 +13,7 @@ from app.errors import BadInput, Failed
 from app.prompts_file import read_prompts
 from app.results_file import ResultsFile
 from app.summary import summarise, table
+from policies.actions import SampleEnd
 
 
 @click.command()
@@ -101,7 +102,7 @@ async def _drive(client, batch, results):
     try:
         async for group in client.rollout(batch):
             groups.append(group)
-            if all(sample.error is None for sample in group.samples):
+            if not any(map(_unfinished, group.samples)):
                 results.append(group, prompts[group.prompt_id], batch.seed, batch.step)
     finally:
         follower.cancel()
@@ -111,8 +112,13 @@ async def _drive(client, batch, results):
     return groups, spans
 
 
+def _unfinished(sample) -> bool:
+    """Whether a sample failed, or its batch was cancelled from elsewhere: its group is still to do."""
+    return sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH)
+
+
 def _report(groups, already, out, as_json) -> None:
-    failed = [(g, s) for g in groups for s in g.samples if s.error is not None]
+    failed = [(g, s) for g in groups for s in g.samples if _unfinished(s)]
     summary = {**summarise(groups), "already_done_groups": already, "failed_samples": len(failed), "out": str(out)}
     if as_json:
         click.echo(json.dumps(summary))
@@ -124,5 +130,5 @@ def _report(groups, already, out, as_json) -> None:
         group, sample = failed[0]
         raise Failed(
             f"{len(failed)} samples failed; the first: prompt {group.prompt_id!r} sample {sample.sample_index}: "
-            f"{sample.error}. Their groups are not in {out}; run again to try them once more"
+            f"{sample.error or sample.finish_reason}. Their groups are not in {out}; run again to try them once more"
         )
