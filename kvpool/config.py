@@ -1,0 +1,44 @@
+"""Knobs of the KV pool, and what one engine needs to reach it. Read by the pool's processes and by the connector."""
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class PoolConfig(BaseModel):
+    """One pool: memory and disk on every node with an engine, and how long an engine waits for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    rdma_devices: str = Field("", description="names with commas between; empty: Mooncake finds them")
+    dram_gib: float = Field(1.0, gt=0, description="memory per node")
+    ssd_path: str | None = Field(None, description="absolute folder on every node; null: no SSD tier")
+    ssd_gib: float = Field(16.0, gt=0, description="most bytes on the SSD of a node")
+    buffer_mib: int = Field(64, ge=1, description="transfer buffer of an engine's client")
+    lookup_deadline_s: float = Field(0.5, gt=0, description="a look-up that takes longer finds nothing")
+    load_deadline_s: float = Field(2.0, gt=0, description="KV that takes longer to load is computed again")
+    save_deadline_s: float = Field(1.0, gt=0, description="KV that takes longer to save is not kept")
+    retry_s: float = Field(1.0, gt=0, description="pause of an engine's pool traffic after a failure")
+
+    @model_validator(mode="after")
+    def _a_plain_folder(self) -> "PoolConfig":
+        path = self.ssd_path
+        if path is not None and (not path.startswith("/") or ".." in PurePosixPath(path).parts):
+            raise ValueError(f"ssd_path {path!r}: give an absolute path without `..`")
+        return self
+
+
+@dataclass(frozen=True)
+class PoolEndpoint:
+    """The pool as seen from one engine: where its master is, and which memory is near."""
+
+    master_address: str
+    """host:port of the master's RPC."""
+    host: str
+    """The node's address, for the engine's own client."""
+    segment: str
+    """Name of the node's own memory, preferred when KV is put; empty: no preference."""
+    config: PoolConfig

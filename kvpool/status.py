@@ -1,0 +1,44 @@
+"""What the pool says of itself: values that its processes fill and the coordinator reads."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class PoolDown(Exception):
+    """The pool cannot be reached now; the message is one line. A cache loss, never an error of a sample."""
+
+
+class StoreNodeStatus(BaseModel):
+    """One node's store, as it reported itself."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node_id: str
+    host: str
+    segment: str
+    """Empty: not mounted now."""
+    pid: int | None
+    """Of mooncake_client; None while it is not running."""
+    restarts: int
+    ssd: str
+    """`off`, `on`, or why there is none in one line."""
+
+
+class PoolStatus(BaseModel):
+    """The whole pool at one moment; bytes are those that the master has allocated."""
+
+    model_config = ConfigDict(frozen=True)
+
+    master_address: str
+    master_pid: int | None
+    master_restarts: int
+    keys: int
+    dram_bytes: int
+    dram_capacity_bytes: int
+    ssd_bytes: int
+    ssd_capacity_bytes: int
+    segment_bytes: dict[str, int]
+    """Allocated DRAM by segment; a segment's name begins with its host."""
+    evicted_keys: int
+    put_failures: int
+    get_failures: int
+    store_nodes: tuple[StoreNodeStatus, ...]
