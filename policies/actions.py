@@ -13,7 +13,11 @@ class SampleEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StartChunk:
-    """Generate at most `max_tokens` tokens of a sample that has `start` already, on `replica_id`."""
+    """Generate at most `max_tokens` tokens of a sample that has `start` already, on `replica_id`.
+
+    KV is read and written under `kv_version` only. The engine looks into the pool if that would gain at least
+    `min_pull_tokens` over its own cache; None: it does not look.
+    """
 
     chunk_id: str
     sample_id: str
@@ -21,15 +25,21 @@ class StartChunk:
     start: int
     max_tokens: int
     weights_version: int
+    kv_version: int
+    min_pull_tokens: int | None
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbortChunk:
-    """Stop a running chunk at the next token; its `ChunkFinished` still has to come."""
+    """Stop a running chunk at the next token; its `ChunkFinished` still has to come.
+
+    `keep_kv`: whether somebody goes on with its KV, so that what is not in the pool yet is still worth storing.
+    """
 
     chunk_id: str
     replica_id: str
+    keep_kv: bool
     reason: str
 
 
@@ -52,4 +62,23 @@ class EmitGroup:
     reason: str
 
 
-Action = StartChunk | AbortChunk | EndSample | EmitGroup
+@dataclass(frozen=True, slots=True)
+class ReleaseKv:
+    """The pool need not hold this any more: the sample's own KV behind the prompt, or, with `sample_id` None, the
+    prompt's that the group's samples share."""
+
+    group_id: str
+    sample_id: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Bring this sample's KV into the memory of the node of `replica_id`, where it is expected to run next."""
+
+    sample_id: str
+    replica_id: str
+    reason: str
+
+
+Action = StartChunk | AbortChunk | EndSample | EmitGroup | ReleaseKv | Prefetch

@@ -47,11 +47,14 @@ class BatchCancelled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFinished:
+    """`stored_tokens`: tokens of the sample's context, prompt and answer, whose KV the pool holds as the chunk ends."""
+
     now: float
     chunk_id: str
     new_tokens: int
     end: ChunkEnd
     weights_version: int
+    stored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,10 @@ class TokensStreamed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A replica is ready under `weights_version`. Sent again, with that version, when it has loaded others."""
+    """A replica is ready under `weights_version`. Sent again, with that version, when it has loaded others.
+
+    Replicas with one `node_id` share that node's part of the KV pool.
+    """
 
     now: float
     replica_id: str
@@ -84,6 +90,7 @@ class ReplicaJoined:
     max_running: int
     draft_tokens: int
     weights_version: int
+    node_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,43 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
-    """From now on chunks start only on replicas that hold `version`; running chunks end under their own."""
+    """From now on chunks start only on replicas that hold `version`; chunks of another are told to stop at once."""
 
     now: float
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMeasured:
+    """Speeds of a replica as of `observed_at`: prefill, fetching KV from the pool (`fetch_base_s` each time and
+    `fetch_tokens_s`), and a decode step of `step_base_s + step_per_chunk_s * chunks running`."""
+
+    now: float
+    replica_id: str
+    prefill_tokens_s: float
+    fetch_tokens_s: float
+    fetch_base_s: float
+    step_base_s: float
+    step_per_chunk_s: float
+    observed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReported:
+    """How full the KV pool was at `observed_at`, all tiers together, in tokens of KV."""
+
+    now: float
+    capacity_tokens: int
+    used_tokens: int
+    observed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvLost:
+    """The pool has lost the KV of these samples; None: of all (its master restarted). Unknown ids are ignored."""
+
+    now: float
+    sample_ids: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +156,7 @@ Event = (
     | ReplicaJoined
     | ReplicaLeft
     | WeightsChanged
+    | ReplicaMeasured
+    | PoolReported
+    | KvLost
 )

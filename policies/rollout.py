@@ -131,7 +131,7 @@ class RolloutCore:
         """All actions due: ends and hand-outs since the last tick, then every chunk that can start now."""
         for chunk in self._aborts:
             if self._chunks.get(chunk.chunk_id) is chunk:  # it has not ended or been lost since
-                self._outbox.append(AbortChunk(chunk.chunk_id, chunk.replica_id, "batch cancelled"))
+                self._outbox.append(AbortChunk(chunk.chunk_id, chunk.replica_id, False, "batch cancelled"))
         if self._unbound and self.board.ready():
             self._bind()
         for home in self._waiting.homes():
@@ -196,7 +196,9 @@ class RolloutCore:
         sample.group.chunks += 1
         sample.group.running += 1
         self._outbox.append(
-            StartChunk(chunk_id, sample.sample_id, replica_id, sample.generated_tokens, max_tokens, version, reason)
+            StartChunk(
+                chunk_id, sample.sample_id, replica_id, sample.generated_tokens, max_tokens, version, version, 1, reason
+            )
         )
 
     # ---- transitions -----------------------------------------------------------------------------

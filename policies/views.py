@@ -19,6 +19,7 @@ class SampleView(NamedTuple):
     max_tokens: int
     chunks: int  # chunks started so far
     last_replica: str | None
+    stored_tokens: int = 0  # of its context, whose KV the pool held as its last chunk ended
 
 
 class GroupView(NamedTuple):
@@ -32,6 +33,17 @@ class GroupView(NamedTuple):
     longest_finished_tokens: int | None  # None until one of its samples has finished
 
 
+class Speeds(NamedTuple):
+    """What a replica measured of itself; a decode step takes step_base_s + step_per_chunk_s * chunks running."""
+
+    prefill_tokens_s: float
+    fetch_tokens_s: float  # KV from the pool, behind fetch_base_s
+    fetch_base_s: float
+    step_base_s: float
+    step_per_chunk_s: float
+    observed_at: float
+
+
 class ReplicaView(NamedTuple):
     replica_id: str
     kv_capacity_tokens: int
@@ -39,3 +51,5 @@ class ReplicaView(NamedTuple):
     running: int
     max_running: int
     weights_version: int
+    node_id: str = ""
+    speeds: Speeds | None = None  # None until the replica has reported any

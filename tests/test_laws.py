@@ -114,13 +114,17 @@ def test_no_view_has_a_field_for_a_true_length():
     assert named == {
         "SampleView": (
             "sample_id", "group_id", "arrival", "index", "prompt_tokens", "generated_tokens", "streamed_tokens",
-            "observed_at", "max_tokens", "chunks", "last_replica",
+            "observed_at", "max_tokens", "chunks", "last_replica", "stored_tokens",
         ),
         "GroupView": (
             "group_id", "arrival", "samples", "running", "finished", "chunks", "max_tokens", "longest_finished_tokens",
         ),
         "ReplicaView": (
             "replica_id", "kv_capacity_tokens", "kv_free_tokens", "running", "max_running", "weights_version",
+            "node_id", "speeds",
+        ),
+        "Speeds": (
+            "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s", "step_per_chunk_s", "observed_at",
         ),
     }  # fmt: skip
 

@@ -122,7 +122,7 @@ def test_cancelling_aborts_what_runs_and_its_end_ends_the_sample():
     core.observe(ev.BatchCancelled(0.0, "b"))
     core.observe(ev.BatchCancelled(0.0, "b"))
     waiting, abort = tick(core)
-    assert (waiting.sample_id, abort) == ("g#1", AbortChunk(start.chunk_id, "r", "batch cancelled"))
+    assert (waiting.sample_id, abort) == ("g#1", AbortChunk(start.chunk_id, "r", False, "batch cancelled"))
     core.observe(ev.ChunkFinished(0.0, start.chunk_id, 3, ev.ChunkEnd.ABORTED, 0))
     assert [action.end for action in tick(core) if isinstance(action, EndSample)] == [SampleEnd.CANCELLED]
 
