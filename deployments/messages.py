@@ -171,6 +171,16 @@ def sample_key(seed: int, step: int, prompt_id: str, sample_index: int) -> Sampl
 
 
 @dataclass(frozen=True, slots=True)
+class KvPlan:
+    """What to do with a chunk's KV. `min_pull_tokens`: least gain over the local cache worth a pull; None: no pull."""
+
+    version: int
+    min_pull_tokens: int | None = 1
+    save: bool = True  # at its end, for whoever goes on with the sample
+    stored_tokens: int = 0  # of the context, in the pool, as far as is known
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkRequest:
     """Generate at most `max_tokens` tokens after `token_ids` (int32: prompt, then what was generated so far)."""
 
@@ -181,6 +191,7 @@ class ChunkRequest:
     max_tokens: int
     sampling: SamplingParams
     weights_version: int
+    kv: KvPlan | None = None  # None: a replica without a pool
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
     traceparent: str | None = None
     keep_trace: bool = False
@@ -201,6 +212,10 @@ class ChunkResult:
     decode_s: float
     cached_tokens: int  # context tokens whose KV was found
     computed_tokens: int  # context tokens that were prefilled again
+    pulled_tokens: int = 0  # of the cached ones, from the pool
+    stored_tokens: int = 0  # of the context at the end, in the pool
+    kv_names: bytes = b""  # names of the context's full blocks, `kvpool.keys.NAME_BYTES` each
+    recompute_cause: str = ""  # why computed_tokens were not found; see kvpool.scheduler
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -217,6 +232,12 @@ class EngineStats:
     max_model_len: int
     draft_tokens: int  # look-ahead slots a running chunk may need beyond its own tokens
     observed_at: float
+    weights_source: str = ""  # the folder loaded last; empty: the one the engine was started on
     steps: int = 0
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
+    node_id: str = ""
+    key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
+    token_bytes: int = 0  # KV of one token, over all ranks
+    kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by WHAT.CAUSE
+    speeds: dict[str, float] | None = None  # see deployments.engine.speeds

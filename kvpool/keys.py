@@ -1,7 +1,50 @@
-"""Names under which KV is kept. Invariant (law 6): KV written under one weights version is never
-read under another, so the version is part of every name. Called by the engine runner."""
+"""Names under which KV is kept. Invariant (law 6): KV written under one weights version is never read under another.
+
+The version is part of a block's name in the pool and of the salt from which vLLM hashes a block. A name is the version
+in four bytes, then the block's hash, which covers all tokens up to its end; keys spell it in hex digits. Called by the
+engine, the connector and the coordinator.
+"""
+
+from hashlib import blake2b
+from pathlib import Path
+
+PREFIX = "tailrace"
+"""How every key of the pool begins."""
+
+VERSION_BYTES = 4
+NAME_BYTES = VERSION_BYTES + 32  # vLLM hashes blocks with SHA-256
 
 
-def cache_salt(weights_version: int) -> str:
+def cache_salt(kv_version: int) -> str:
     """vLLM's per-request `cache_salt`: it enters the hash of the first block and so of every block."""
-    return f"weights-{weights_version}"
+    return f"weights-{kv_version}"
+
+
+def block_name(kv_version: int, block_hash: bytes) -> bytes:
+    """The name of a block: version (big endian) and hash. OverflowError from version 2**32 on."""
+    return kv_version.to_bytes(VERSION_BYTES, "big") + block_hash
+
+
+def version_of(key: str) -> int:
+    """The weights version in a key of the pool, `PREFIX@NAME`. ValueError when it is none of ours."""
+    return int(key.rpartition("@")[2][: 2 * VERSION_BYTES], 16)
+
+
+def version_pattern(kv_version: int) -> str:
+    """A regular expression for the keys of one version."""
+    return f"@{kv_version.to_bytes(VERSION_BYTES, 'big').hex()}[0-9a-f]+$"
+
+
+def fingerprint(model: str, *settings: object) -> str:
+    """16 hex digits that tell models, and settings that shape KV, apart: two that share a version share no key.
+
+    Reads name, size, head and tail of the folder's weight files, so that a copy on another node agrees.
+    """
+    digest = blake2b(repr(settings).encode(), digest_size=8, person=b"tailrace-model")
+    for path in sorted(Path(model).glob("*.safetensors")):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            digest.update(file.read())
+    return digest.hexdigest()

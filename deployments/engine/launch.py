@@ -5,10 +5,16 @@ EngineConfig) cannot be overridden by `vllm_args`. Called once per process, by t
 that will step the engine: on Linux cores are bound per thread, and OpenMP's threads inherit the binding.
 """
 
+import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.patches import make_llvmlite_scannable
+from kvpool.config import PoolEndpoint
+from kvpool.keys import PREFIX, fingerprint
 
 
 def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
@@ -16,7 +22,7 @@ def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
     return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
 
 
-def launch(config: EngineConfig, rank: int):
+def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     """vLLM's LLMEngine, in this process (workers are processes of their own when tensor parallel).
 
     Raises what vLLM raises on a bad model folder, and ValueError on a `vllm_args` key that is not free.
@@ -39,7 +45,11 @@ def launch(config: EngineConfig, rank: int):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    if pool is None:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    with pool_file(pool) as file:
+        os.environ.update(pool_settings(pool, file))
+        return LLMEngine.from_engine_args(EngineArgs(**arguments, kv_transfer_config=transfer_config(config, pool)))
 
 
 def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str, str]:
@@ -95,3 +105,53 @@ def engine_arguments(config: EngineConfig) -> dict:
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
     return ours | config.vllm_args
+
+
+def transfer_config(config: EngineConfig, pool: PoolEndpoint):
+    """vLLM's KVTransferConfig: our connector, its deadlines, a name space that no other model shares."""
+    from vllm.config import KVTransferConfig
+
+    shape = (config.dtype, config.block_tokens, config.tensor_parallel)
+    return KVTransferConfig(
+        kv_connector="PoolConnector",
+        kv_connector_module_path="kvpool.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "cache_prefix": f"{PREFIX}-{fingerprint(config.model, *shape)}",
+            "preferred_segment": pool.segment or None,
+            "lookup_rpc_port": f"{os.getpid()}",  # two replicas on a node must not share vLLM's look-up socket
+            "lookup_deadline_s": pool.config.lookup_deadline_s,
+            "load_deadline_s": pool.config.load_deadline_s,
+            "retry_s": pool.config.retry_s,
+        },
+    )
+
+
+def pool_settings(pool: PoolEndpoint, file: str) -> dict[str, str]:
+    """Environment variables of Mooncake's client in this process and in its workers; `file`: see `pool_file`."""
+    return {
+        "MOONCAKE_CONFIG_PATH": file,
+        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": pool.host,
+        "MC_TCP_BIND_ADDRESS": pool.host,
+        "GLOG_minloglevel": "3",  # Mooncake's client writes a line per failed block; `PoolStore` counts them
+    }
+
+
+@contextmanager
+def pool_file(pool: PoolEndpoint) -> Iterator[str]:
+    """The JSON file that vLLM's Mooncake worker reads while it is built."""
+    settings = {
+        "mode": "standalone-store",  # memory of a replica's own would go with the replica
+        "global_segment_size": 0,
+        "local_buffer_size": pool.config.buffer_mib << 20,
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": pool.master_address,
+        "protocol": pool.config.protocol,
+        "device_name": pool.config.rdma_devices,
+        "enable_offload": pool.config.ssd_path is not None,
+    }
+    with tempfile.NamedTemporaryFile("w", prefix="tailrace-mooncake-", suffix=".json") as file:
+        json.dump(settings, file)
+        file.flush()
+        yield file.name

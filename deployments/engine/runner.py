@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from deployments.engine.config import EngineConfig
 from deployments.engine.stepper import Stepper
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
+from kvpool.config import PoolEndpoint
 
 OnDone = Callable[[ChunkResult | Exception], None]
 
@@ -31,15 +32,22 @@ class EngineRunner:
     Construction returns when the engine can serve (5 to 10 s for a small model) and raises what vLLM raises.
     """
 
-    def __init__(self, config: EngineConfig, replica_id: str, weights_version: int = 0, rank: int = 0):
+    def __init__(
+        self,
+        config: EngineConfig,
+        replica_id: str,
+        weights_version: int = 0,
+        rank: int = 0,
+        pool: PoolEndpoint | None = None,
+    ):
         self._inbox: SimpleQueue[tuple] = SimpleQueue()
         self._on_done: dict[str, OnDone] = {}
+        self._behind: list[tuple] = []  # a load of weights that waits for the chunks in flight, and what came after it
         self._lock = threading.Lock()  # between `submit` and the end of the thread, which answers what is left
         self._down: EngineDown | None = None
         started: Future[EngineStats] = Future()
-        self._thread = threading.Thread(
-            target=self._main, args=(config, replica_id, weights_version, rank, started), daemon=True, name="engine"
-        )
+        arguments = (started, config, replica_id, weights_version, rank, pool)
+        self._thread = threading.Thread(target=self._main, args=arguments, daemon=True, name="engine")
         self._thread.start()
         self._stats = started.result()
 
@@ -52,19 +60,26 @@ class EngineRunner:
         if down is not None:
             on_done(down)
 
-    def abort(self, chunk_id: str) -> None:
-        """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored."""
-        self._inbox.put((self._abort, chunk_id))
+    def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
+        """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored.
+
+        `keep_kv`: somebody will go on with the sample, so its KV is worth saving.
+        """
+        self._inbox.put((self._abort, chunk_id, keep_kv))
 
     def reset_cache(self) -> Future[bool]:
         """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
-        forgotten: Future[bool] = Future()
-        with self._lock:
-            if self._down is None:
-                self._inbox.put((self._reset_cache, forgotten))
-            else:
-                forgotten.set_exception(self._down)
-        return forgotten
+        return self._ask(self._reset_cache)
+
+    def load_weights(self, version: int, source: str) -> Future[None]:
+        """Puts the weights in folder `source` into the running model, as `version`, once the chunks in flight have ended.
+
+        Chunks submitted before this call end under the old version. Those submitted after it wait behind it and are
+        then checked against the version that is there: the new one, or the old one when the load was refused. The
+        future gets ValueError when the folder does not fit (the old weights go on), EngineDown when the engine stops
+        first; a failure half-way ends the engine. Takes seconds, during which `stats` shows what was before.
+        """
+        return self._ask(self._load, version, source)
 
     def stats(self) -> EngineStats:
         """The latest snapshot, made after a step; costs nothing."""
@@ -80,9 +95,18 @@ class EngineRunner:
         self._inbox.put((self._stop,))
         self._thread.join()
 
-    def _main(self, config, replica_id, weights_version, rank, started) -> None:
+    def _ask(self, command: Callable, *args) -> Future:
+        answer: Future = Future()
+        with self._lock:
+            if self._down is None:
+                self._inbox.put((command, *args, answer))
+            else:
+                answer.set_exception(self._down)
+        return answer
+
+    def _main(self, started: Future, *arguments) -> None:
         try:
-            self._stepper = Stepper(config, replica_id, weights_version, rank)
+            self._stepper = Stepper(*arguments)
             started.set_result(self._stepper.stats())
         except Exception as error:  # noqa: BLE001 - the edge of the thread: the constructor raises it
             started.set_exception(error)
@@ -93,10 +117,14 @@ class EngineRunner:
                 if self._stepper.busy:
                     for chunk_id, result in self._stepper.step():
                         self._on_done.pop(chunk_id)(result)
+                if self._behind and not self._on_done:
+                    commands, self._behind = self._behind, []
+                    for command, *args in commands:
+                        command(*args)
                 self._stats = self._stepper.stats()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: every chunk gets it, Serve restarts
             with self._lock:
-                self._down = EngineDown(f"engine {replica_id}: a step failed: {error!r}")
+                self._down = EngineDown(f"engine {self._stats.replica_id}: a step failed: {error!r}")
         self._answer_all(self._down)
         self._stepper.close()
 
@@ -111,6 +139,9 @@ class EngineRunner:
             return
 
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
+        if self._behind:
+            self._behind.append((self._add, chunk, submitted_s, on_done))
+            return
         try:
             self._stepper.add(chunk, submitted_s)
         except ValueError as refusal:  # the edge between one caller's mistake and everybody's engine
@@ -118,9 +149,25 @@ class EngineRunner:
         else:
             self._on_done[chunk.chunk_id] = on_done
 
-    def _abort(self, chunk_id: str) -> None:
-        if (result := self._stepper.abort(chunk_id)) is not None:
-            self._on_done.pop(chunk_id)(result)
+    def _abort(self, chunk_id: str, keep_kv: bool) -> None:
+        if chunk_id in self._on_done:
+            self._stepper.abort(chunk_id, keep_kv)
+        elif self._behind:
+            self._behind.append((self._abort, chunk_id, keep_kv))
+
+    def _load(self, version: int, source: str, loaded: Future[None]) -> None:
+        if self._behind or self._on_done:
+            self._behind.append((self._load, version, source, loaded))
+            return
+        try:
+            self._stepper.load_weights(version, source)
+        except Exception as error:  # noqa: BLE001 - the future gets it, whatever it is; a refusal harms nobody else
+            loaded.set_exception(error)
+            if not isinstance(error, ValueError):
+                raise
+        else:
+            self._stats = self._stepper.stats()  # before the caller can look
+            loaded.set_result(None)
 
     def _reset_cache(self, forgotten: Future[bool]) -> None:
         forgotten.set_result(self._stepper.reset_cache())
@@ -134,8 +181,9 @@ class EngineRunner:
             on_done(down)
         self._on_done.clear()
         while not self._inbox.empty():
-            command, *args = self._inbox.get()
+            self._behind.append(self._inbox.get())
+        for command, *args in self._behind:
             if command == self._add:
                 args[-1](down)
-            elif command == self._reset_cache:
+            elif command in (self._load, self._reset_cache):
                 args[-1].set_exception(down)

@@ -11,9 +11,13 @@ import numpy as np
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.launch import launch
+from deployments.engine.link import PoolLink
+from deployments.engine.speeds import Speeds
 from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats, SamplingParams
+from kvpool.config import PoolEndpoint
 from kvpool.keys import cache_salt
 
+WARM_UP_TOKENS = (8, 192)  # a small step and one that tells how fast prompts are computed
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
 
@@ -34,11 +38,14 @@ class Running:
 class Stepper:
     """Builds the engine on construction (5 to 10 s); raises what vLLM raises on a bad model folder."""
 
-    def __init__(self, config: EngineConfig, replica_id: str, weights_version: int, rank: int):
+    def __init__(
+        self, config: EngineConfig, replica_id: str, weights_version: int, rank: int, pool: PoolEndpoint | None = None
+    ):
         self.weights_version = weights_version
-        self._engine = launch(config, rank)
+        self._engine = launch(config, rank, pool)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, Running] = {}  # by chunk id
+        self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self._steps = 0
         self._past_preemptions = 0
         self.eos_token_id = self._engine.get_tokenizer().eos_token_id
@@ -56,21 +63,28 @@ class Stepper:
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
+        self._speeds = Speeds()
+        self._link: PoolLink | None = None
+        if pool is not None:
+            self._link = PoolLink(self._engine, pool.config.save_deadline_s, self._speeds)
+            self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """One small chunk, so that compiling the sampling kernel (10 s once per machine) is not a user's wait."""
-        context = np.arange(8, dtype=np.int32)
-        self.add(ChunkRequest("warm-up", 0, context, 8, 2, SamplingParams(), self.weights_version), time.monotonic())
-        while self.busy:
-            self.step()
+        """Small chunks first: compiling the sampling kernel (10 s once per machine) must not be a user's wait."""
+        for tokens in WARM_UP_TOKENS:
+            context = np.arange(tokens, dtype=np.int32) % self._vocabulary
+            chunk = ChunkRequest("warm-up", 0, context, tokens, 2, SamplingParams(), self.weights_version)
+            self.add(chunk, time.monotonic())
+            while self.busy:
+                self.step()
         self.reset_cache()
         self._steps = 0
 
     @property
     def busy(self) -> bool:
         """Whether a step would do something: run chunks, or let go of finished ones."""
-        return self._scheduler.has_requests()
+        return bool(self._ended) or self._scheduler.has_requests() or (self._link is not None and self._link.busy)
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM; ValueError, one line, when it cannot be run here."""
@@ -90,7 +104,10 @@ class Stepper:
             output_kind=RequestOutputKind.DELTA,
             extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id)},
         )
-        prompt = tokens_input(chunk.token_ids.tolist(), cache_salt=cache_salt(chunk.weights_version))
+        if self._link is not None:
+            params.extra_args["kv_transfer_params"] = self._link.wish(chunk)
+        kv_version = chunk.weights_version if chunk.kv is None else chunk.kv.version
+        prompt = tokens_input(chunk.token_ids.tolist(), cache_salt=cache_salt(kv_version))
         try:
             request_id = self._engine.add_request(chunk.chunk_id, prompt, params)
         except VLLMClientError as error:  # the edge to vLLM: its refusals are of several kinds
@@ -114,20 +131,22 @@ class Stepper:
             # Inside a step it would fail everybody's chunks; vLLM itself checks the context only.
             raise ValueError(f"{name}: forced has a token outside the vocabulary of {self._vocabulary}")
 
-    def abort(self, chunk_id: str) -> ChunkResult | None:
-        """Ends a chunk between two steps, with the tokens it has; None when it is not running."""
+    def abort(self, chunk_id: str, keep_kv: bool) -> None:
+        """Ends a chunk, if it runs, with the tokens it has; `step` hands out its result, after the saves of its KV."""
         if chunk_id not in self._running:
-            return None
-        self._engine.abort_request([self._running[chunk_id].request_id], internal=True)
-        return self._end(chunk_id, ChunkEnd.ABORTED)
+            return
+        running = self._running[chunk_id]
+        if self._link is not None and not keep_kv:
+            self._link.forgo(running.request_id)
+        self._engine.abort_request([running.request_id], internal=True)
+        self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED))
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
-        """One engine step; the chunks that ended in it, by chunk id."""
+        """One engine step; the chunks that ended since the last one, by chunk id."""
         began_s = time.monotonic()
         outputs = self._engine.step()
         ended_s = time.monotonic()
         self._steps += 1
-        ended = []
         for running in self._running.values():
             if running.scheduled_s is None and running.request.num_computed_tokens > 0:
                 running.scheduled_s = began_s
@@ -138,16 +157,29 @@ class Stepper:
                 running.first_token_s = ended_s
                 running.cached_tokens = output.num_cached_tokens
             if output.finished:
-                ended.append((output.request_id, self._finish(output.request_id, output.outputs[0].finish_reason)))
+                self._finish(output.request_id, output.outputs[0].finish_reason)
         if not outputs:
             time.sleep(0.001)  # waiting for KV from elsewhere: leave the interpreter to the other threads
+        if self._link is not None:
+            self._link.after_step(ended_s - began_s)
+            self._ended += self._link.release()
+        ended, self._ended = self._ended, []
         return ended
 
-    def _finish(self, chunk_id: str, reason: str) -> ChunkResult | Exception:
-        if reason in ENDS:
-            return self._end(chunk_id, ENDS[reason])
-        self._end(chunk_id, ChunkEnd.ABORTED)
-        return RuntimeError(f"chunk {chunk_id}: vLLM ended it with {reason!r}")
+    def _finish(self, chunk_id: str, reason: str) -> None:
+        running = self._running[chunk_id]
+        result = self._end(chunk_id, ENDS.get(reason, ChunkEnd.ABORTED))
+        if reason not in ENDS:
+            self._ended.append((chunk_id, RuntimeError(f"chunk {chunk_id}: vLLM ended it with {reason!r}")))
+        else:
+            self._hand_over(running, result)
+
+    def _hand_over(self, running: Running, result: ChunkResult) -> None:
+        """To whoever calls `step`; with a pool, once the saves of its KV have ended."""
+        if self._link is None:
+            self._ended.append((result.chunk_id, result))
+        else:
+            self._link.hold(running.request_id, running.chunk, result)
 
     def _end(self, chunk_id: str, end: ChunkEnd) -> ChunkResult:
         now_s = time.monotonic()
@@ -179,6 +211,22 @@ class Stepper:
         """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
         return self._engine.reset_prefix_cache()
 
+    def load_weights(self, version: int, source: str) -> None:
+        """Puts the safetensors of folder `source` into the running model; they are `version` from now on.
+
+        Raises ValueError, one line, when they do not fit, and RuntimeError while chunks run; both change nothing.
+        Any other error leaves the model half loaded. KV is not forgotten: its keys carry the version.
+        """
+        if self._running:
+            raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
+        # Every rank looks first, so that none has begun when another refuses.
+        for reason in self._engine.collective_rpc("weights_refusal", args=(source,)):
+            if reason is not None:
+                raise ValueError(reason)
+        self._engine.collective_rpc("load_weights_from", args=(source,))
+        self.weights_version = version
+        self._constant |= {"weights_version": version, "weights_source": source}
+
     def stats(self) -> EngineStats:
         """A snapshot as of now."""
         running = self._running
@@ -188,6 +236,8 @@ class Stepper:
             steps=self._steps,
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in running.values()),
             running={chunk_id: len(r.token_ids) for chunk_id, r in running.items()},
+            kv_counts=self._link.counts() if self._link is not None else {},
+            speeds=self._speeds.report(),
         )
 
     def close(self) -> None:

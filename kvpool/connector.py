@@ -1,0 +1,64 @@
+"""The KV connector that vLLM loads by dotted path: its own Mooncake connector with our scheduler and worker sides.
+
+Invariant: the pool is a cache. Whatever becomes of it, a request ends, and with the same tokens. One class on CPU and
+GPU. `launch.py` names it; the stepper asks it what became of each request (`settled`, `take`, `counts`).
+"""
+
+from collections import Counter
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
+
+from kvpool.scheduler import PoolScheduler, Traffic
+from kvpool.worker import PoolWorker
+
+
+class PoolConnector(MooncakeStoreConnector):
+    """Two of it per engine: one in vLLM's scheduler, one in every worker."""
+
+    def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config=None):
+        KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._validate_kv_cache_config(vllm_config, kv_cache_config)
+        self.kv_role = vllm_config.kv_transfer_config.kv_role
+        self._kv_cache_config = kv_cache_config
+        self._kv_cache_events = self.connector_scheduler = self.connector_worker = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = PoolScheduler(vllm_config, kv_cache_config)
+        else:
+            self.connector_worker = PoolWorker(vllm_config, kv_cache_config)
+
+    def on_new_request(self, request) -> None:
+        self.connector_scheduler.on_new_request(request)
+
+    def request_finished_all_groups(self, request, block_ids) -> tuple[bool, dict | None]:
+        self.connector_scheduler.request_ended(request, block_ids)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Nothing: the pool is shared, and keys carry their version. vLLM would empty it for everybody."""
+        return True if self.role == KVConnectorRole.SCHEDULER else None
+
+    def forgo(self, request_id: str) -> None:
+        """Nobody will go on with this request: do not save it when it ends."""
+        self.connector_scheduler.forgo(request_id)
+
+    def settled(self, request_id: str) -> bool:
+        return self.connector_scheduler.settled(request_id)
+
+    def take(self, request_id: str) -> Traffic | None:
+        return self.connector_scheduler.take(request_id)
+
+    @property
+    def counts(self) -> Counter:
+        """Everything counted so far on all ranks, by `WHAT.CAUSE`."""
+        return self.connector_scheduler.counts
+
+    def take_pulls(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of every pull that has ended well since the last call."""
+        pulls, self.connector_scheduler.pulls = self.connector_scheduler.pulls, []
+        return pulls
+
+    @property
+    def scheduled(self) -> tuple[int, int]:
+        """Tokens and requests of the last step."""
+        return self.connector_scheduler.scheduled

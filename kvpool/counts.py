@@ -1,0 +1,35 @@
+"""What happened to KV, counted by cause: plain integers that add up over ranks, steps and replicas.
+
+Invariant: a count never goes down; nothing is dropped silently. Names are `WHAT` or `WHAT.CAUSE`; latencies fall into
+buckets `WHAT_ms.N`: took at most N milliseconds, N a power of two. Written by the connector, read by the replica.
+"""
+
+from collections import Counter
+from threading import Lock
+
+
+class Counts:
+    """A counter that threads share; `take` hands over what was counted since the last time."""
+
+    def __init__(self):
+        self._new: Counter[str] = Counter()
+        self._lock = Lock()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        if amount:
+            with self._lock:
+                self._new[name] += amount
+
+    def took(self, what: str, seconds: float) -> None:
+        """One operation of this duration, into its bucket."""
+        self.add(f"{what}_ms.{bucket_ms(seconds)}")
+
+    def take(self) -> Counter[str]:
+        with self._lock:
+            taken, self._new = self._new, Counter()
+        return taken
+
+
+def bucket_ms(seconds: float) -> int:
+    """The least power of two, in milliseconds, that is no less than the duration; 1 at least."""
+    return 1 << max(0, int(seconds * 1000 - 1e-9)).bit_length()

@@ -1,0 +1,236 @@
+"""The connector's scheduler side: which KV is looked for, pulled and saved, per request, and what came of it.
+
+A request says what it wants in `kv_transfer_params` (the first fields of `Traffic`). Invariants: the scheduler never
+waits for the pool longer than LOOKUP_WAIT_S; a request is looked up once and pulled once; KV is saved when a request
+ends, if somebody will go on with it; blocks that a transfer reads or writes stay pinned until every rank has reported
+it. Built by `kvpool.connector`, called by vLLM.
+"""
+
+import time
+from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import LoadSpec, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.request import RequestStatus
+
+from kvpool.keys import block_name
+from kvpool.worker import PoolWorkerMetadata
+
+LOOKUP_WAIT_S = 0.003
+"""A healthy look-up takes 0.5 ms over loopback; longer ones are asked for again at the next step."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """One request and the pool; `cause` says why the rest of its context had to be computed."""
+
+    version: int
+    min_pull_tokens: int | None
+    save: bool
+    save_prompt: bool
+    asked_s: float | None = None
+    answer: Future | None = None
+    hit_tokens: int | None = None
+    pulled_tokens: int = 0
+    cause: str = "not_pulled"
+    saved_tokens: int = 0
+    jobs: int = 0
+    names: tuple[bytes, ...] = ()
+
+
+class PoolScheduler(MooncakeStoreScheduler):
+    """Deadlines come from `kv_connector_extra_config`, in seconds."""
+
+    def __init__(self, vllm_config, kv_cache_config):
+        super().__init__(vllm_config, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._lookup_deadline_s, self._retry_s = extra["lookup_deadline_s"], extra["retry_s"]
+        self._paused_until_s = 0.0
+        self._traffic: dict[str, Traffic] = {}
+        self._jobs: dict[int, tuple[str, int]] = {}  # store job -> its request, ranks yet to report
+        self._saved_tokens: dict[int, int] = {}  # store job -> tokens saved, the least of all ranks
+        self._pinned_loads: dict[str, tuple[list[int], int]] = {}  # request -> blocks, ranks yet to report
+        self.counts: Counter = Counter()
+        self.pulls: list[tuple[int, float]] = []  # (tokens, seconds), until somebody takes them
+        self.scheduled: tuple[int, int] = (0, 0)  # tokens and requests of the step last built
+
+    # ---- what the engine asks ----------------------------------------------------------------------
+
+    def settled(self, request_id: str) -> bool:
+        """Whether every save of the request has ended, well or badly."""
+        return request_id not in self._traffic or not self._traffic[request_id].jobs
+
+    def forgo(self, request_id: str) -> None:
+        """Call off the save at the end of a request, if it is not under way."""
+        if request_id in self._traffic:
+            self._traffic[request_id].save = False
+
+    def take(self, request_id: str) -> Traffic | None:
+        """The account of a request that has ended; it is forgotten here. None for one without a wish."""
+        return self._traffic.pop(request_id, None)
+
+    # ---- pulling -----------------------------------------------------------------------------------
+
+    def on_new_request(self, request) -> None:
+        wish = request.kv_transfer_params
+        if wish is not None:
+            self._traffic[request.request_id] = Traffic(**wish)
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond `num_computed_tokens` that can be pulled; None: not known yet, ask at the next step."""
+        traffic = self._traffic.get(request.request_id)
+        if traffic is None or traffic.min_pull_tokens is None or traffic.pulled_tokens:
+            return 0, False
+        least = max(traffic.min_pull_tokens, self._block_size)
+        if (request.num_tokens - 1) // self._block_size * self._block_size - num_computed_tokens < least:
+            traffic.cause = "below_min"
+            return 0, False
+        if traffic.hit_tokens is None and not self._look_up(request, traffic):
+            return None, False
+        found = traffic.hit_tokens - num_computed_tokens
+        if found < least:
+            if found > 0:
+                traffic.cause = "below_min"
+            return 0, False
+        self.load_specs[request.request_id] = LoadSpec(num_computed_tokens, traffic.hit_tokens, can_load=False)
+        return found, True
+
+    def _look_up(self, request, traffic: Traffic) -> bool:
+        """Ask how much of the request the pool has; True once `traffic.hit_tokens` is known or given up."""
+        now_s = time.monotonic()
+        if traffic.answer is None:
+            if now_s < self._paused_until_s:
+                return self._give_up(traffic, "paused")
+            names = self._names(request.block_hashes, traffic.version)
+            traffic.asked_s = now_s
+            traffic.answer = self.client.executor.submit(self.client._lookup, request.num_tokens, names)
+        try:
+            result = traffic.answer.result(timeout=LOOKUP_WAIT_S if traffic.asked_s == now_s else 0)
+        except NotYet:
+            if now_s - traffic.asked_s < self._lookup_deadline_s:
+                return False
+            traffic.answer.cancel()
+            self._paused_until_s = now_s + self._retry_s
+            return self._give_up(traffic, "lookup_late")
+        traffic.hit_tokens = result.hit_length
+        traffic.cause = "tail" if result.hit_length else "miss"
+        return True
+
+    def _give_up(self, traffic: Traffic, cause: str) -> bool:
+        traffic.hit_tokens, traffic.cause = 0, cause
+        return True
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
+        """Pins the blocks that will be written by the load, until it has returned."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            return
+        traffic = self._traffic[request.request_id]
+        traffic.pulled_tokens = num_external_tokens
+        last = traffic.hit_tokens // self._block_size
+        first = (traffic.hit_tokens - num_external_tokens) // self._block_size
+        groups = blocks.get_block_ids(group_ids=self._store_group_ids)
+        self._pin(block_ids := [block for group in groups for block in group[first:last]])
+        self._pinned_loads[request.request_id] = (block_ids, self._num_workers)
+
+    # ---- saving ------------------------------------------------------------------------------------
+
+    def request_ended(self, request, block_ids: tuple[list[int], ...]) -> None:
+        """Queue the save of everything computed, when somebody will go on with the request."""
+        traffic = self._traffic.get(request.request_id)
+        if traffic is None:
+            return
+        blocks = min(request.num_computed_tokens // self._block_size, len(block_ids[0]))
+        traffic.names = tuple(self._names(request.block_hashes, traffic.version)[:blocks])
+        loading = request.request_id in self._pinned_loads  # its tokens are not there yet
+        stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: nobody goes on with it
+        if not (traffic.save and blocks) or stopped or loading or time.monotonic() < self._paused_until_s:
+            return
+        pinned = [block for group in block_ids for block in group[:blocks] if block != NULL_BLOCK_ID]
+        job = ReqMeta(
+            req_id=request.request_id,
+            token_len_chunk=blocks * self._block_size,
+            block_ids=tuple(block_ids[group].copy() for group in self._store_group_ids),
+            block_hashes=list(traffic.names),
+            can_save=True,
+            prefill_end_tokens=blocks * self._block_size,
+            store_job_id=self._next_store_job_id,
+        )
+        self._next_store_job_id += 1
+        self._pin(pinned)
+        self._pinned_saves[job.store_job_id] = (pinned, self._num_workers)
+        self._finished_partial_tail_metas[request.request_id] = job  # vLLM's way to hand in a save after the end
+
+    def build_connector_meta(self, scheduler_output):
+        scheduled = scheduler_output.num_scheduled_tokens
+        self.scheduled = (sum(scheduled.values()), len(scheduled))
+        return super().build_connector_meta(scheduler_output)
+
+    def _reference_save_blocks(self, meta) -> None:
+        """vLLM's last step of building metadata: here names get their version, and saves that nobody wants go."""
+        kept = []
+        for job in meta.requests:
+            traffic = self._traffic.get(job.req_id)
+            if job.store_job_id is None:  # a load, or a save that vLLM asks for as a prompt is computed
+                if traffic is None or (job.can_save and not traffic.save_prompt):
+                    continue
+                job.block_hashes = self._names(job.block_hashes, traffic.version)
+            kept.append(job)
+        meta.requests = kept
+        super()._reference_save_blocks(meta)
+        for job in kept:
+            if job.can_save and job.store_job_id in self._pinned_saves:
+                self._jobs[job.store_job_id] = (job.req_id, self._num_workers)
+                if job.req_id in self._traffic:
+                    self._traffic[job.req_id].jobs += 1
+
+    # ---- what became of it -------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output) -> None:
+        super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, PoolWorkerMetadata):
+            return
+        self.counts += report.counts
+        self.pulls += report.pulls
+        for job, tokens in report.saved_tokens.items():
+            self._saved_tokens[job] = min(tokens, self._saved_tokens.get(job, tokens))
+        for job, ranks in report.completed_saves.items():
+            self._save_ended(job, ranks)
+        for request_id, failure in report.failed_loads.items():
+            if request_id in self._traffic:
+                self._traffic[request_id].cause = f"pull_{failure}"
+                self._traffic[request_id].hit_tokens = 0
+        for request_id, ranks in report.returned_loads.items():
+            block_ids, left = self._pinned_loads.pop(request_id)
+            if left > ranks:
+                self._pinned_loads[request_id] = (block_ids, left - ranks)
+            else:
+                self._unpin(block_ids)
+
+    def _save_ended(self, job: int, ranks: int) -> None:
+        request_id, left = self._jobs.pop(job, (None, ranks))
+        if left > ranks:
+            self._jobs[job] = (request_id, left - ranks)
+            return
+        tokens = self._saved_tokens.pop(job, 0)
+        self.counts["saved_tokens"] += tokens
+        if (traffic := self._traffic.get(request_id)) is not None:
+            traffic.jobs -= 1
+            traffic.saved_tokens = max(traffic.saved_tokens, tokens)
+
+    def has_pending_push_work(self) -> bool:
+        return super().has_pending_push_work() or bool(self._pinned_loads)
+
+    def _names(self, hashes, version: int) -> list[bytes]:
+        return [block_name(version, block_hash) for block_hash in hashes]
+
+    def _pin(self, block_ids: list[int]) -> None:
+        self._gpu_block_pool.touch([self._gpu_block_pool.blocks[block] for block in block_ids])
+
+    def _unpin(self, block_ids: list[int]) -> None:
+        self._gpu_block_pool.free_blocks(self._gpu_block_pool.blocks[block] for block in reversed(block_ids))

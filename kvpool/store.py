@@ -1,0 +1,72 @@
+"""Mooncake's store as vLLM's connector calls it, with every call counted by outcome, and a pause after a failure.
+
+Invariant: a call returns codes and never raises; while paused it returns at once, so that a dead store costs one slow
+call per `retry_s` and not one per block. Wraps `mooncake.store.MooncakeDistributedStore`; used by the connector's
+worker, from its threads.
+"""
+
+import time
+from collections.abc import Callable
+
+from kvpool.counts import Counts
+
+PAUSED = -9999
+CAUSES = {-200: "full", -704: "gone", -800: "store_lost", -900: "master_lost", PAUSED: "paused"}
+"""Mooncake's error codes (`mooncake-store/include/types.h`) as this deployment meets them, and our own."""
+
+LOSSES = {-800, -900}  # the other codes say something about a key, these about the pool
+
+
+class PoolStore:
+    """`retry_s`: how long nothing is tried after a call that failed as a whole. `clock`: seconds, monotonic."""
+
+    def __init__(self, store, counts: Counts, retry_s: float, clock: Callable[[], float] = time.monotonic):
+        self._store, self._counts, self._retry_s, self._clock = store, counts, retry_s, clock
+        self._paused_until_s = 0.0
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        """1 where a key is there, 0 where not, a code below 0 where nobody knows."""
+        return self._call("lookup", self._store.batch_is_exist, keys)
+
+    def batch_put_from_multi_buffers(self, keys: list[str], addresses, sizes, config) -> list[int]:
+        """0 for each key that was written; addresses and sizes [keys][pieces], in bytes."""
+        results = self._call("save", self._store.batch_put_from_multi_buffers, keys, addresses, sizes, config)
+        self._count_bytes("saved_bytes", results, sizes)
+        return results
+
+    def batch_get_into_multi_buffers(self, keys: list[str], addresses, sizes) -> list[int]:
+        """Bytes read, or a code, for each key; addresses and sizes [keys][pieces], in bytes."""
+        results = self._call("load", self._store.batch_get_into_multi_buffers, keys, addresses, sizes)
+        self._count_bytes("loaded_bytes", results, sizes)
+        return results
+
+    def batch_remove(self, keys: list[str]) -> None:
+        self._store.batch_remove(keys, force=True)
+
+    def register_buffer(self, address: int, size: int) -> int:
+        return self._store.register_buffer(address, size)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _call(self, what: str, function: Callable, keys: list[str], *arguments) -> list[int]:
+        began_s = self._clock()
+        if began_s < self._paused_until_s:
+            self._counts.add(f"{what}_failed.paused", len(keys))
+            return [PAUSED] * len(keys)
+        try:
+            results = function(keys, *arguments)
+        except RuntimeError as error:  # the edge to Mooncake's binding
+            self._counts.add(f"{what}_failed.{type(error).__name__}", len(keys))
+            results = [-900] * len(keys)
+        ended_s = self._clock()
+        self._counts.took(what, ended_s - began_s)
+        failed = [code for code in results if code < 0]
+        for code in failed:
+            self._counts.add(f"{what}_failed.{CAUSES.get(code, f'code_{-code}')}")
+        if not LOSSES.isdisjoint(failed):
+            self._paused_until_s = ended_s + self._retry_s
+        return results
+
+    def _count_bytes(self, name: str, results: list[int], sizes) -> None:
+        self._counts.add(name, sum(sum(size) for code, size in zip(results, sizes, strict=True) if code >= 0))

@@ -1,0 +1,187 @@
+"""The connector's worker side: vLLM's Mooncake worker, with deadlines for loads and an account of every save.
+
+Invariant: a load is reported to the scheduler exactly once, when it ends or at its deadline, whichever comes first;
+what a late load still writes goes into blocks that the scheduler keeps pinned until it has returned. Needs no CUDA.
+"""
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
+
+from kvpool.counts import Counts
+from kvpool.keys import PREFIX
+from kvpool.store import PoolStore
+
+PROBE_BLOCKS = (1, 8)
+"""Enough to tell the fixed cost of a pull from its speed; they lie in the KV cache for some milliseconds."""
+
+
+@dataclass
+class PoolWorkerMetadata(MooncakeStoreWorkerMetadata):
+    """What one rank reports after a step; ranks add up."""
+
+    saved_tokens: dict[int, int] = field(default_factory=dict)  # store job -> tokens from the start that are saved
+    returned_loads: Counter = field(default_factory=Counter)  # request -> ranks whose load has returned
+    failed_loads: dict[str, str] = field(default_factory=dict)  # request -> why its load failed
+    counts: Counter = field(default_factory=Counter)
+    pulls: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of loads that ended well
+
+    def aggregate(self, other: "PoolWorkerMetadata") -> "PoolWorkerMetadata":
+        super().aggregate(other)
+        for job, tokens in other.saved_tokens.items():
+            self.saved_tokens[job] = min(tokens, self.saved_tokens.get(job, tokens))
+        self.returned_loads += other.returned_loads
+        self.failed_loads |= other.failed_loads
+        self.counts += other.counts
+        self.pulls += other.pulls
+        return self
+
+
+@dataclass(slots=True)
+class Load:
+    """A load that has not returned."""
+
+    block_ids: set[int]
+    tokens: int
+    started_s: float
+    late: bool = False  # reported as failed at its deadline
+
+
+class PoolWorker(MooncakeStoreWorker):
+    """Deadlines and the pause after a failure come from `kv_connector_extra_config`, in seconds."""
+
+    def __init__(self, vllm_config, kv_cache_config):
+        super().__init__(vllm_config, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._load_deadline_s = extra["load_deadline_s"]
+        self._counts = Counts()
+        self.store = PoolStore(self.store, self._counts, extra["retry_s"])
+        self._loads: dict[str, Load] = {}
+        self._broken: set[int] = set()  # blocks of loads that failed and have not returned
+        self._invalid: set[int] = set()  # blocks to be computed again, to be reported in this step
+        self._report = PoolWorkerMetadata()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        send = self.kv_send_thread
+        retire = send.finish_store_job
+
+        def finish_store_job(job) -> None:
+            """Note how far the request was saved, before vLLM forgets it with the job."""
+            with send.done_task_lock:
+                self._report.saved_tokens[job.store_job_id] = send._saved_offset.get(job.req_id, 0)
+            retire(job)
+
+        send.finish_store_job = finish_store_job
+
+    def start_load_kv(self, metadata) -> None:
+        for request in metadata.requests:
+            spec = request.load_spec
+            if spec is not None and spec.can_load:
+                first, last = spec.vllm_cached_tokens // self.block_size, spec.kvpool_cached_tokens // self.block_size
+                blocks = {block for group in request.block_ids for block in group[first:last]}
+                tokens = spec.kvpool_cached_tokens - spec.vllm_cached_tokens
+                self._loads[request.req_id] = Load(blocks, tokens, time.monotonic())
+        super().start_load_kv(metadata)
+
+    def wait_for_save(self, metadata) -> None:
+        """Hands the step's saves to the saving thread; on a CPU there is nothing that they must await."""
+        jobs = [request for request in metadata.requests if request.can_save]
+        fence = torch.cuda.Event() if jobs and torch.cuda.is_available() else None
+        if fence is not None:
+            fence.record()
+        for job in jobs:
+            job.current_event = fence
+            self.kv_send_thread.add_request(job)
+
+    def get_transfer_results(self, finished_req_ids, metadata) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids, metadata)
+        self._broken |= super().get_block_ids_with_load_errors()
+        failed, ended, now_s = set(results.failed_recving or ()), set(), time.monotonic()
+        for req_id in results.finished_recving or ():
+            load = self._loads.pop(req_id)
+            self._report.returned_loads[req_id] += 1
+            if not load.late:  # else its request has been told, and may be computing these blocks by now
+                ended.add(req_id)
+                broken = load.block_ids & self._broken
+                self._invalid |= broken
+                self._count_load(req_id, load, "failed" if broken or req_id in failed else None)
+            self._broken -= load.block_ids
+        for req_id, load in self._loads.items():
+            if not load.late and now_s - load.started_s > self._load_deadline_s:
+                load.late = True
+                ended.add(req_id)
+                failed.add(req_id)
+                self._invalid |= load.block_ids
+                self._count_load(req_id, load, "late")
+        return KVConnectorTransferResults(
+            finished_sending=results.finished_sending,
+            finished_recving=ended,
+            failed_recving=failed & ended if self._is_hma_required else set(),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return set() if self._is_hma_required else invalid  # with several groups, block ids are not unique
+
+    def build_connector_worker_meta(self) -> PoolWorkerMetadata | None:
+        self._report.counts += self._counts.take()
+        with self.kv_send_thread.done_task_lock:
+            report, self._report = self._report, PoolWorkerMetadata()
+            report.completed_saves = self.kv_send_thread._completed_saves
+            self.kv_send_thread._completed_saves = {}
+        empty = not (report.completed_saves or report.saved_tokens or report.returned_loads or report.counts)
+        return None if empty else report
+
+    def _count_load(self, req_id: str, load: Load, failure: str | None) -> None:
+        if failure is None:
+            self._counts.add("loaded_tokens", load.tokens)
+            took_s = time.monotonic() - load.started_s
+            self._counts.took("pull", took_s)
+            self._report.pulls.append((load.tokens, took_s))
+        else:
+            self._report.failed_loads[req_id] = failure
+            self._counts.add(f"pull_failed.{failure}")
+
+    def layout(self) -> tuple[tuple[str, ...], int]:
+        """(prefixes of the keys under which a block is kept, over all ranks; bytes of one token's KV on this rank)."""
+        prefixes = tuple(prefix for group in self._lookup_key_prefixes for prefix in group)
+        return prefixes, sum(sum(db.block_len) // db.block_size for db in self.token_dbs)
+
+    def probe(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of a small and a larger pull, measured with blocks that nobody uses yet."""
+        measured, db = [], self.token_dbs[0]
+        for blocks in PROBE_BLOCKS:
+            keys = [f"{PREFIX}-probe-{os.getpid()}-{block}" for block in range(blocks)]
+            pieces = [db.prepare_value_for_block(1 + block) for block in range(blocks)]
+            addresses, sizes = [address for address, _ in pieces], [size for _, size in pieces]
+            self.store.batch_put_from_multi_buffers(keys, addresses, sizes, self.store_replicate_config)
+            began_s = time.monotonic()
+            results = self.store.batch_get_into_multi_buffers(keys, addresses, sizes)
+            if min(results) >= 0:
+                measured.append((blocks * self.block_size, time.monotonic() - began_s))
+            self.store.batch_remove(keys)
+        self._counts.take()  # a probe is no traffic
+        return measured
+
+
+def pool_worker(worker) -> PoolWorker:
+    """The worker side of the connector in a vLLM worker: for functions that `collective_rpc` calls there."""
+    return get_kv_transfer_group().connector_worker
+
+
+def layout(worker) -> tuple[tuple[str, ...], int]:
+    """`PoolWorker.layout` by `collective_rpc`."""
+    return pool_worker(worker).layout()
+
+
+def probe(worker) -> list[tuple[int, float]]:
+    """`PoolWorker.probe` by `collective_rpc`."""
+    return pool_worker(worker).probe()
