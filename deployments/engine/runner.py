@@ -72,7 +72,7 @@ class EngineRunner:
         return self._ask(self._reset_cache)
 
     def load_weights(self, version: int, source: str) -> Future[None]:
-        """Puts the weights in folder `source` into the running model, as `version`, once the chunks in flight have ended.
+        """Puts the weights in folder `source` into the running model, as `version`, after the chunks in flight.
 
         Chunks submitted before this call end under the old version. Those submitted after it wait behind it and are
         then checked against the version that is there: the new one, or the old one when the load was refused. The
@@ -161,7 +161,7 @@ class EngineRunner:
             return
         try:
             self._stepper.load_weights(version, source)
-        except Exception as error:  # noqa: BLE001 - the future gets it, whatever it is; a refusal harms nobody else
+        except Exception as error:  # the future gets it, whatever it is; a refusal harms nobody else
             loaded.set_exception(error)
             if not isinstance(error, ValueError):
                 raise

@@ -1,0 +1,99 @@
+"""Other weights for a model that is already running: checked against what it was started on, then put in place.
+
+Invariant: nothing is changed before the whole folder is known to hold the same tensors in the same shapes; once
+loading has begun the model is neither the old one nor the new one until it ends, so a failure then is the engine's.
+Safetensors only: other formats can run code while they are read. Called by the worker, on the engine's thread.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Types that vLLM casts into one another as it loads; any other change of type is a different format of weights."""
+
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+"""By name: shape, and type as safetensors calls it (`float` for each of FLOATS)."""
+
+
+def tensors_of(folder: str) -> Tensors:
+    """What the safetensors of a Hugging Face folder hold, from their headers (a cut-off file is noticed by them).
+
+    Raises ValueError, one line that names the folder.
+    """
+    found = {}
+    for path in _files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    part = file.get_slice(name)
+                    kind = part.get_dtype()
+                    if name in found:
+                        raise ValueError(f"weights folder {folder}: {path.name} has {name}, which another file has too")
+                    found[name] = tuple(part.get_shape()), "float" if kind in FLOATS else kind
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"weights folder {folder}: {path.name} cannot be read: {error}") from error
+    return found
+
+
+def refusal(folder: str, loaded: Tensors) -> str | None:
+    """Why the folder's weights cannot replace `loaded`, in one line; None when they can."""
+    try:
+        found = tensors_of(folder)
+    except ValueError as error:
+        return str(error)
+    for name in sorted(loaded.keys() | found.keys()):
+        if name not in found:
+            return f"weights folder {folder}: no tensor {name}, which the running model has"
+        if name not in loaded:
+            return f"weights folder {folder}: the running model has no tensor {name}"
+        if found[name] != loaded[name]:
+            (shape, kind), (old_shape, old_kind) = found[name], loaded[name]
+            return f"weights folder {folder}: {name} is {kind} {shape}, in the running model {old_kind} {old_shape}"
+    return None
+
+
+def load_in_place(model_runner, folder: str) -> None:
+    """Puts the folder's weights into the running model, layer by layer: one layer at a time is there twice.
+
+    Raises RuntimeError when it fails on the way; the model must not be used any more.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    # It warns of layers that have nothing to load: rotary embeddings, and an output layer tied to the input's.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    try:
+        model_runner.reload_weights(weights_iterator=_read(folder))
+        for layer in model_runner.get_model().modules():
+            # A CPU multiplies by a repacked copy of a weight. vLLM 0.32 repacks the layers it loaded something into; an
+            # output layer that shares the input embedding's weight would go on with the copy of the old one.
+            if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+                layer.quant_method.process_weights_after_loading(layer)
+    except Exception as error:  # whatever it was, the model is half loaded and the engine cannot go on
+        raise RuntimeError(f"weights folder {folder}: loading broke off half-way: {error!r}") from error
+
+
+def _files(folder: str) -> list[Path]:
+    """The safetensors that count: those an index names, where there is one (a folder may hold a second copy)."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if not index.parent.is_dir():
+        raise ValueError(f"weights folder {folder}: no such folder on this machine")
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"weights folder {folder}: {index.name} cannot be read: {error!r}") from error
+    paths = sorted(index.parent.glob("*.safetensors") if names is None else (index.parent / name for name in names))
+    if not paths:
+        raise ValueError(f"weights folder {folder}: no *.safetensors")
+    return paths
+
+
+def _read(folder: str) -> Iterator[tuple[str, object]]:
+    """Tensors by name, each a view of its mapped file until vLLM has copied it."""
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
