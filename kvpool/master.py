@@ -1,26 +1,131 @@
-"""KvMaster: the actor that runs mooncake_master and holds the admin client (signatures first)."""
+"""KvMaster: runs mooncake_master on its node, knows the stores that reported, does what is done to the whole pool.
 
+Invariant: its address never changes. The ports are constructor arguments, so a restarted process and a restarted
+actor listen where they did; then all keys are gone, the stores mount again by themselves, clients connect again.
+A plain class: kvpool/pool.py makes the actor. Called by the coordinator and by the stores.
+"""
+
+import asyncio
+import time
+
+from kvpool.admin import PoolAdmin
 from kvpool.config import PoolConfig
-from kvpool.status import PoolStatus
+from kvpool.process import ChildProcess, Launch
+from kvpool.programs import program
+from kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
+
+CLIENT_TTL_S = 3
+"""A store that was not heard of for so long is gone, and its keys with it; they are asked to no avail until then."""
+
+DISCARD_S, RELEASE_S = 30, 60
+"""An unfinished put is given up, and its bytes are used again, after so long: longer than Mooncake's 30 s for a
+transfer, lest a slow writer write into another key. A move's old copy waits as long (upstream's default: 600 s)."""
+
+EVICTION_RATIO = 0.95
+"""Mooncake evicts above this; the core does before, at 0.9, because it knows which samples are needed last."""
+
+REPORT_S = 0.5
+"""Between two looks at the master, and two reports of a store."""
+
+STALE_S = 10.0
+
+PUT_FAILURES = (
+    "master_put_start_failures_total",
+    "master_batch_put_start_failed_items_total",
+    "master_put_end_failures_total",
+    "master_batch_put_end_failed_items_total",
+)
+GET_FAILURES = ("master_get_replica_list_failures_total", "master_batch_get_replica_list_failed_items_total")
 
 
 class KvMaster:
-    """Each operation raises PoolDown, in one line, while the master process cannot be reached."""
+    """Operations raise PoolDown, in one line, while the master process cannot be reached. Needs a running loop."""
 
-    def __init__(self, config: PoolConfig, app_name: str, host: str, rpc_port: int, metrics_port: int):
-        raise NotImplementedError
+    def __init__(self, config: PoolConfig, host: str, rpc_port: int, pages_port: int):
+        self.address = f"{host}:{rpc_port}"
+        self._config, self._host, self._rpc_port, self._pages_port = config, host, rpc_port, pages_port
+        self._process = ChildProcess("mooncake_master", self._launch)
+        pages = f"{host}:{pages_port}"
+        self._admin = PoolAdmin(host, self.address, pages, config.protocol, config.rdma_devices)
+        self._mounted: frozenset[str] | None = None
+        self._reports: dict[str, tuple[float, StoreNodeStatus]] = {}
+        self._looking = asyncio.get_running_loop().create_task(self._look())
+
+    async def where(self) -> str:
+        """host:port of the master's RPC."""
+        return self.address
+
+    async def report(self, store: StoreNodeStatus, segment: str) -> bool | None:
+        """A store says how it is; is its segment mounted? None: nobody knows, the master cannot be reached."""
+        self._reports[store.node_id] = time.monotonic(), store
+        return None if self._mounted is None else segment in self._mounted
 
     async def release(self, keys: list[str]) -> int:
-        """Forget these keys at once, leases or not; how many there were."""
+        """Forget these keys at once; how many there were. The caller knows that nobody reads them."""
+        return await self._up().release(keys)
 
     async def retire(self, regex: str) -> int:
-        """Forget all keys that match (ECMAScript syntax, whole key not implied); how many there were."""
+        """Forget all keys in which the expression is found; how many there were."""
+        return await self._up().retire(regex)
 
     async def move(self, keys: list[str], segment: str) -> int:
-        """Move these keys' DRAM copies to a segment, in the background; how many were accepted."""
-
-    async def demote(self, keys: list[str]) -> int:
-        """Drop the DRAM copy of keys that have an SSD copy; how many were dropped."""
+        """Begin to move the DRAM copies of these keys to a segment; how many moves were begun."""
+        return await self._up().move(keys, segment)
 
     async def status(self) -> PoolStatus:
         """Counts and bytes now."""
+        counts, segment_bytes = await self._up().metrics()
+        fresh_s = time.monotonic() - STALE_S
+        return PoolStatus(
+            master_address=self.address,
+            master_pid=self._process.pid,
+            master_restarts=self._process.restarts,
+            keys=int(counts["master_key_count"]),
+            dram_bytes=int(counts["master_allocated_bytes"]),
+            dram_capacity_bytes=int(counts["master_total_capacity_bytes"]),
+            ssd_bytes=int(counts["master_allocated_file_size_bytes"]),
+            ssd_capacity_bytes=int(counts["master_total_file_capacity_bytes"]),
+            segment_bytes=segment_bytes,
+            evicted_keys=int(counts["master_evicted_key_count_total"]),
+            put_failures=int(sum(counts[name] for name in PUT_FAILURES)),
+            get_failures=int(sum(counts[name] for name in GET_FAILURES)),
+            store_nodes=tuple(store for at_s, store in self._reports.values() if at_s > fresh_s),
+        )
+
+    async def stop(self) -> None:
+        """End the process for good."""
+        self._looking.cancel()
+        self._admin.close()
+        await asyncio.to_thread(self._process.stop)
+
+    def _up(self) -> PoolAdmin:
+        if self._process.pid is None:  # then no call has to find out by waiting
+            raise PoolDown(f"mooncake_master is not running: {self._process.last_line()}")
+        return self._admin
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                self._mounted = frozenset(await self._up().segments())
+                await self._admin.connect()
+            except PoolDown:
+                self._mounted = None
+            await asyncio.sleep(REPORT_S)
+
+    def _launch(self) -> Launch:
+        lease_ms = int(self._config.load_deadline_s * 1000)  # what is being read is not evicted
+        options = {
+            "rpc_address": self._host,
+            "rpc_port": self._rpc_port,
+            "metrics_host": self._host,
+            "metrics_port": self._pages_port,
+            "client_ttl": CLIENT_TTL_S,
+            "default_kv_lease_ttl": lease_ms,
+            "put_start_discard_timeout_sec": DISCARD_S,
+            "put_start_release_timeout_sec": RELEASE_S,
+            "eviction_high_watermark_ratio": EVICTION_RATIO,
+            "enable_offload": str(self._config.ssd_path is not None).lower(),
+            "enable_metric_reporting": "false",
+            "logtostderr": "true",
+        }
+        return program("mooncake_master", options), {}

@@ -1,13 +1,42 @@
-"""How others come to the pool: the coordinator by `ensure_pool`, an engine replica by `join_pool`."""
+"""How others come to the pool: the coordinator by `ensure_pool`, an engine replica by `join_pool`.
 
+The pool's actors are named, detached and bound to their node; one master for the application, one store for each
+node with an engine. Invariant: they outlive every replica and none outlives the application: the master looks
+whether Serve still has it and otherwise ends itself, a store ends when its master is gone for good.
+"""
+
+import asyncio
+from hashlib import blake2b
+
+import ray
+from ray import serve
 from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
+from ray.serve.exceptions import RayServeException
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvpool.config import PoolConfig, PoolEndpoint
+from kvpool.master import KvMaster
+from kvpool.programs import free_port
+from kvpool.status import PoolDown, StoreNodeStatus
+from kvpool.store_node import KvStoreNode
+
+NAMESPACE = "tailrace"
+JOIN_S = 60.0
+LOOK_S = 1.0
+GONE_LOOKS = 2
+"""So many looks in a row must find the application missing."""
 
 
 def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
-    """The handle of the application's KvMaster, started on this node if there is none; does not wait for it."""
-    raise NotImplementedError
+    """The handle of the application's KvMaster, started on this node if there is none; does not wait for it.
+
+    Its methods raise PoolDown, or RayActorError while the actor itself is away.
+    """
+    host = ray.util.get_node_ip_address()
+    return _actor(MasterActor, master_name(config, app_name)).remote(
+        config, app_name, host, free_port(host), free_port(host)
+    )
 
 
 def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
@@ -15,4 +44,98 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
 
     Blocks; may be called on a thread with an event loop. Raises PoolDown, in one line.
     """
-    raise NotImplementedError
+    master = ensure_pool(config, app_name)
+    host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+    name = f"{master_name(config, app_name)}-store-{node_id}"
+    store = _actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
+    try:
+        return store.endpoint.remote(JOIN_S).future().result(JOIN_S + LOOK_S)
+    except PoolDown as error:
+        raise PoolDown(str(error.cause if isinstance(error, RayError) else error)) from None
+    except (RayError, TimeoutError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PoolDown(f"no pool memory on {host}: {line}") from None
+
+
+def master_name(config: PoolConfig, app_name: str) -> str:
+    """Another configuration is another pool: an application that is deployed anew does not go on with the old one."""
+    digest = blake2b(config.model_dump_json().encode(), digest_size=4).hexdigest()
+    return f"{app_name}-kv-{digest}"
+
+
+def _actor(kind: type, name: str):
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=-1,
+        num_cpus=0,
+        scheduling_strategy=here,
+    )
+
+
+class MasterActor(KvMaster):
+    """A KvMaster that ends with its application, and ends the pools of the application's former configurations."""
+
+    def __init__(self, config: PoolConfig, app_name: str, host: str, rpc_port: int, pages_port: int):
+        super().__init__(config, host, rpc_port, pages_port)
+        self._living = asyncio.get_running_loop().create_task(self._live(app_name, master_name(config, app_name)))
+
+    async def _live(self, app_name: str, name: str) -> None:
+        await asyncio.to_thread(_end_others, app_name, name)
+        looks_left = GONE_LOOKS
+        while looks_left:
+            await asyncio.sleep(LOOK_S)
+            looks_left = GONE_LOOKS if await asyncio.to_thread(application_exists, app_name) else looks_left - 1
+        await self.stop()
+        _end_actor()
+
+
+class StoreActor(KvStoreNode):
+    """A KvStoreNode that ends with its master."""
+
+    def __init__(self, config: PoolConfig, node_id: str, master: ActorHandle, host: str, port: int):
+        self._master = master
+        address = master.where.remote().future().result()
+        super().__init__(config, node_id, address, host, port, self._to_master)
+        self._living = asyncio.get_running_loop().create_task(self._live())
+
+    async def _to_master(self, status: StoreNodeStatus, segment: str) -> bool | None:
+        try:
+            return await self._master.report.remote(status, segment)
+        except ActorDiedError:
+            raise
+        except RayError:  # it is being restarted
+            return None
+
+    async def _live(self) -> None:
+        try:
+            await self.run()
+        except ActorDiedError:
+            await self.stop()
+            _end_actor()
+
+
+def application_exists(app_name: str) -> bool:
+    """Whether Serve has the application, in whatever state; True too while Serve's controller cannot be asked."""
+    try:
+        return app_name in serve.status().applications
+    except ActorDiedError:  # for good: Serve was shut down
+        return False
+    except (RayError, RayServeException):
+        return True
+
+
+def _end_others(app_name: str, name: str) -> None:
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        other = actor["name"]
+        is_master = other.startswith(f"{app_name}-kv-") and "-store-" not in other
+        if actor["namespace"] == NAMESPACE and is_master and other != name:
+            ray.kill(ray.get_actor(other, NAMESPACE))
+
+
+def _end_actor() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

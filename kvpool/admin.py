@@ -1,0 +1,133 @@
+"""What is done to the pool as a whole: a Mooncake client without memory of its own, and the master's HTTP pages.
+
+Invariant: nothing here blocks the event loop or lasts longer than CALL_S: a dead master makes a call of the client
+take 4.3 s and its setup 90 s (Mooncake 0.3.13), so all of it runs on threads of its own. Owned by KvMaster.
+"""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool.status import PoolDown
+
+CALL_S = 3.0
+HTTP_S = 1.0
+THREADS = 4
+"""Calls that ran into their deadline hold a thread until Mooncake gives up."""
+
+NO_SUCH_KEY, UNREACHABLE = -704, -900
+"""Mooncake's error codes OBJECT_NOT_FOUND and RPC_FAIL (mooncake-store/include/types.h)."""
+
+
+class PoolAdmin:
+    """Every operation raises PoolDown, in one line, when the master does not answer."""
+
+    def __init__(self, host: str, master_address: str, pages_address: str, protocol: str, devices: str):
+        self._setup = (host, "P2PHANDSHAKE", 0, 0, protocol, devices, master_address)
+        self._pages = f"http://{pages_address}"
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pool-admin")
+        self._client: Any = None
+        self._connecting: asyncio.Future | None = None
+
+    async def connect(self) -> None:
+        """Begin to connect if that is still to do; call it again until operations succeed. Never waits."""
+        if self._client is None and (self._connecting is None or self._connecting.done()):
+            self._connecting = asyncio.get_running_loop().run_in_executor(self._threads, self._connect)
+
+    async def release(self, keys: list[str]) -> int:
+        """Forget keys, leases or not; how many there were. Nobody may be reading them: their memory is used again."""
+        codes = await self._call(lambda client: client.batch_remove(keys, force=True)) if keys else []
+        _reached(*codes)
+        return sum(code == 0 for code in codes)
+
+    async def retire(self, regex: str) -> int:
+        """Forget all keys in which the expression (C++ std::regex_search) is found; how many there were."""
+        count = await self._call(lambda client: client.remove_by_regex(regex, force=True))
+        _reached(count)
+        return max(0, count)
+
+    async def move(self, keys: list[str], segment: str) -> int:
+        """Begin to move keys to a segment; how many are under way, without those that lie there, or on SSD only.
+
+        The stores do it within about a second. The old copy's bytes are free after RELEASE_S (kvpool/master.py).
+        """
+        names = {row["te_endpoint"]: row["segment_name"] for row in (await self._segments_detail())}
+        return await self._call(lambda client: _move(client, keys, segment, names)) if keys else 0
+
+    async def segments(self) -> dict[str, str]:
+        """Mounted segments: the address where their bytes lie, by name."""
+        return {row["segment_name"]: row["te_endpoint"] for row in await self._segments_detail()}
+
+    async def metrics(self) -> tuple[dict[str, float], dict[str, int]]:
+        """The master's counters by name (the parser adds a missing `_total`), and allocated bytes by segment."""
+        counts, segment_bytes = {}, {}
+        for family in text_string_to_metric_families(await self._page("/metrics")):
+            for sample in family.samples:
+                if not sample.labels:
+                    counts[sample.name] = sample.value
+                elif sample.name == "segment_allocated_bytes":
+                    segment_bytes[sample.labels["segment"]] = int(sample.value)
+        return counts, segment_bytes
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _connect(self) -> None:
+        from mooncake.store import MooncakeDistributedStore  # a large library: on this thread, not at import
+
+        client = MooncakeDistributedStore()
+        if client.setup(*self._setup) == 0:
+            self._client = client
+
+    async def _call(self, work: Callable[[Any], Any]) -> Any:
+        if self._client is None:
+            raise PoolDown("the pool's master is not connected yet")
+        return await self._in_time(lambda: work(self._client), CALL_S)
+
+    async def _segments_detail(self) -> list[dict]:
+        return json.loads(await self._page("/get_segments_detail"))["segments"]
+
+    async def _page(self, path: str) -> str:
+        def read() -> str:
+            with urllib.request.urlopen(self._pages + path, timeout=HTTP_S) as answer:
+                return answer.read().decode()
+
+        try:
+            return await self._in_time(read, CALL_S)
+        except (OSError, HTTPException) as error:
+            raise PoolDown(f"the pool's master does not answer: {error}") from None
+
+    async def _in_time(self, work: Callable[[], Any], deadline_s: float) -> Any:
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.wait_for(running, deadline_s)
+        except TimeoutError:
+            raise PoolDown(f"the pool's master did not answer within {deadline_s:.0f} s") from None
+
+
+def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> int:
+    begun = 0
+    for key, copies in client.batch_get_replica_desc(keys).items():
+        ends = [
+            copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
+            for copy in copies
+            if copy.is_memory_replica()
+        ]
+        sources = [names[end] for end in ends if end in names]
+        if sources and segment not in sources:
+            _, code = client.create_move_task(key, sources[0], segment)
+            _reached(code)
+            begun += code == 0
+    return begun
+
+
+def _reached(*codes: int) -> None:
+    if UNREACHABLE in codes:
+        raise PoolDown("the pool's master does not answer")

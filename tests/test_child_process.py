@@ -1,0 +1,92 @@
+"""A child process is started again when it ends, stopped for good when asked, and dies with its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvpool.process import KEPT_LINES, ChildProcess
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
+
+
+@contextmanager
+def shell(script: str):
+    child = ChildProcess("child", lambda: (["/bin/sh", "-c", script], ENVIRONMENT))
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def until(look):
+    deadline_s = time.monotonic() + 60
+    while not (answer := look()):
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+    return answer
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_is_started_again_when_it_ends():
+    with shell("exec sleep 600") as child:
+        first = until(lambda: child.pid)
+        os.kill(first, signal.SIGKILL)
+        second = until(lambda: child.pid if child.pid != first else None)
+        assert child.restarts == 1
+        child.kill()
+        until(lambda: child.pid not in (None, second))
+        assert child.restarts == 2
+    assert child.pid is None and not is_alive(second)
+
+
+def test_it_is_stopped_though_it_ignores_the_request():
+    with shell("trap '' TERM; echo ready; while true; do sleep 0.1; done") as child:
+        until(lambda: child.last_line() == "ready")
+        pid = child.pid
+    assert child.pid is None and not is_alive(pid)
+
+
+def test_it_may_say_more_than_a_pipe_holds():
+    with shell("seq 1 50000; echo 'E0101 it is broken'; seq 1 3; exec sleep 600") as child:
+        until(lambda: child.last_line() == "E0101 it is broken")
+        until(lambda: child._lines[-1] == "3")
+        assert len(child._lines) == KEPT_LINES
+
+
+def test_a_program_that_is_missing_is_tried_again():
+    attempts = []
+
+    def launch():
+        attempts.append(1)
+        raise FileNotFoundError("no such program")
+
+    child = ChildProcess("child", launch)
+    until(lambda: len(attempts) > 1)
+    assert child.last_line() == "child: no such program" and child.pid is None
+    child.stop()
+
+
+def test_it_dies_with_its_parent():
+    code = (
+        "import sys, time; from kvpool.process import ChildProcess\n"
+        f"child = ChildProcess('child', lambda: (['/bin/sleep', '600'], {ENVIRONMENT}))\n"
+        "while child.pid is None: time.sleep(0.01)\n"
+        "time.sleep(0.2); print(child.pid, flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    assert is_alive(pid)
+    parent.kill()
+    parent.wait()
+    until(lambda: not is_alive(pid))
