@@ -10,6 +10,7 @@ Called by `app model`, by `resolve_model("demo")` in every command that takes a 
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,61 @@ def resolve_model(name: str) -> Path:
             "or `demo`"
         )
     return folder
+
+
+def perturbed(folder: Path, out: Path, seed: int = 1, scale: float = 0.02) -> Path:
+    """Another set of weights of the same model in `out`: every weight w becomes w * (1 + scale * noise), noise normal.
+
+    Made where absent, incomplete, or of another seed or scale (10 s for the demo model). The noise of a tensor comes
+    from the seed and its bytes, so tied weights that are stored twice stay tied. Raises BadInput when something else
+    is in `out`.
+    """
+    folder, out = Path(folder), Path(out)
+    note = {"format": "pt", "perturbed": f"seed {seed}, scale {scale}"}
+    weights = sorted(folder.glob("*.safetensors"))
+    if _missing(out) is None and all(_noted(out / path.name, note) for path in weights):
+        return out
+    whole = [*weights, *(path for end in ("json", "jinja", "model", "txt") for path in folder.glob(f"*.{end}"))]
+    if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - {path.name for path in whole}):
+        raise BadInput(f"{out} is in the way: it holds more than a copy of {folder} would; remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        for path in whole:
+            if path in weights:
+                _perturb(path, made / path.name, seed, scale, note)
+            else:
+                shutil.copy(path, made)
+        if out.exists():
+            out.rename(Path(temporary) / "old")
+        made.rename(out)
+    return out
+
+
+def _perturb(source: Path, target: Path, seed: int, scale: float, note: dict[str, str]) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            content = tensor.contiguous().flatten().view(torch.uint8).numpy()
+            digest = hashlib.blake2b(content, digest_size=7, key=seed.to_bytes(8, "little")).digest()
+            chance = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            tensor.mul_(1 + scale * torch.randn(tensor.shape, generator=chance))
+    save_file(tensors, target, metadata=note)
+
+
+def _noted(path: Path, note: dict[str, str]) -> bool:
+    """Whether `path` is a whole safetensors file that carries this note."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() == note
+    except (OSError, SafetensorError):
+        return False
 
 
 def _missing(folder: Path) -> str | None:

@@ -83,7 +83,7 @@ def _files(folder: str) -> list[Path]:
         raise ValueError(f"weights folder {folder}: no such folder on this machine")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"weights folder {folder}: {index.name} cannot be read: {error!r}") from error
     paths = sorted(index.parent.glob("*.safetensors") if names is None else (index.parent / name for name in names))
     if not paths:
