@@ -5,15 +5,16 @@ runs. A lazy heap finds the roomiest replica in O(log replicas). Called by the c
 """
 
 from bisect import bisect_right, insort
+from collections import Counter
 from heapq import heapify, heappop, heappush
 
-from policies.events import ReplicaJoined
-from policies.views import ReplicaView
+from policies.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
+from policies.views import ReplicaView, Speeds
 
 
 class _Replica:
     __slots__ = ("block_tokens", "capacity_blocks", "chunks", "draft_tokens", "entry", "free_blocks", "max_running",
-                 "version")  # fmt: skip
+                 "node_id", "speeds", "version")  # fmt: skip
 
 
 class Board:
@@ -23,6 +24,7 @@ class Board:
         self.weights_version = weights_version
         self._replicas: dict[str, _Replica] = {}
         self._ids: list[str] = []
+        self._nodes: Counter[str] = Counter()  # node -> replicas on it
         self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
 
     def __contains__(self, replica_id: str) -> bool:
@@ -36,16 +38,30 @@ class Board:
             replica.block_tokens, replica.draft_tokens = event.block_tokens, event.draft_tokens
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
+            replica.node_id, replica.speeds = event.node_id, None
+            self._nodes[event.node_id] += 1
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
         replica.version = event.weights_version
         self._list(event.replica_id, replica)
 
     def leave(self, replica_id: str) -> list[str]:
-        """Forget a replica; returns the ids of the chunks that ran on it."""
-        replica = self._replicas.pop(replica_id)
+        """Forget a replica; returns the ids of the chunks that ran on it. Raises IllegalEvent when it is not here."""
+        replica = self._known(replica_id)
+        del self._replicas[replica_id]
         self._ids.remove(replica_id)
+        self._nodes[replica.node_id] -= 1
+        self._nodes += Counter()  # drops nodes without replicas
         return list(replica.chunks)
+
+    def measure(self, event: ReplicaMeasured) -> None:
+        """Note a replica's speeds, unless newer ones are known (law 8). Raises IllegalEvent when it is not here."""
+        replica = self._known(event.replica_id)
+        if replica.speeds is None or event.observed_at >= replica.speeds.observed_at:
+            replica.speeds = Speeds(
+                event.prefill_tokens_s, event.fetch_tokens_s, event.fetch_base_s, event.step_base_s,
+                event.step_per_chunk_s, event.observed_at,
+            )  # fmt: skip
 
     def change_weights(self, version: int) -> None:
         self.weights_version = version
@@ -93,6 +109,10 @@ class Board:
         """Ids, in order, of the replicas that hold the current weights."""
         return [i for i in self._ids if self._replicas[i].version == self.weights_version]
 
+    def is_ready(self, replica_id: str) -> bool:
+        """Whether a known replica holds the current weights."""
+        return self._replicas[replica_id].version == self.weights_version
+
     def all_ready(self) -> bool:
         """Whether there are replicas and every one of them holds the current weights."""
         return bool(self._ids) and all(r.version == self.weights_version for r in self._replicas.values())
@@ -100,6 +120,20 @@ class Board:
     def capacity_tokens(self) -> int:
         """Greatest need any replica could ever take, empty; 0 without replicas."""
         return max((r.capacity_blocks * r.block_tokens - r.draft_tokens for r in self._replicas.values()), default=0)
+
+    def running(self, replica_id: str) -> int:
+        return len(self._replicas[replica_id].chunks)
+
+    def speeds(self, replica_id: str) -> Speeds | None:
+        """What a replica measured last; None when it has not."""
+        return self._replicas[replica_id].speeds
+
+    def node(self, replica_id: str) -> str:
+        return self._replicas[replica_id].node_id
+
+    def one_node(self) -> bool:
+        """Whether all replicas share one node's pool memory, so that no KV is nearer to one of them."""
+        return len(self._nodes) < 2
 
     def view(self, replica_id: str) -> ReplicaView:
         replica = self._replicas[replica_id]
@@ -110,10 +144,17 @@ class Board:
             running=len(replica.chunks),
             max_running=replica.max_running,
             weights_version=replica.version,
+            node_id=replica.node_id,
+            speeds=replica.speeds,
         )
 
     def views(self) -> list[ReplicaView]:
         return [self.view(replica_id) for replica_id in self._ids]
+
+    def _known(self, replica_id: str) -> _Replica:
+        if replica_id not in self._replicas:
+            raise IllegalEvent(f"replica {replica_id!r} is not here")
+        return self._replicas[replica_id]
 
     def _room(self, replica: _Replica) -> int:
         if len(replica.chunks) >= replica.max_running or replica.version != self.weights_version:

@@ -1,12 +1,12 @@
 """The request buffer: what the core knows of every sample and group that has not been handed out yet.
 
-Plain records; `RolloutCore` alone writes them. Invariant: a sample is in exactly one state, its
-`generated_tokens` never shrinks and never exceeds `max_tokens`.
+Plain records, and `Buffer`, which finds them; `RolloutCore` and its books write them. Invariant: a sample is in
+exactly one state, its `generated_tokens` never shrinks and never exceeds `max_tokens`.
 """
 
 from enum import Enum
 
-from policies.events import GroupSpec
+from policies.events import GroupSpec, IllegalEvent
 from policies.views import GroupView, SampleView
 
 
@@ -17,8 +17,9 @@ class State(Enum):
 
 
 class Sample:
-    __slots__ = ("attempts", "cancelled", "chunks", "generated_tokens", "group", "home", "index", "last_replica",
-                 "need_tokens", "observed_at", "sample_id", "state", "streamed_tokens")  # fmt: skip
+    __slots__ = ("asked_nodes", "attempts", "cancelled", "chunks", "first_version", "generated_tokens", "group", "home",
+                 "index", "last_node", "last_replica", "need_tokens", "observed_at", "sample_id", "state",
+                 "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
 
     def __init__(self, group: "Group", index: int):
         self.group, self.index = group, index
@@ -28,6 +29,11 @@ class Sample:
         self.need_tokens = 0
         self.observed_at = 0.0
         self.last_replica: str | None = None
+        self.last_node: str | None = None
+        self.asked_nodes: tuple[str, ...] = ()  # where a prefetch since its last chunk was to bring its KV
+        self.first_version: int | None = None  # weights of its first chunk that made a token
+        self.stored_tokens = 0  # of its context, in the pool; `KvBook` alone writes these two
+        self.stored_version: int | None = None  # the version under which they are stored
         self.home: str | None = None  # the only replica it may run on, once bound
         self.cancelled = False
 
@@ -36,7 +42,7 @@ class Sample:
         return SampleView(
             self.sample_id, group.spec.group_id, group.arrival, self.index, group.spec.prompt_tokens,
             self.generated_tokens, self.streamed_tokens, self.observed_at, group.spec.max_tokens, self.chunks,
-            self.last_replica,
+            self.last_replica, self.stored_tokens,
         )  # fmt: skip
 
 
@@ -70,9 +76,49 @@ class Batch:
 class Chunk:
     """A piece of a sample that runs now."""
 
-    __slots__ = ("aborting", "chunk_id", "max_tokens", "replica_id", "sample", "weights_version")
+    __slots__ = ("aborting", "chunk_id", "kv_version", "max_tokens", "replica_id", "sample", "weights_version")
 
-    def __init__(self, chunk_id: str, sample: Sample, replica_id: str, max_tokens: int, weights_version: int):
+    def __init__(
+        self, chunk_id: str, sample: Sample, replica_id: str, max_tokens: int, weights_version: int, kv_version: int
+    ):
         self.chunk_id, self.sample, self.replica_id = chunk_id, sample, replica_id
-        self.max_tokens, self.weights_version = max_tokens, weights_version
+        self.max_tokens, self.weights_version, self.kv_version = max_tokens, weights_version, kv_version
         self.aborting = False
+
+
+class Buffer:
+    """Every batch, and every sample by its id, until the last group of the batch has been handed out."""
+
+    def __init__(self):
+        self.batches: dict[str, Batch] = {}
+        self.samples: dict[str, Sample] = {}
+        self._arrivals = 0
+
+    def check_new(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> None:
+        """Raises IllegalEvent when the batch, or a group, of this name is here already."""
+        if batch_id in self.batches:
+            raise IllegalEvent(f"batch {batch_id!r} is running already")
+        for spec in specs:
+            if f"{spec.group_id}#0" in self.samples:
+                raise IllegalEvent(f"group {spec.group_id!r} is running already")
+
+    def admit(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> list[Group]:
+        groups = [Group(spec, batch_id, self._arrivals, position) for position, spec in enumerate(specs)]
+        self._arrivals += len(groups)
+        self.batches[batch_id] = Batch(batch_id, groups)
+        self.samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
+        return groups
+
+    def batch(self, batch_id: str) -> Batch:
+        if batch_id not in self.batches:
+            raise IllegalEvent(f"batch {batch_id!r} is not here")
+        return self.batches[batch_id]
+
+    def forget(self, group: Group) -> None:
+        """The group has been handed out."""
+        for sample in group.samples:
+            del self.samples[sample.sample_id]
+        batch = self.batches[group.batch_id]
+        batch.unemitted -= 1
+        if not batch.unemitted:
+            del self.batches[group.batch_id]

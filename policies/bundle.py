@@ -19,13 +19,17 @@ from pydantic import (
 )
 
 from policies.chunking import Chunking, ChunkingPolicy, Fixed
+from policies.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
 from policies.ordering import Ordering, OrderingPolicy, Seer
 from policies.placement import LeastKv, Placement, PlacementPolicy
+from policies.prefetch import NextUp, Prefetching, PrefetchPolicy
 
 FAMILIES = {
     "ordering": (OrderingPolicy, Ordering),
     "placement": (PlacementPolicy, Placement),
     "chunking": (ChunkingPolicy, Chunking),
+    "kv_on_update": (KvOnUpdatePolicy, KvOnUpdate),
+    "prefetch": (PrefetchPolicy, Prefetching),
 }
 
 
@@ -103,10 +107,12 @@ def _member(family: str) -> Any:
 
 
 class Policies(BaseModel):
-    """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, least KV)."""
+    """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, least KV) and exact KV."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ordering: _member("ordering") = Seer()
     placement: _member("placement") = LeastKv()
     chunking: _member("chunking") = Fixed()
+    kv_on_update: _member("kv_on_update") = Fresh()
+    prefetch: _member("prefetch") = NextUp()

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class IllegalEvent(ValueError):
+    """An event that cannot happen in this state; the core has not changed."""
+
+
 class ChunkEnd(StrEnum):
     STOP = "stop"  # a stop token: the sample is done
     LENGTH = "length"  # the chunk's max_tokens, or the model's context, is used up
@@ -110,8 +114,8 @@ class WeightsChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMeasured:
-    """Speeds of a replica as of `observed_at`: prefill, fetching KV from the pool (`fetch_base_s` each time and
-    `fetch_tokens_s`), and a decode step of `step_base_s + step_per_chunk_s * chunks running`."""
+    """Speeds of a replica as of `observed_at`: prefill; fetching KV from the pool, `fetch_base_s` each time and
+    `fetch_tokens_s` (0: it cannot); a decode step of `step_base_s + step_per_chunk_s * chunks running`."""
 
     now: float
     replica_id: str

@@ -4,12 +4,15 @@ Invariant: a check reads and raises, and changes nothing. What the core's books 
 """
 
 from policies.buffer import Chunk
-from policies.events import ChunkFinished, ReplicaJoined, SamplesSubmitted
+from policies.events import (
+    ChunkFinished,
+    IllegalEvent,
+    PoolReported,
+    ReplicaJoined,
+    ReplicaMeasured,
+    SamplesSubmitted,
+)
 from policies.fitqueue import MAX_NEED_TOKENS
-
-
-class IllegalEvent(ValueError):
-    """An event that cannot happen in this state; the core has not changed."""
 
 
 def check_groups(event: SamplesSubmitted) -> None:
@@ -35,3 +38,17 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
         raise IllegalEvent(
             f"{event.chunk_id}: made by weights {event.weights_version}, started under {chunk.weights_version}"
         )
+    context_tokens = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + event.new_tokens
+    if not 0 <= event.stored_tokens <= context_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.stored_tokens} tokens stored, of a context of {context_tokens}")
+
+
+def check_measured(event: ReplicaMeasured) -> None:
+    costs_s = (event.fetch_base_s, event.step_base_s, event.step_per_chunk_s)
+    if not (event.prefill_tokens_s > 0 and event.fetch_tokens_s >= 0 and all(cost_s >= 0 for cost_s in costs_s)):
+        raise IllegalEvent(f"{event}: no replica has such speeds")
+
+
+def check_pool(event: PoolReported) -> None:
+    if min(event.capacity_tokens, event.used_tokens) < 0:
+        raise IllegalEvent(f"{event}: no pool is like that")

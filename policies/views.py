@@ -37,7 +37,7 @@ class Speeds(NamedTuple):
     """What a replica measured of itself; a decode step takes step_base_s + step_per_chunk_s * chunks running."""
 
     prefill_tokens_s: float
-    fetch_tokens_s: float  # KV from the pool, behind fetch_base_s
+    fetch_tokens_s: float  # KV from the pool, behind fetch_base_s; 0: it cannot fetch
     fetch_base_s: float
     step_base_s: float
     step_per_chunk_s: float

@@ -5,12 +5,12 @@ Keys of a lane are renewed when a sample of the group finishes; those of growing
 out when their sample is about to be taken (see the contract in `policies.ordering`). Called by `RolloutCore` alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from policies.buffer import Group, Sample
 from policies.bundle import name_of
-from policies.events import GroupSpec
-from policies.fitqueue import FitQueue
+from policies.events import GroupSpec, IllegalEvent
+from policies.fitqueue import MAX_NEED_TOKENS, FitQueue
 from policies.ordering import OracleLongestFirst, Ordering
 from policies.views import GroupView, SampleView
 
@@ -28,9 +28,9 @@ class Waiting:
         self._picks = 0
 
     def reveal(self, lengths: Mapping[str, int]) -> None:
-        """True lengths for the ordering that needs them. Raises TypeError for every other one."""
+        """True lengths for the ordering that needs them. Raises IllegalEvent for every other one."""
         if not self._is_oracle:
-            raise TypeError(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
+            raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
     def may_order(self, spec: GroupSpec) -> bool:
@@ -56,10 +56,13 @@ class Waiting:
         """Queue a waiting sample, or give it its present need and keys; `view` is its view now."""
         if sample.home not in self._queues:
             self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
+        self._push(sample, view)
+        self.look_at(sample.home)
+
+    def _push(self, sample: Sample, view: SampleView) -> None:
         for queue, key in zip(self._queues[sample.home], self._keys(view, sample.group.view()), strict=True):
             queue.push(sample.sample_id, sample.need_tokens, key)
         self._samples[sample.sample_id] = sample
-        self.look_at(sample.home)
 
     def drop(self, sample: Sample) -> None:
         """Take a sample out, if it waits here."""
@@ -101,6 +104,30 @@ class Waiting:
         queues = self._queues.get(home)
         if not queues or not room_tokens:
             return None
+        sample = self._peek(queues, room_tokens)
+        if sample is not None:
+            self._picks += 1
+            self.drop(sample)
+        return sample
+
+    def next_up(self, home: str | None, count: int) -> list[Sample]:
+        """The first `count` samples bound to `home` in the order of the next decision, whatever they need."""
+        queues, found = self._queues.get(home), []
+        while queues and (sample := self._peek(queues, MAX_NEED_TOKENS)) is not None:
+            found.append(sample)
+            if len(found) == count:
+                break
+            self.drop(sample)
+        for sample in found:
+            if sample.sample_id not in self._samples:
+                self._push(sample, sample.view())
+        return found
+
+    def last_first(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Waiting samples in the reverse of the order that lane 0 gives them, queued here or not."""
+        return sorted(samples, key=lambda s: self._keys(s.view(), s.group.view())[0], reverse=True)
+
+    def _peek(self, queues: list[FitQueue], room_tokens: int) -> Sample | None:
         lane = self._ordering.lane(self._picks)
         while (sample_id := queues[lane].peek(room_tokens)) is not None:
             sample = self._samples[sample_id]
@@ -109,8 +136,6 @@ class Waiting:
                 if key != queues[lane].key(sample_id):
                     queues[lane].push(sample_id, sample.need_tokens, key)
                     continue
-            self._picks += 1
-            self.drop(sample)
             return sample
         return None
 

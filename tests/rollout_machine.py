@@ -1,7 +1,8 @@
 """Plays random rollouts against `RolloutCore`: bytes are read as operations, so a failure shrinks and replays.
 
-`play` returns every event with the actions that came back. `Ledger` keeps the books of replicas and chunks from
-events and actions alone, never from the core. A play ends by letting everything run out. Called by the law tests.
+`play` returns every event with the actions that came back. `Ledger` keeps the books of replicas and chunks, `KvLedger`
+those of the pool, from events and actions alone, never from the core. A play ends by letting everything run out.
+Called by the law tests.
 """
 
 import pickle
@@ -9,15 +10,19 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
+from kv_ledger import KvLedger
+
 from policies import events as ev
-from policies.actions import Action, StartChunk
-from policies.buffer import State
+from policies import views
+from policies.actions import Action, Prefetch, ReleaseKv, StartChunk
+from policies.buffer import Sample, State
 from policies.bundle import Policies, name_of
 from policies.fitqueue import STEP_TOKENS
 from policies.rollout import IllegalEvent, RolloutCore
 
 ORDERINGS = ("fcfs", "group_static", "seer", "oracle_longest_first")
-PLACEMENTS = ("least_kv", "round_robin", "pinned")
+PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
+KV_ON_UPDATE = ("fresh", "keep")
 CHUNKS = (13, 200, None)
 
 
@@ -72,6 +77,8 @@ class Play:
     starved: list[str] = field(default_factory=list)  # breaches of liveness, found while the core was there to ask
     changed: list[str] = field(default_factory=list)  # illegal events that were taken, or that left a mark
     stale: list[str] = field(default_factory=list)  # breaches of freshness
+    evicted: list[str] = field(default_factory=list)  # breaches of the order and amount of what a full pool gives up
+    hasty: list[str] = field(default_factory=list)  # prefetches for somebody else than the next in order
 
     def actions(self, kind: type) -> list:
         return [action for _, actions in self.steps for action in actions if isinstance(action, kind)]
@@ -82,6 +89,7 @@ class Player:
 
     def __init__(self, policies: Policies, data: bytes):
         self.play, self.ledger = Play(RolloutCore(policies)), Ledger()
+        self.kv = KvLedger(keeps=name_of(policies.kv_on_update) == "keep")
         self.data, self.at, self.now, self.batches, self.joins = data, 0, 0.0, 0, 0
 
     def take(self, choices: int) -> int:
@@ -101,6 +109,9 @@ class Player:
         self.play.steps.append((event, actions))
         if isinstance(event, ev.Tick):
             self._look_for_starved()
+            self._look_at_evicted(actions)
+            self._look_at_prefetched(actions)
+        self.kv.note(event, actions)
 
     def run(self) -> Play:
         while self.at < len(self.data):
@@ -137,7 +148,9 @@ class Player:
             end = self.pick((ev.ChunkEnd.LENGTH, ev.ChunkEnd.LENGTH, *ev.ChunkEnd))
             full = end is ev.ChunkEnd.LENGTH and self.take(4)
             tokens = start.max_tokens if full else self.take(1 + start.max_tokens)
-            self.feed(ev.ChunkFinished(self.now, start.chunk_id, tokens, end, start.weights_version))
+            context = self.kv.context_tokens(start.sample_id) + tokens
+            stored = self.pick((context, 0, self.take(1 + context), context - context % 16))
+            self.feed(ev.ChunkFinished(self.now, start.chunk_id, tokens, end, start.weights_version, stored))
 
     def fail(self):
         if self.ledger.running:
@@ -157,7 +170,7 @@ class Player:
                 self.play.stale.append(f"{before} -> {view} by {tokens} tokens at {observed_at}")
 
     def view(self, sample_id: str):
-        return self.play.core._samples[sample_id].view()
+        return self.play.core._buffer.samples[sample_id].view()
 
     def join(self):
         self.joins += 1
@@ -166,6 +179,7 @@ class Player:
             ev.ReplicaJoined(
                 self.now, f"r{self.joins * 7 % 10}", block, self.pick((100, 210, 400, 700)) // block,
                 self.pick((1, 2, 4)), self.pick((0, 3, 9)), max(0, self.ledger.version + self.pick((0, 0, 0, 1, -1))),
+                self.pick(("n1", "n2")),
             )
         )  # fmt: skip
 
@@ -181,13 +195,36 @@ class Player:
     def weights(self):
         self.feed(ev.WeightsChanged(self.now, self.ledger.version + self.take(3)))
 
+    def measure(self):
+        if self.ledger.replicas:
+            replica_id = self.pick(sorted(self.ledger.replicas))
+            before = self.play.core.board.view(replica_id).speeds
+            rates = (self.pick((100.0, 3000.0)), self.pick((0.0, 50.0, 20_000.0)), self.pick((0.0, 0.01, 2.0)))
+            speeds = views.Speeds(*rates, self.pick((0.0, 0.02)), self.pick((0.0, 0.01)), self.now - self.take(9))
+            self.feed(ev.ReplicaMeasured(self.now, replica_id, *speeds))
+            known = before if before and before.observed_at > speeds.observed_at else speeds
+            if self.play.core.board.view(replica_id).speeds != known:
+                self.play.stale.append(f"{before} -> {self.play.core.board.view(replica_id).speeds} by {speeds}")
+
+    def report(self):
+        capacity = self.pick((0, 500, 2_000))
+        used = capacity * self.pick((100, 95, 90, 50, 110)) // 100
+        self.feed(ev.PoolReported(self.now, capacity, used, self.now - self.take(3)))
+
+    def lose_kv(self):
+        """After a tick, so that no release is on its way while the pool loses what it is for."""
+        self.tick()
+        some = ("nobody#0", *sorted(self.kv.held)[: self.take(4)])
+        self.feed(ev.KvLost(self.now, self.pick((some, None))))
+
     def cancel(self):
-        if alive := sorted(self.play.core._batches):
+        if alive := sorted(self.play.core._buffer.batches):
             self.feed(ev.BatchCancelled(self.now, self.pick(alive)))
 
     def illegal(self):
         core, before = self.play.core, pickle.dumps(self.play.core)
-        event = self.pick(illegal_events(self.now, self.ledger, sorted(core._batches), sorted(core._samples)))
+        batches, samples = sorted(core._buffer.batches), sorted(core._buffer.samples)
+        event = self.pick(illegal_events(self.now, self.ledger, batches, samples))
         try:
             core.observe(event)
         except IllegalEvent:
@@ -210,12 +247,50 @@ class Player:
             if not self.ledger.running or any(s.max_tokens < 1 for s in self.ledger.running.values()):
                 return
             for start in list(self.ledger.running.values()):
-                end = ev.ChunkEnd.LENGTH
-                self.feed(ev.ChunkFinished(self.now, start.chunk_id, start.max_tokens, end, start.weights_version))
+                made = (start.chunk_id, start.max_tokens, ev.ChunkEnd.LENGTH, start.weights_version)
+                context = self.kv.context_tokens(start.sample_id) + start.max_tokens
+                self.feed(ev.ChunkFinished(self.now, *made, context - context % 16))
+
+    def _look_at_evicted(self, actions: tuple[Action, ...]) -> None:
+        """Whoever waits with KV of its own is needed before all that were given up, or the pool is roomy by now."""
+        given_up = [a.sample_id for a in actions if isinstance(a, ReleaseKv) and "full" in a.reason]
+        waiting = {
+            sample_id: self.key(sample)
+            for sample_id, sample in self.play.core._buffer.samples.items()
+            if sample.state is State.WAITING and self.kv.own_tokens(sample_id)
+        }
+        left, expected = self.kv.too_full_by(), []
+        for sample_id in sorted(waiting, key=waiting.get, reverse=True):
+            if left > 0:
+                expected.append(sample_id)
+                left -= self.kv.own_tokens(sample_id)
+        if given_up != expected:
+            self.play.evicted.append(f"{given_up}, not {expected}, at {self.now}")
+
+    def _look_at_prefetched(self, actions: tuple[Action, ...]) -> None:
+        """Each is for the first in order of those that wait for the same replicas (the depth of these plays is 1)."""
+        waiting, ordering = self.play.core._waiting, self.play.core.policies.ordering
+        for action in actions:
+            if isinstance(action, Prefetch):
+                sample = self.play.core._buffer.samples[action.sample_id]
+                lane = ordering.lane(waiting._picks)
+                mates = [mate for mate in waiting.samples() if mate.home == sample.home]
+                if sample.home not in (None, action.replica_id) or sample is not min(
+                    mates, key=lambda mate, lane=lane: self.key(mate, lane), default=None
+                ):
+                    self.play.hasty.append(f"{action} at {self.now}")
+
+    def key(self, sample: Sample, lane: int = 0) -> tuple:
+        ordering, view = self.play.core.policies.ordering, sample.view()
+        if name_of(ordering) == "oracle_longest_first":
+            keys = ordering.keys_of_length(view, self.play.core._waiting._lengths)
+        else:
+            keys = ordering.keys(view, sample.group.view())
+        return (*keys[lane], view.arrival, view.index)
 
     def _look_for_starved(self) -> None:
         """Law 7 by brute force: every waiting sample against every replica that it may go to."""
-        for sample in self.play.core._samples.values():
+        for sample in self.play.core._buffer.samples.values():
             if sample.state is State.WAITING:
                 need = -(-self._need_tokens(sample.sample_id) // STEP_TOKENS) * STEP_TOKENS
                 for replica_id, books in self.ledger.replicas.items():
@@ -230,7 +305,7 @@ class Player:
 
 _OPERATIONS = (
     ("tick",) * 6 + ("finish",) * 7 + ("submit",) * 3 + ("fail",) * 2 + ("stream",) * 2 + ("join",) * 2
-    + ("rejoin",) * 3 + ("lose", "weights", "cancel", "illegal")
+    + ("rejoin",) * 3 + ("measure",) * 2 + ("report",) * 3 + ("lose", "lose_kv", "weights", "cancel", "illegal")
 )  # fmt: skip
 
 
@@ -249,6 +324,9 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
         ev.ReplicaLeft(now, "nobody", "late"),
         ev.BatchCancelled(now, "nobody"),
         ev.WeightsChanged(now, ledger.version - 1),
+        ev.ReplicaMeasured(now, "nobody", 1.0, 1.0, 0.0, 0.0, 0.0, now),
+        ev.PoolReported(now, -1, 0, now),
+        ev.PoolReported(now, 10, -1, now),
         ev.ReplicaJoined(now, "nobody", 0, 10, 1, 0, ledger.version),
         ev.ReplicaJoined(now, "nobody", 16, 10, 1, -1, ledger.version),
         ev.SamplesSubmitted(now, "new", ()),
@@ -271,14 +349,18 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
             ev.ChunkFinished(*made, start.max_tokens + 1, free, version),
             ev.ChunkFinished(*made, -1, free, version),
             ev.ChunkFinished(*made, 1, free, version + 1),
+            ev.ChunkFinished(*made, 0, free, version, -1),
+            ev.ChunkFinished(*made, 0, free, version, 1 + ledger.specs[start.sample_id].prompt_tokens + start.start),
+            ev.ReplicaMeasured(now, start.replica_id, 0.0, 1.0, 0.0, 0.0, 0.0, now),
+            ev.ReplicaMeasured(now, start.replica_id, 1.0, -1.0, 0.0, 0.0, 0.0, now),
+            ev.ReplicaMeasured(now, start.replica_id, 1.0, 1.0, 0.0, float("nan"), 0.0, now),
         ]
     return events
 
 
-def policies_of(ordering: str, placement: str, chunk_tokens: int | None) -> Policies:
-    return Policies(
-        ordering=ordering, placement=placement, chunking={"type": "fixed", "chunk_tokens": chunk_tokens}
-    )  # fmt: skip
+def policies_of(ordering: str, placement: str, chunk_tokens: int | None, kv_on_update: str = "fresh") -> Policies:
+    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
+    return Policies(ordering=ordering, placement=placement, chunking=chunking, kv_on_update=kv_on_update)
 
 
 def play(policies: Policies, data: bytes) -> Play:
@@ -298,5 +380,6 @@ def digest() -> str:
         for placement in PLACEMENTS:
             for chunk_tokens in CHUNKS:
                 data = Random(number).randbytes(400)
-                texts.append(repr(play(policies_of(ordering, placement, chunk_tokens), data).steps))
+                kv_on_update = KV_ON_UPDATE[number % 2]
+                texts.append(repr(play(policies_of(ordering, placement, chunk_tokens, kv_on_update), data).steps))
     return blake2b("\n".join(texts).encode()).hexdigest()

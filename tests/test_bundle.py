@@ -2,20 +2,24 @@
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from user_policies import Halving, HighestId, LastComeFirst
+from user_policies import HalfTheQueue, Halving, HighestId, KeepYoung, LastComeFirst
 
 from policies.bundle import FAMILIES, Policies, load_policy, members, name_of
 from policies.ordering import Fcfs, Seer
 
 BUILT_IN = {
     "ordering": ["fcfs", "group_static", "seer", "oracle_longest_first"],
-    "placement": ["least_kv", "round_robin", "pinned"],
+    "placement": ["least_kv", "round_robin", "pinned", "cost_aware"],
     "chunking": ["fixed"],
+    "kv_on_update": ["fresh", "keep"],
+    "prefetch": ["off", "next_up"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
     "placement": {"type": "user_policies:HighestId", "args": {}},
     "chunking": {"type": "user_policies:Halving", "args": {}},
+    "kv_on_update": {"type": "user_policies:KeepYoung", "args": {"updates": 2}},
+    "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
 
@@ -62,9 +66,9 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     policies = Policies(**USERS_OWN)
     assert policies.model_dump() == USERS_OWN
     assert Policies(**policies.model_dump()) == policies
-    assert (policies.ordering, policies.placement, policies.chunking) == (
-        LastComeFirst(spread=2), HighestId(), Halving(),
-    )  # fmt: skip
+    assert [getattr(policies, family) for family in FAMILIES] == [
+        LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(),
+    ]  # fmt: skip
 
 
 def test_a_subclass_of_a_member_is_the_users_own():
@@ -77,8 +81,8 @@ class Subclass(Fcfs):
 
 def test_the_defaults_are_seer_s():
     policies = Policies()
-    names = (name_of(policies.ordering), name_of(policies.placement), name_of(policies.chunking))
-    assert names == ("seer", "least_kv", "fixed") and policies.ordering == Seer(explore=0.1, seed=0)
+    names = [name_of(getattr(policies, family)) for family in FAMILIES]
+    assert names == ["seer", "least_kv", "fixed", "fresh", "next_up"] and policies.ordering == Seer(explore=0.1, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,23 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_machine import CHUNKS, ORDERINGS, PLACEMENTS, Ledger, digest, play, policies_of, replay
+from rollout_machine import CHUNKS, KV_ON_UPDATE, ORDERINGS, PLACEMENTS, Ledger, digest, play, policies_of, replay
 
 from policies import events as ev
 from policies import views
 from policies.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
 from policies.rollout import IllegalEvent, RolloutCore
 
-PROFILE = settings(max_examples=20, derandomize=True, deadline=None, database=None)
+PROFILE = settings(max_examples=12, derandomize=True, deadline=None, database=None)
 
 
 def law(test):
     """Run `test` on plays of every combination of policies."""
-    given_play = given(chunk_tokens=st.sampled_from(CHUNKS), data=st.binary(min_size=60, max_size=400))
+    kinds = {"chunk_tokens": st.sampled_from(CHUNKS), "kv_on_update": st.sampled_from(KV_ON_UPDATE)}
+    given_play = given(**kinds, data=st.binary(min_size=60, max_size=400))
 
-    def run(ordering, placement, chunk_tokens, data):
-        test(play(policies_of(ordering, placement, chunk_tokens), data))
+    def run(ordering, placement, chunk_tokens, kv_on_update, data):
+        test(play(policies_of(ordering, placement, chunk_tokens, kv_on_update), data))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     parametrize = pytest.mark.parametrize
@@ -85,7 +86,8 @@ def test_nothing_is_left_when_everything_has_run_out(played):
     """Law 1, conservation: of memory. A service that runs for weeks may keep nothing of what has ended."""
     core = played.core
     assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
-    assert not (core._batches or core._samples or core._chunks or core._outbox or core._unbound)
+    assert not (core._buffer.batches or core._buffer.samples or core._running.chunks or core._outbox or core._unbound)
+    assert not (core._kv._held or core._kv._groups)
     assert not len(core._waiting) and not core._waiting._lengths
     assert not any(queue._live for queues in core._waiting._queues.values() for queue in queues)
     for view in core.board.views():

@@ -32,6 +32,9 @@ class HighestId(BaseModel):
     def choose(self, sample, need_tokens, board, memory):
         return max(i for i in board.ready() if board.room_tokens(i) >= need_tokens), memory
 
+    def min_pull_tokens(self, speeds):
+        return None
+
 
 class Halving(BaseModel):
     """Half of what is left, at least one token."""
@@ -40,6 +43,23 @@ class Halving(BaseModel):
 
     def tokens(self, sample):
         return max(1, (sample.max_tokens - sample.generated_tokens) // 2)
+
+
+class KeepYoung(BaseModel):
+    """KV is kept over so many updates, then computed again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    updates: int = Field(1, ge=0)
+
+    def kv_version(self, first_version, weights_version):
+        return first_version if weights_version - first_version <= self.updates else weights_version
+
+
+class HalfTheQueue(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def look_ahead(self, waiting):
+        return (waiting + 1) // 2
 
 
 class NotAPolicy(BaseModel):

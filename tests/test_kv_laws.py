@@ -1,0 +1,113 @@
+"""The laws of pooled KV, each over random plays of every ordering x placement, under both policies for updates.
+
+Every test walks the events and actions of a play beside a `KvLedger`; none trusts the core's own books.
+"""
+
+from itertools import pairwise
+
+from kv_ledger import KvLedger, group_of
+from test_laws import law
+
+from policies import events as ev
+from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, SampleEnd, StartChunk
+
+
+def walk(played):
+    """Every event, its actions, and the ledger before the two took effect."""
+    ledger = KvLedger(keeps=played.core.policies.kv_on_update.type == "keep")
+    for event, actions in played.steps:
+        yield event, actions, ledger
+        ledger.note(event, actions)
+    assert not (ledger.due or ledger.held or ledger.groups or ledger.running), "everything has ended"
+
+
+@law
+def test_a_chunk_reads_and_writes_the_kv_that_the_policy_says(played):
+    """Law 6, version: of the present weights, or, if samples keep theirs, of those that made the first token."""
+    for _, actions, ledger in walk(played):
+        for action in actions:
+            if isinstance(action, StartChunk):
+                assert action.weights_version == ledger.version
+                assert action.kv_version == ledger.kv_version(action.sample_id)
+
+
+@law
+def test_what_is_stored_is_released_once_and_what_is_stale_at_once(played):
+    """Conservation of KV: the ledger refuses a release of what is not there, and is empty in the end."""
+    for event, actions, ledger in walk(played):
+        released = [action.sample_id for action in actions if isinstance(action, ReleaseKv) and action.sample_id]
+        if isinstance(event, ev.Tick):
+            assert not [i for i in ledger.due if released.count(i) < ledger.due.count(i)]
+        started = [action.sample_id for action in actions if isinstance(action, StartChunk)]
+        for action in actions:
+            if isinstance(action, ReleaseKv):
+                assert action.reason and (action.sample_id is None or group_of(action.sample_id) == action.group_id)
+                if "full" in action.reason:
+                    running = {start.sample_id for start in ledger.running.values()}
+                    assert action.sample_id not in running | set(started)
+
+
+@law
+def test_an_end_is_followed_by_the_release_of_its_kv_and_the_last_by_that_of_the_prompt(played):
+    for _, actions, ledger in walk(played):
+        ended, groups = set(), set(ledger.groups)
+        for action, after in pairwise((*actions, None)):
+            if isinstance(action, EndSample):
+                ended.add(action.sample_id)
+                follows = isinstance(after, ReleaseKv) and after.sample_id == action.sample_id
+                assert follows or action.sample_id not in ledger.held
+                assert not follows or action.sample_id in {*ledger.held, *ledger.due}
+            if isinstance(after, ReleaseKv) and after.sample_id in ended:
+                assert isinstance(action, EndSample) and action.sample_id == after.sample_id
+        for before, action in pairwise((None, *actions)):
+            if isinstance(action, EmitGroup):
+                assert (isinstance(before, ReleaseKv) and before.sample_id is None) == (action.group_id in groups)
+            if isinstance(before, ReleaseKv) and before.sample_id is None:
+                assert isinstance(action, EmitGroup) and action.group_id == before.group_id
+
+
+@law
+def test_new_weights_stop_every_chunk_of_others_and_say_whether_its_kv_is_kept(played):
+    """An update waits for one token, not for a chunk."""
+    told, cancelled = set(), set()
+    for event, actions, ledger in walk(played):
+        if isinstance(event, ev.BatchCancelled):
+            cancelled.add(event.batch_id)
+        for action in actions:
+            if isinstance(action, AbortChunk):
+                start = ledger.running[action.chunk_id]
+                told.add(action.chunk_id)
+                batch_id = group_of(start.sample_id).partition(".")[0]
+                same = ledger.kv_version(start.sample_id, start.weights_version) == start.kv_version
+                assert action.keep_kv == (same and batch_id not in cancelled)
+                assert batch_id in cancelled or start.weights_version < ledger.version
+        if isinstance(event, ev.Tick):
+            assert not [i for i, s in ledger.running.items() if s.weights_version != ledger.version and i not in told]
+
+
+@law
+def test_a_full_pool_gives_up_what_is_needed_last_and_no_more_than_it_must(played):
+    """Compared after every tick with the order worked out anew; a report from before the last time counts not."""
+    assert played.evicted == []
+
+
+@law
+def test_a_prefetch_is_for_who_is_next_and_brings_kv_to_another_node_once(played):
+    assert played.hasty == []
+    for _, actions, ledger in walk(played):
+        asked = set(ledger.asked)
+        for action in actions:
+            if isinstance(action, Prefetch):
+                node = ledger.nodes[action.replica_id]
+                assert ledger.held[action.sample_id][0] > 0 and node != ledger.last_node[action.sample_id]
+                assert (action.sample_id, node) not in asked and action.reason
+                asked.add((action.sample_id, node))
+                running = {start.sample_id for start in ledger.running.values()}
+                assert action.sample_id not in running
+
+
+@law
+def test_a_sample_whose_kv_is_lost_or_given_up_goes_on(played):
+    """The pool is a cache: no sample fails for what it holds."""
+    ends = played.actions(EndSample)
+    assert {end.reason for end in ends if end.end is SampleEnd.FAILED} <= {"does not fit", "given up"}
