@@ -12,13 +12,17 @@ from collections.abc import AsyncIterator, Iterator
 from queue import Queue
 
 from app.config import otlp_wanted
-from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus
+from deployments.messages import GroupResult, PoolView, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
 from deployments.telemetry import Telemetry, traceparent
 from policies.bundle import Policies
 
 
 class RolloutRejected(ValueError):
     """The batch was not taken; the text names what is wrong and how to mend it."""
+
+
+class WeightsRejected(ValueError):
+    """The weights were not updated; the text says why."""
 
 
 class RolloutClient:
@@ -55,8 +59,26 @@ class RolloutClient:
         """End a batch from elsewhere; its iterator yields what there is. False: no such batch."""
         return await self._handle.cancel.remote(batch_id)
 
+    async def update_weights(self, version: int, source: str) -> WeightsLoaded:
+        """Every replica loads the safetensors folder `source`; samples in flight go on under `version`.
+
+        `version` must be above the present one. Raises WeightsRejected, with the reason, when it was not done.
+        """
+        answer = await self._handle.update_weights.remote(version, source)
+        if isinstance(answer, Rejected):
+            raise WeightsRejected(answer.reason)
+        return answer
+
     async def status(self) -> ServiceStatus:
         return await self._handle.status.remote()
+
+    async def pool_status(self) -> PoolView | None:
+        """The KV pool as the coordinator knows it, at most a second old; None: the service has none."""
+        return (await self.status()).pool
+
+    async def drain_pool(self) -> int | None:
+        """Forget everything that the pool holds; the number of keys removed. None: the service has no pool."""
+        return await self._handle.drain_pool.remote()
 
     async def set_policies(self, policies: Policies) -> None:
         """Decide with other policies from the moment no batch is in flight."""

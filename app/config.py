@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from app.errors import BadInput
 from deployments.engine.config import EngineConfig
+from kvpool.config import PoolConfig
 from policies.bundle import Policies
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
@@ -26,6 +27,7 @@ class AppArgs(Strict):
     """What the application builder takes: `applications[0].args`."""
 
     engine: EngineConfig = EngineConfig(model="demo")
+    pool: PoolConfig | None = Field(PoolConfig(), description="null: every move recomputes")
 
 
 class UserConfig(Strict):

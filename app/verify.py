@@ -20,6 +20,9 @@ from policies.bundle import Policies
 
 TOLERANCE = 1e-4
 
+REPORTED_S = 1.5
+"""The coordinator has heard of everything that its replicas counted before: three polls."""
+
 WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
 
 
@@ -35,6 +38,7 @@ class Run:
     policies: dict
     engine: tuple[tuple[str, object], ...] = ()
     disturb: Callable[[RolloutClient, str], Awaitable[str]] | None = None
+    must_pull: bool = False  # nothing moves until it is disturbed; then what had been saved must be pulled elsewhere
 
 
 async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
@@ -59,20 +63,30 @@ RUNS = (
     Run("chunks_of_23", chunked(23)),
     Run("moved", chunked(48, "round_robin")),
     Run("replica_killed", chunked(96), disturb=kill_a_replica),
+    Run("pulled_after_stop", chunked(32, "pinned"), disturb=kill_a_replica, must_pull=True),
     Run("batch_cap_5", chunked(64), engine=(("max_running", 5),)),
     Run("ngram_drafts", chunked(64), engine=(("draft", DraftConfig(method="ngram", lookup_min=1)),)),
 )
 """The first run is the reference. Runs with the same engine settings share one service."""
 
 
-async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> tuple[list[GroupResult], str | None]:
-    """Roll out the workload once; returns its groups and what was done to it."""
+async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> dict:
+    """Roll out the workload once: its groups, what was done to it, and the tokens whose KV came from the pool."""
     await client.reset_caches()
     await client.set_policies(Policies(**run.policies))
+    before = await pulled_tokens(client)
     batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
     groups = [group async for group in client.rollout(batch)]
-    return groups, (await disturbed if disturbed else None)
+    note = await disturbed if disturbed else None
+    await asyncio.sleep(REPORTED_S)
+    return {"groups": groups, "note": note, "pulled_tokens": await pulled_tokens(client) - before}
+
+
+async def pulled_tokens(client: RolloutClient) -> int:
+    """Tokens whose KV replicas have pulled from the pool so far; 0 without a pool."""
+    pool = await client.pool_status()
+    return 0 if pool is None else pool.counts.get("pool_tokens", 0)
 
 
 def roll_all(file: ServeFile, batch: RolloutBatch, say: Callable[[str], None]) -> dict[str, dict]:
@@ -83,9 +97,9 @@ def roll_all(file: ServeFile, batch: RolloutBatch, say: Callable[[str], None]) -
         say(f"starting two replicas{''.join(f', {key} = {value}' for key, value in engine)}")
         with service(with_engine(file, dict(engine)), None) as client:
             for run in (run for run in RUNS if run.engine == engine):
-                groups, note = asyncio.run(roll(client, run, batch))
-                rolled[run.name] = {"groups": groups, "note": note}
-                say(f"{run.name}: {summarise(groups)['tokens']} tokens" + (f", {note}" if note else ""))
+                rolled[run.name] = done = asyncio.run(roll(client, run, batch))
+                note = f", {done['note']}" if done["note"] else ""
+                say(f"{run.name}: {summarise(done['groups'])['tokens']} tokens, {done['pulled_tokens']} pulled{note}")
     return rolled
 
 
@@ -152,13 +166,16 @@ def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, n
 def certificate(rolled: dict[str, dict]) -> dict:
     """Every run against the first."""
     reference = rolled[RUNS[0].name]["groups"]
+    must_pull = {run.name for run in RUNS if run.must_pull}
+    kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
     runs = []
     for name, run in rolled.items():
-        summary = summarise(run["groups"])
-        kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
-        runs.append(
-            {"name": name, **compare(reference, run["groups"]), **{k: summary[k] for k in kept}, "note": run["note"]}
-        )
+        summary, same = summarise(run["groups"]), compare(reference, run["groups"])
+        if name in must_pull and not run["pulled_tokens"] and same["identical"]:
+            what = {"prompt_id": "", "sample_index": 0, "position": 0, "what": "nothing was pulled from the pool"}
+            same |= {"identical": False, "first_difference": what}
+        figures = {k: summary[k] for k in kept} | {k: run[k] for k in ("pulled_tokens", "note")}
+        runs.append({"name": name, **same, **figures})
     return {
         "identical": all(run["identical"] for run in runs),
         "tokens": summarise(reference)["tokens"],

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from opentelemetry.trace import Span
 
 from deployments.ledger import GroupRecord, SampleRecord
-from deployments.messages import BatchStatus, ChunkRequest, RolloutBatch, sample_key
+from deployments.messages import BatchStatus, ChunkRequest, KvPlan, RolloutBatch, sample_key
 from deployments.prompts import Prepared
 from deployments.telemetry import Telemetry, traceparent
 from policies.actions import StartChunk
@@ -34,6 +34,7 @@ class Batch:
             GroupSpec(group_id, len(one.token_ids), one.group.samples, one.max_tokens)
             for group_id, one in zip(self.groups, prepared, strict=True)
         )
+        self._max_tokens = {spec.group_id: spec.max_tokens for spec in self.specs}
         self.samples = {f"{group_id}#{s.index}": s for group_id, group in self.groups.items() for s in group.samples}
         self.ready: asyncio.Queue = asyncio.Queue()
         self.ended = self.emitted = 0
@@ -80,10 +81,16 @@ class Batch:
             max_tokens=start.max_tokens,
             sampling=sample.group.group.sampling,
             weights_version=start.weights_version,
+            kv=self._kv_plan(sample, start),
             forced=sample.forced,
             traceparent=traceparent(span),
             keep_trace=self.message.keep_trace,
         )
+
+    def _kv_plan(self, sample: SampleRecord, start: StartChunk) -> KvPlan:
+        """Saving is worth it only if the sample may go on after this chunk."""
+        goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
+        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on, sample.stored_tokens)
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""

@@ -10,22 +10,32 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.fleet import Fleet
-from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus
+from deployments.keeper import Keeper
+from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
 from deployments.prompts import Prompts
 from deployments.rollouts import Rollouts
 from deployments.telemetry import Telemetry
+from kvpool.config import PoolConfig
+from kvpool.pool import ensure_pool
 from policies.bundle import Policies
 
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000)
 class Coordinator:
-    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer."""
+    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer. `pool`: None: no pool."""
 
-    def __init__(self, engines: DeploymentHandle, model: str, max_model_len: int, otlp: bool):
+    def __init__(
+        self, engines: DeploymentHandle, model: str, max_model_len: int, otlp: bool, pool: PoolConfig | None = None
+    ):
         telemetry = Telemetry("tailrace-coordinator", otlp)
-        self._rollouts = Rollouts(Fleet(engines), Prompts(model, max_model_len), Policies(), telemetry)
-        loop = asyncio.get_running_loop()
-        self._loops = [loop.create_task(self._rollouts.run()), loop.create_task(self._rollouts.poll())]
+        self._keeper = keeper = None
+        if pool is not None:
+            self._keeper = keeper = Keeper(ensure_pool(pool, serve.get_replica_context().app_name))
+        self._rollouts = Rollouts(Fleet(engines), Prompts(model, max_model_len), Policies(), telemetry, keeper)
+        loops = [self._rollouts.run(), self._rollouts.poll()]
+        if keeper is not None:
+            loops += [self._rollouts.poll_pool(), keeper.work()]
+        self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:
         self._rollouts.set_policies(Policies(**user_config.get("policies", {})))
@@ -37,11 +47,17 @@ class Coordinator:
     async def cancel(self, batch_id: str) -> bool:
         return await self._rollouts.cancel(batch_id)
 
+    async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
+        return await self._rollouts.update_weights(version, source)
+
     async def status(self) -> ServiceStatus:
         return self._rollouts.status()
 
     async def set_policies(self, policies: Policies) -> None:
         self._rollouts.set_policies(policies)
+
+    async def drain_pool(self) -> int | None:
+        return None if self._keeper is None else await self._keeper.drain()
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         return await self._rollouts.take_spans(trace_id)

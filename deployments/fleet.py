@@ -16,6 +16,9 @@ from deployments.router import ReplicaGone, poll_all
 POLL_TIMEOUT_S = 10.0
 """A replica answers from a snapshot; one that takes longer hangs, and Serve's health check will replace it."""
 
+CHECK_S = 60.0
+"""Reading the headers of large checkpoints from a network folder takes seconds."""
+
 
 class ReplicaLost(ConnectionError):
     """The replica is not there any more."""
@@ -52,8 +55,17 @@ class Fleet:
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
         return await self._call(replica_id, "generate_chunk", chunk)
 
-    async def abort(self, replica_id: str, chunk_id: str) -> None:
-        await self._call(replica_id, "abort", chunk_id)
+    async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
+        await self._call(replica_id, "abort", chunk_id, keep_kv)
+
+    async def load_weights(self, replica_id: str, version: int, source: str) -> None:
+        """Returns when the replica holds them; ChunkError when it cannot."""
+        await self._call(replica_id, "load_weights", version, source)
+
+    async def weights_refusals(self, source: str) -> list[str | None]:
+        """For every replica that answers, why it cannot load these weights; None: it can."""
+        answers = await poll_all(self._handle, "weights_refusal", CHECK_S, source)
+        return [one_line(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         """Spans of a trace from every replica that answers."""
@@ -67,9 +79,9 @@ class Fleet:
         """Every replica forgets the KV of chunks that have ended."""
         await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S)
 
-    async def _call(self, replica_id: str, method: str, argument):
+    async def _call(self, replica_id: str, method: str, *arguments):
         try:
-            return await self._handle.options(session_id=replica_id, method_name=method).remote(argument)
+            return await self._handle.options(session_id=replica_id, method_name=method).remote(*arguments)
         except (RayActorError, ReplicaGone, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:

@@ -32,6 +32,8 @@ class SampleRecord:
     parts: list[ChunkResult] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
+    kv_names: bytes = b""  # of the context's blocks that a replica has reported, see kvpool.keys
+    stored_tokens: int = 0  # of the context, in the pool, as last reported
     started_s: float | None = None
     finished_s: float = 0.0
     end: SampleEnd | None = None
@@ -55,6 +57,7 @@ class SampleRecord:
             )
         self.parts.append(part)
         self.tokens = end
+        self.kv_names, self.stored_tokens = part.kv_names or self.kv_names, part.stored_tokens
 
     def result(self, prompts: Prompts) -> SampleResult:
         token_ids = [int(t) for part in self.parts for t in part.token_ids]
@@ -91,6 +94,7 @@ class GroupRecord:
     group: PromptGroup
     prompt: np.ndarray
     samples: list[SampleRecord] = field(default_factory=list)
+    prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
 
     @classmethod
     def of(cls, batch_id: str, prepared: Prepared, keys: list[SampleKey]) -> "GroupRecord":

@@ -128,6 +128,13 @@ class Rejected(Message):
     reason: str
 
 
+class WeightsLoaded(Message):
+    """An update of the weights is done: these replicas hold the version."""
+
+    version: int
+    replicas: tuple[str, ...]
+
+
 class ReplicaStatus(Message):
     replica_id: str
     ready: bool
@@ -151,6 +158,18 @@ class BatchStatus(Message):
     seconds: float
 
 
+class PoolView(Message):
+    """The KV pool: its own figures (see kvpool.status.PoolStatus; None: it is down), and what was counted on the way.
+
+    Counts are by WHAT.CAUSE, over all replicas: tokens by where their KV came from (`local_tokens`, `pool_tokens`,
+    `recomputed_tokens.CAUSE`), bytes, failures, and operations by duration (`load_ms.N`: at most N milliseconds).
+    """
+
+    status: dict[str, Any] | None
+    token_bytes: int
+    counts: dict[str, int]
+
+
 class ServiceStatus(Message):
     waiting: int
     running: int
@@ -159,6 +178,8 @@ class ServiceStatus(Message):
     observed_s: float  # age of the oldest replica report used
     waits_for: str | None  # what holds everything up, if anything does
     policies: dict[str, Any]
+    weights_version: int = 0
+    pool: PoolView | None = None  # None: the service has none
 
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]

@@ -15,17 +15,21 @@ from opentelemetry.trace import StatusCode
 
 from deployments.batch import Batch
 from deployments.fleet import ChunkError, Fleet, ReplicaLost
+from deployments.keeper import Keeper
 from deployments.messages import (
+    EngineStats,
     GroupResult,
     Rejected,
-    ReplicaStatus,
     RolloutBatch,
     ServiceStatus,
+    WeightsLoaded,
 )
 from deployments.prompts import Prompts
 from deployments.roster import Roster
+from deployments.status import replica_statuses, waits_for
 from deployments.telemetry import Telemetry
-from policies.actions import AbortChunk, EmitGroup, EndSample, StartChunk
+from deployments.weights import Weights
+from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, StartChunk
 from policies.bundle import Policies
 from policies.events import (
     BatchCancelled,
@@ -34,9 +38,11 @@ from policies.events import (
     Event,
     LengthsRevealed,
     ReplicaLeft,
+    ReplicaMeasured,
     SamplesSubmitted,
     Tick,
     TokensStreamed,
+    WeightsChanged,
 )
 from policies.ordering import OracleLongestFirst
 from policies.rollout import IllegalEvent, RolloutCore
@@ -45,21 +51,22 @@ TICK_S = 0.5
 """A turn comes at once when something has happened; this only bounds how long a missed wake-up could hide."""
 
 POLL_S = 0.5
-"""How often replicas are asked what they run: enough for a progress bar, and a lost idle replica shows in 3 s."""
+"""How often replicas and pool are asked: enough for a progress bar, and a lost idle replica shows in 3 s."""
 
 
 class Rollouts:
     """See the module docstring. `run` and `poll` are to be started once, as tasks of the same loop."""
 
-    def __init__(self, fleet: Fleet, prompts: Prompts, policies: Policies, telemetry: Telemetry):
-        self._fleet, self._prompts, self._telemetry = fleet, prompts, telemetry
+    def __init__(self, fleet: Fleet, prompts: Prompts, policies: Policies, telemetry: Telemetry, keeper: Keeper | None):
+        self._fleet, self._prompts, self._telemetry, self._keeper = fleet, prompts, telemetry, keeper
+        self._weights = Weights(fleet)
         self._core = RolloutCore(policies)
         self._next_policies: Policies | None = None
         self._roster = Roster()
         self._inbox: list[tuple[Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
         self._wake = asyncio.Event()
         self._batches: dict[str, Batch] = {}
-        self._home: dict[str, Batch] = {}  # sample id -> its batch, until the sample has ended
+        self._home: dict[str, Batch] = {}  # id of a sample, until it has ended, or of a group -> its batch
         self._tasks: set[asyncio.Task] = set()
         self._began_s = time.monotonic()
 
@@ -94,6 +101,16 @@ class Rollouts:
         self._next_policies = policies
         self._wake.set()
 
+    async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
+        """Every replica loads the folder `source` in place, between chunks; samples in flight go on under `version`.
+
+        Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
+        """
+        if (refusal := await self._weights.want(version, source)) is not None:
+            return refusal
+        self._follow_weights(list(self._roster.reports.values()))
+        return await self._weights.loaded()
+
     def status(self) -> ServiceStatus:
         counts = self._core.counts()
         streamed = {c: n for c, n in self._roster.streamed().items() if self._core.is_running(c)}
@@ -101,10 +118,12 @@ class Rollouts:
             waiting=counts["waiting"],
             running=counts["running"],
             batches=tuple(batch.status(self.now(), streamed) for batch in self._batches.values()),
-            replicas=tuple(self._replica_status(view) for view in self._core.board.views()),
+            replicas=replica_statuses(self._core.board, self._roster.reports),
             observed_s=self.now() - min(self._roster.observed_at.values(), default=self.now()),
-            waits_for=self._waits_for(),
+            waits_for=waits_for(self._core.board, bool(self._batches), self._weights.problem),
             policies=self._core.policies.model_dump(),
+            weights_version=self._weights.version,
+            pool=self._keeper.view() if self._keeper else None,
         )
 
     async def take_spans(self, trace_id: str) -> list[dict]:
@@ -131,9 +150,30 @@ class Rollouts:
         """Ask the replicas what they run, for ever."""
         while True:
             asked_at = self.now()
-            for event in self._roster.observe(await self._fleet.stats(), asked_at, self.now()):
+            reports = await self._fleet.stats()
+            self._follow_weights(reports)
+            for event in self._roster.observe(reports, asked_at, self.now()):
                 self._tell(event)
             await asyncio.sleep(POLL_S)
+
+    async def poll_pool(self) -> None:
+        """Hear what the pool has to say, and sweep it while nothing is in flight, for ever."""
+        while True:
+            for report in self._roster.reports.values():
+                self._keeper.learn(report)
+            for event in await self._keeper.poll(self.now()):
+                self._tell(event)
+            self._keeper.rest(idle=not self._batches)
+            await asyncio.sleep(POLL_S)
+
+    def _follow_weights(self, reports: list[EngineStats]) -> None:
+        """Start the loads that are due, and tell the core of a new version."""
+        list(map(self._spawn, self._weights.observe(reports)))
+        old, new = self._core.board.weights_version, self._weights.version
+        if new > old:
+            self._tell(WeightsChanged(self.now(), new))
+            if self._keeper is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
+                self._keeper.retire(old)
 
     def _tell(self, event: Event, write: Callable[[], None] | None = None) -> None:
         self._inbox.append((event, write))
@@ -153,7 +193,7 @@ class Rollouts:
         match event:
             case ChunkFinished() | ChunkFailed() | TokensStreamed():
                 return not self._core.is_running(event.chunk_id)
-            case ReplicaLeft():
+            case ReplicaLeft() | ReplicaMeasured():
                 return event.replica_id not in self._core.board
             case BatchCancelled():
                 return event.batch_id not in self._batches
@@ -170,6 +210,11 @@ class Rollouts:
                     self._end(action)
                 case EmitGroup():
                     self._emit(action)
+                case ReleaseKv() if self._keeper is not None:
+                    self._keeper.release(self._home[action.group_id], action.group_id, action.sample_id)
+                case Prefetch() if self._keeper is not None:
+                    node_id = self._roster.reports[action.replica_id].node_id
+                    self._keeper.prefetch(self._home[action.sample_id], action.sample_id, node_id)
 
     def _spawn(self, coroutine) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -194,7 +239,7 @@ class Rollouts:
             return Rejected(reason=str(error))
         batch.open_spans(self._telemetry)
         self._batches[message.batch_id] = batch
-        self._home.update(dict.fromkeys(batch.samples, batch))
+        self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
         self._wake.set()
         return batch
 
@@ -206,7 +251,7 @@ class Rollouts:
         batch.ended += 1
 
     def _emit(self, action: EmitGroup) -> None:
-        batch = self._batches[action.batch_id]
+        batch = self._home.pop(action.group_id)
         batch.ready.put_nowait(batch.groups[action.group_id].result(self._prompts))
         batch.group_spans[action.group_id].end()
         batch.emitted += 1
@@ -239,7 +284,9 @@ class Rollouts:
             event = ChunkFailed(self.now(), start.chunk_id, str(error))
         else:
             count = len(result.token_ids)
-            event = ChunkFinished(self.now(), start.chunk_id, count, result.end, result.weights_version)
+            event = ChunkFinished(
+                self.now(), start.chunk_id, count, result.end, result.weights_version, result.stored_tokens
+            )
             span.set_attribute("new_tokens", count)
             write = partial(sample.append, start.start, result, start.replica_id)
         if write is None:
@@ -249,23 +296,4 @@ class Rollouts:
 
     async def _abort(self, action: AbortChunk) -> None:
         with contextlib.suppress(ReplicaLost, ChunkError):  # the chunk's own call tells what has become of it
-            await self._fleet.abort(action.replica_id, action.chunk_id)
-
-    # ---- status ------------------------------------------------------------------------------------
-
-    def _replica_status(self, view) -> ReplicaStatus:
-        report = self._roster.reports.get(view.replica_id)
-        return ReplicaStatus(
-            replica_id=view.replica_id,
-            ready=view.weights_version == self._core.board.weights_version,
-            running=view.running,
-            max_running=view.max_running,
-            kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
-            weights_version=view.weights_version,
-            preemptions=report.preemptions if report else 0,
-        )
-
-    def _waits_for(self) -> str | None:
-        if self._batches and not self._core.board.ready():
-            return f"an engine replica under weights version {self._core.board.weights_version}; none is ready"
-        return None
+            await self._fleet.abort(action.replica_id, action.chunk_id, action.keep_kv)

@@ -5,7 +5,7 @@ was lost never brings it back (law 8: a view is as old as its report). Called by
 """
 
 from deployments.messages import EngineStats
-from policies.events import Event, ReplicaJoined, ReplicaLeft, TokensStreamed
+from policies.events import Event, ReplicaJoined, ReplicaLeft, ReplicaMeasured, TokensStreamed
 
 MISSED_POLLS = 6
 """A replica that no poll has seen for about 3 s has left; one that dies in mid-chunk is known at once, by its calls."""
@@ -61,7 +61,10 @@ class Roster:
                 max_running=report.max_running,
                 draft_tokens=report.draft_tokens,
                 weights_version=report.weights_version,
+                node_id=report.node_id,
             )
             events.append(joined)
+        if report.speeds is not None:
+            events.append(ReplicaMeasured(now=now, replica_id=report.replica_id, observed_at=asked_at, **report.speeds))
         events += [TokensStreamed(now, c, tokens, asked_at) for c, tokens in report.running.items()]
         return events

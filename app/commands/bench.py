@@ -6,6 +6,10 @@ from pathlib import Path
 import click
 
 from app.config import DEFAULT_CONFIG, load_config
+from app.errors import BadInput
+
+LEAST_LENGTH, MOST_LENGTH = 64, 8064
+"""Two blocks of KV, of which one is always computed again, and what the models of `bench kvpool` can hold."""
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 
@@ -59,7 +63,49 @@ def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, repeats, con
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
     groups = replay_groups(lines, encode, prompts=prompts, samples=samples, max_tokens=max_tokens)
     named = runs(file, chunk_tokens, oracle)
-    _print(measure(file, groups, named, repeats, lambda text: click.echo(text, err=True)), as_json)
+    _print(measure(file, groups, named, repeats, _say), as_json)
+
+
+@command.command()
+@click.option("--lengths", default="256,1024,4096", show_default=True, help="Context lengths in tokens.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="The best of each counts.")
+@AS_JSON
+def kvpool(lengths, repeats, as_json):
+    """Move a sample's KV between two engines: against staying, computing it again, memcpy and a loopback socket."""
+    wanted = _lengths(lengths)
+    from app.bench.kvpool import measure, tables
+
+    result = measure(wanted, repeats, _say)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    from rich.console import Console
+
+    Console().print(*tables(result))
+
+
+@command.command()
+@click.option("--moves", type=click.IntRange(min=150), default=2000, show_default=True)
+@AS_JSON
+def soak(moves, as_json):
+    """Move samples between two engines at every chunk end, and watch the memory of every process."""
+    from app.bench.soak import measure
+
+    _print(measure(moves, _say), as_json)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = []
+    if not lengths or lengths[0] < LEAST_LENGTH or lengths[-1] > MOST_LENGTH:
+        raise BadInput(f"--lengths {text}: give numbers from {LEAST_LENGTH} to {MOST_LENGTH} with commas between")
+    return tuple(lengths)
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _print(result: dict, as_json: bool) -> None:

@@ -17,10 +17,20 @@ from app.prompts_file import read_prompts
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per sample.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@click.option(
+    "--kv-on-update",
+    type=click.Choice(["fresh", "keep"]),
+    default="fresh",
+    show_default=True,
+    help="keep leaves the weights version out of the keys of samples under way: the update check must fail.",
+)
+@click.option(
+    "--only", type=click.Choice(["runs", "update"]), default=None, show_default="both", help="One half of the check."
+)
 @click.option("--corrupt", "corrupted", is_flag=True, help="Change one token of the last run: the check must fail.")
 @click.option("--json", "as_json", is_flag=True, help="The certificate as one JSON object, the last line of stdout.")
-def command(prompts, samples, max_tokens, seed, config, corrupted, as_json):
-    """Show that tokens and logprobs do not depend on chunks, replicas, batch, drafts or a crash."""
+def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, corrupted, as_json):
+    """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no KV gets stale."""
     file = load_config(config)
     sampling = {"temperature": 1.0}
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": sampling})
@@ -28,15 +38,41 @@ def command(prompts, samples, max_tokens, seed, config, corrupted, as_json):
     from deployments.messages import RolloutBatch
 
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
-    rolled = roll_all(file, batch, lambda text: click.echo(text, err=True))
-    if corrupted:
-        last = rolled[RUNS[-1].name]
-        last["groups"] = corrupt(last["groups"])
-    result = certificate(rolled)
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    result = {"identical": True, "runs": []}
+    if only != "update":
+        rolled = roll_all(file, batch, say)
+        if corrupted:
+            last = rolled[RUNS[-1].name]
+            last["groups"] = corrupt(last["groups"])
+        result = certificate(rolled)
+    if only != "runs":
+        update = _update(file, batch, kv_on_update, say)
+        result |= {"update": update, "identical": result["identical"] and update["identical"]}
     if as_json:
         click.echo(json.dumps(result))
     else:
         _print(result)
+    _fail_where_it_differs(result)
+
+
+def _update(file, batch, kv_on_update, say) -> dict:
+    """The update certificate, over a change to weights made from the configured ones."""
+    import tempfile
+
+    from app.model import perturbed, resolve_model
+    from app.verify_update import measure
+
+    with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as folder:
+        say("making other weights")
+        weights = perturbed(resolve_model(file.application.args.engine.model), Path(folder) / "other")
+        return measure(file, batch, weights, kv_on_update, say)
+
+
+def _fail_where_it_differs(result: dict) -> None:
     wrong = next((run for run in result["runs"] if not run["identical"]), None)
     if wrong is not None:
         at = wrong["first_difference"]
@@ -44,16 +80,29 @@ def command(prompts, samples, max_tokens, seed, config, corrupted, as_json):
             f"run {wrong['name']} differs: prompt {at['prompt_id']!r} sample {at['sample_index']} "
             f"position {at['position']}: {at['what']}"
         )
+    update = result.get("update")
+    if update is not None and not update["identical"]:
+        at = update["first_difference"]
+        where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
+        raise Failed(
+            f"after the update {update['samples']} samples went on, {update['old_kv_hit_tokens']} tokens of old KV "
+            f"were read, and tokens {'differ' if at else 'agree'}{where}"
+        )
 
 
 def _print(result: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    if update := result.get("update"):
+        Console().print("update:", ", ".join(f"{key} {value}" for key, value in update.items()))
+    if not result["runs"]:
+        return
     table = Table(title=f"{result['samples']} samples, {result['tokens']} tokens")
-    for column in ("run", "identical", "chunked", "moved", "drafted", "logprob noise", "note"):
+    for column in ("run", "identical", "chunked", "moved", "pulled", "drafted", "logprob noise", "note"):
         table.add_column(column)
     for run in result["runs"]:
-        cells = (run["name"], run["identical"], run["chunked_share"], run["moved_samples"], run["drafted_tokens"])
+        kept = ("name", "identical", "chunked_share", "moved_samples", "pulled_tokens", "drafted_tokens")
+        cells = [run[key] for key in kept]
         table.add_row(*map(str, cells), f"{run['max_logprob_difference']:.1e}", run["note"] or "")
     Console().print(table)

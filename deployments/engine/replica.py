@@ -7,8 +7,10 @@ Called by the coordinator. A broken engine fails the health check, and Serve rep
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
@@ -16,6 +18,8 @@ from deployments.engine.config import EngineConfig
 from deployments.engine.runner import EngineRunner
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
 from deployments.telemetry import Telemetry
+from kvpool.config import PoolConfig
+from kvpool.pool import join_pool
 
 
 @serve.deployment(
@@ -27,10 +31,15 @@ from deployments.telemetry import Telemetry
 class Engine:
     """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name."""
 
-    def __init__(self, config: EngineConfig, weights_version: int = 0, otlp: bool = False):
+    def __init__(
+        self, config: EngineConfig, weights_version: int = 0, otlp: bool = False, pool: PoolConfig | None = None
+    ):
         context = serve.get_replica_context()
+        endpoint = join_pool(pool, context.app_name) if pool is not None else None
+        self._node_id = ray.get_runtime_context().get_node_id()
         # `local_rank` is unique among the running replicas of this deployment on this node.
-        self._runner = EngineRunner(config, context.replica_id.unique_id, weights_version, context.rank.local_rank)
+        rank = context.rank.local_rank
+        self._runner = EngineRunner(config, context.replica_id.unique_id, weights_version, rank, endpoint)
         self._telemetry = Telemetry("tailrace-engine", otlp)
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
@@ -57,9 +66,17 @@ class Engine:
             self._trace(chunk, result, started_ns)
         return result
 
-    async def abort(self, chunk_id: str) -> None:
+    async def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
         """Ends a chunk at the next token; its own call returns what it has. Unknown ids are ignored."""
-        self._runner.abort(chunk_id)
+        self._runner.abort(chunk_id, keep_kv)
+
+    async def load_weights(self, version: int, source: str) -> None:
+        """Loads a folder's safetensors in place, when no chunk runs; ValueError, one line, when they do not fit."""
+        await asyncio.wrap_future(self._runner.load_weights(version, source))
+
+    async def weights_refusal(self, source: str) -> str | None:
+        """Why these weights cannot be loaded here, or None."""
+        return await asyncio.wrap_future(self._runner.weights_refusal(source))
 
     async def reset_cache(self) -> bool:
         """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
@@ -68,7 +85,7 @@ class Engine:
     async def stats(self) -> EngineStats:
         """The latest snapshot; raises when the engine is down, so that nobody counts on this replica."""
         self.check_health()
-        return self._runner.stats()
+        return replace(self._runner.stats(), node_id=self._node_id)
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
         """The spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""
@@ -99,6 +116,9 @@ class Engine:
                 "context_tokens": len(chunk.token_ids),
                 "new_tokens": len(result.token_ids),
                 "cached_tokens": result.cached_tokens,
+                "pulled_tokens": result.pulled_tokens,
+                "stored_tokens": result.stored_tokens,
+                "recompute_cause": result.recompute_cause,
                 "drafted": result.drafted_tokens,
                 "accepted": result.accepted_tokens,
             }

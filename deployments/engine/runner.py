@@ -7,6 +7,7 @@ Called by the engine replica (deployments/engine/replica.py) and by tests; safe 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -42,7 +43,7 @@ class EngineRunner:
     ):
         self._inbox: SimpleQueue[tuple] = SimpleQueue()
         self._on_done: dict[str, OnDone] = {}
-        self._behind: list[tuple] = []  # a load of weights that waits for the chunks in flight, and what came after it
+        self._behind: deque[tuple] = deque()  # a load of weights waiting for the chunks in flight, and what came after
         self._lock = threading.Lock()  # between `submit` and the end of the thread, which answers what is left
         self._down: EngineDown | None = None
         started: Future[EngineStats] = Future()
@@ -81,6 +82,10 @@ class EngineRunner:
         """
         return self._ask(self._load, version, source)
 
+    def weights_refusal(self, source: str) -> Future[str | None]:
+        """Why `load_weights` would refuse this folder, in one line, or None; changes nothing, at any time."""
+        return self._ask(self._refusal, source)
+
     def stats(self) -> EngineStats:
         """The latest snapshot, made after a step; costs nothing."""
         return self._stats
@@ -117,10 +122,7 @@ class EngineRunner:
                 if self._stepper.busy:
                     for chunk_id, result in self._stepper.step():
                         self._on_done.pop(chunk_id)(result)
-                if self._behind and not self._on_done:
-                    commands, self._behind = self._behind, []
-                    for command, *args in commands:
-                        command(*args)
+                self._catch_up()
                 self._stats = self._stepper.stats()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: every chunk gets it, Serve restarts
             with self._lock:
@@ -133,15 +135,26 @@ class EngineRunner:
         try:
             command, *args = self._inbox.get(timeout=0 if self._stepper.busy else IDLE_SNAPSHOT_S)
             while True:
-                command(*args)
+                if self._waits(command, args):
+                    self._behind.append((command, *args))
+                else:
+                    command(*args)
                 command, *args = self._inbox.get_nowait()
         except Empty:
             return
 
+    def _waits(self, command: Callable, args: list) -> bool:
+        """A load of weights waits for the chunks that run, and for the load the chunks that came after it."""
+        if command == self._load:
+            return bool(self._behind or self._on_done)
+        return bool(self._behind) and (command == self._add or (command == self._abort and args[0] not in self._on_done))
+
+    def _catch_up(self) -> None:
+        while self._behind and not (self._on_done and self._behind[0][0] == self._load):
+            command, *args = self._behind.popleft()
+            command(*args)
+
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
-        if self._behind:
-            self._behind.append((self._add, chunk, submitted_s, on_done))
-            return
         try:
             self._stepper.add(chunk, submitted_s)
         except ValueError as refusal:  # the edge between one caller's mistake and everybody's engine
@@ -150,15 +163,9 @@ class EngineRunner:
             self._on_done[chunk.chunk_id] = on_done
 
     def _abort(self, chunk_id: str, keep_kv: bool) -> None:
-        if chunk_id in self._on_done:
-            self._stepper.abort(chunk_id, keep_kv)
-        elif self._behind:
-            self._behind.append((self._abort, chunk_id, keep_kv))
+        self._stepper.abort(chunk_id, keep_kv)
 
     def _load(self, version: int, source: str, loaded: Future[None]) -> None:
-        if self._behind or self._on_done:
-            self._behind.append((self._load, version, source, loaded))
-            return
         try:
             self._stepper.load_weights(version, source)
         except Exception as error:  # the future gets it, whatever it is; a refusal harms nobody else
@@ -168,6 +175,9 @@ class EngineRunner:
         else:
             self._stats = self._stepper.stats()  # before the caller can look
             loaded.set_result(None)
+
+    def _refusal(self, source: str, answer: Future[str | None]) -> None:
+        answer.set_result(self._stepper.weights_refusal(source))
 
     def _reset_cache(self, forgotten: Future[bool]) -> None:
         forgotten.set_result(self._stepper.reset_cache())
@@ -185,5 +195,5 @@ class EngineRunner:
         for command, *args in self._behind:
             if command == self._add:
                 args[-1](down)
-            elif command in (self._load, self._reset_cache):
+            elif command in (self._load, self._refusal, self._reset_cache):
                 args[-1].set_exception(down)

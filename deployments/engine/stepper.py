@@ -219,13 +219,16 @@ class Stepper:
         """
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        # Every rank looks first, so that none has begun when another refuses.
-        for reason in self._engine.collective_rpc("weights_refusal", args=(source,)):
-            if reason is not None:
-                raise ValueError(reason)
+        if (reason := self.weights_refusal(source)) is not None:
+            raise ValueError(reason)
         self._engine.collective_rpc("load_weights_from", args=(source,))
         self.weights_version = version
         self._constant |= {"weights_version": version, "weights_source": source}
+
+    def weights_refusal(self, source: str) -> str | None:
+        """Why the weights in this folder cannot be loaded, in one line, or None. Every rank looks, none changes."""
+        reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def stats(self) -> EngineStats:
         """A snapshot as of now."""

@@ -1,0 +1,85 @@
+"""`python -m app pool ...`: what the KV pool holds, emptying it, and showing that nothing is left behind."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import click
+
+from app.config import DEFAULT_CONFIG, load_config
+from app.demo import PROMPTS
+from app.errors import BadInput, Failed
+from app.prompts_file import read_prompts
+
+ADDRESS = click.option("--address", default="auto", show_default=True, help="A running cluster: auto, or host:port.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
+
+
+@click.group()
+def command():
+    """The shared KV pool: status, drain, verify."""
+
+
+@command.command()
+@ADDRESS
+@AS_JSON
+def status(address, as_json):
+    """Bytes and keys, by version and node; processes; tokens by where their KV came from; failures by cause."""
+    view = _ask(address, lambda client: client.pool_status())
+    if as_json:
+        click.echo(view.model_dump_json())
+    else:
+        _print(view)
+
+
+@command.command()
+@ADDRESS
+@AS_JSON
+def drain(address, as_json):
+    """Empty the pool. Samples in flight compute their KV again; no token changes."""
+    removed = _ask(address, lambda client: client.drain_pool())
+    click.echo(json.dumps({"removed_keys": removed}) if as_json else f"{removed} keys removed")
+
+
+@command.command()
+@click.option("--prompts", type=click.Path(path_type=Path), default=PROMPTS, show_default="the demo's")
+@click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Per sample.")
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@AS_JSON
+def verify(prompts, samples, max_tokens, config, as_json):
+    """Roll out on a local service: afterwards no key, no byte and no process may be left."""
+    file = load_config(config)
+    if file.application.args.pool is None:
+        raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to verify")
+    wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": {}})
+    from app.leftovers import measure
+
+    result = measure(file, wanted, lambda text: click.echo(text, err=True))
+    click.echo(json.dumps(result) if as_json else "\n".join(f"{key:24} {value}" for key, value in result.items()))
+    left = {key: result[key] for key in ("keys", "bytes", "processes") if result[key]}
+    if left:
+        raise Failed(f"left behind: {', '.join(f'{count} {what}' for what, count in left.items())}")
+
+
+def _ask(address: str, question):
+    from app.cluster import connect
+
+    answer = asyncio.run(question(connect(address)))
+    if answer is None:
+        raise BadInput(f"--address {address}: the service there has no pool (args.pool is null)")
+    return answer
+
+
+def _print(view) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "value", title="KV pool" if view.status else "KV pool: down")
+    for name, value in (view.status or {}).items():
+        for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            table.add_row(f"{name} {key}".strip(), json.dumps(inner))
+    table.add_section()
+    for name, count in view.counts.items():
+        table.add_row(name, f"{count:,}")
+    Console().print(table)
