@@ -2,6 +2,8 @@
 
 Invariant: nothing here blocks the event loop or lasts longer than CALL_S: a dead master makes a call of the client
 take 4.3 s and its setup 90 s (Mooncake 0.3.13), so all of it runs on threads of its own. Owned by KvMaster.
+Moving KV from memory to the SSD is not among it: only the client that put a key may clear its copies. Mooncake does
+it alone when memory is full; what lies on the SSD is still found then.
 """
 
 import asyncio
@@ -22,8 +24,8 @@ HTTP_S = 1.0
 THREADS = 4
 """Calls that ran into their deadline hold a thread until Mooncake gives up."""
 
-NO_SUCH_KEY, UNREACHABLE = -704, -900
-"""Mooncake's error codes OBJECT_NOT_FOUND and RPC_FAIL (mooncake-store/include/types.h)."""
+UNREACHABLE = -900
+"""Mooncake's error code RPC_FAIL (mooncake-store/include/types.h)."""
 
 
 class PoolAdmin:
@@ -43,14 +45,12 @@ class PoolAdmin:
 
     async def release(self, keys: list[str]) -> int:
         """Forget keys, leases or not; how many there were. Nobody may be reading them: their memory is used again."""
-        codes = await self._call(lambda client: client.batch_remove(keys, force=True)) if keys else []
-        _reached(*codes)
+        codes = await self._call(lambda client: _reached(client.batch_remove(keys, force=True))) if keys else []
         return sum(code == 0 for code in codes)
 
     async def retire(self, regex: str) -> int:
         """Forget all keys in which the expression (C++ std::regex_search) is found; how many there were."""
-        count = await self._call(lambda client: client.remove_by_regex(regex, force=True))
-        _reached(count)
+        (count,) = await self._call(lambda client: _reached([client.remove_by_regex(regex, force=True)]))
         return max(0, count)
 
     async def move(self, keys: list[str], segment: str) -> int:
@@ -89,7 +89,14 @@ class PoolAdmin:
     async def _call(self, work: Callable[[Any], Any]) -> Any:
         if self._client is None:
             raise PoolDown("the pool's master is not connected yet")
-        return await self._in_time(lambda: work(self._client), CALL_S)
+
+        def twice() -> Any:
+            try:
+                return work(self._client)
+            except PoolDown:  # the first call to a master that was started again finds its old connection closed
+                return work(self._client)
+
+        return await self._in_time(twice, CALL_S)
 
     async def _segments_detail(self) -> list[dict]:
         return json.loads(await self._page("/get_segments_detail"))["segments"]
@@ -123,11 +130,11 @@ def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> 
         sources = [names[end] for end in ends if end in names]
         if sources and segment not in sources:
             _, code = client.create_move_task(key, sources[0], segment)
-            _reached(code)
-            begun += code == 0
+            begun += _reached([code]) == [0]
     return begun
 
 
-def _reached(*codes: int) -> None:
+def _reached(codes: list[int]) -> list[int]:
     if UNREACHABLE in codes:
         raise PoolDown("the pool's master does not answer")
+    return codes

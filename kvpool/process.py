@@ -71,7 +71,7 @@ class ChildProcess:
             began_s = time.monotonic()
             try:
                 self._run_once()
-            except OSError as error:  # the program is missing, or no memory to fork
+            except (OSError, ImportError) as error:  # the program is missing, or no memory to fork
                 self._lines.append(f"{self.name}: {error}")
             if time.monotonic() - began_s > SETTLED_S:
                 pause_s = FIRST_PAUSE_S
@@ -94,4 +94,4 @@ class ChildProcess:
             self._child.terminate()
         for line in self._child.stdout:
             self._lines.append(line.rstrip())
-        self._child.wait()
+        self._lines.append(f"{self.name} ended with code {self._child.wait()}")

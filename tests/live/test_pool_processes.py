@@ -167,12 +167,15 @@ def test_a_killed_store_is_back_under_its_name(writer, endpoint, master):
 
 
 def test_a_killed_master_is_back_at_its_address_and_empty(writer, master):
+    import ray
+
     before = whole(master)
     until(lambda: writer.put(20))
     os.kill(before.master_pid, signal.SIGKILL)
     now = until(lambda: (seen := status(master)) and seen.master_pid not in (None, before.master_pid) and seen)
     assert (now.master_address, now.keys, now.master_restarts) == (before.master_address, 0, 1)
     until(lambda: status(master).dram_capacity_bytes == CONFIG.dram_gib * 2**30)
+    assert ray.get(master.release.remote(["key-20"])) == 0, "its admin client comes back as well"
     until(lambda: writer.put(21) and writer.get(21))
 
 
