@@ -144,10 +144,11 @@ class EngineRunner:
             return
 
     def _waits(self, command: Callable, args: list) -> bool:
-        """A load of weights waits for the chunks that run, and for the load the chunks that came after it."""
+        """A load of weights waits for the chunks in flight; the chunks that came after it, and their aborts, for it."""
         if command == self._load:
             return bool(self._behind or self._on_done)
-        return bool(self._behind) and (command == self._add or (command == self._abort and args[0] not in self._on_done))
+        later = command == self._add or (command == self._abort and args[0] not in self._on_done)
+        return later and bool(self._behind)
 
     def _catch_up(self) -> None:
         while self._behind and not (self._on_done and self._behind[0][0] == self._load):

@@ -1,0 +1,166 @@
+"""Weights changed in place: the running engine then speaks exactly as one that was started on them.
+
+One engine alive at a time: first one started on the other weights, for what is expected; then the one that changes.
+"""
+
+import shutil
+import time
+from queue import Queue
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from test_engine import SAMPLES, arrays, assert_same, chunk, run
+
+from app.model import perturbed
+from deployments.engine.config import EngineConfig
+from deployments.engine.runner import EngineDown, EngineRunner
+from deployments.messages import ChunkEnd
+
+pytestmark = pytest.mark.live
+
+
+def whole(engine, version):
+    """Every sample from its prompt to its end, all at once."""
+    return run(engine, *(chunk(sample, weights_version=version) for sample in SAMPLES))
+
+
+def assert_all_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert one.weights_version == other.weights_version
+        assert_same(arrays(one), other)
+
+
+@pytest.fixture(scope="module")
+def other_dir(model_dir, tmp_path_factory):
+    folder = perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other")
+    yield folder
+    shutil.rmtree(folder)  # 540 MB
+
+
+@pytest.fixture(scope="module")
+def new(other_dir):
+    """What an engine says that was started on the other weights."""
+    engine = EngineRunner(EngineConfig(model=str(other_dir), max_model_len=256, kv_cache_gib=0.25), "new", 1)
+    results = whole(engine, 1)
+    engine.stop()
+    return results
+
+
+@pytest.fixture(scope="module")
+def running(model_dir, new):
+    engine = EngineRunner(EngineConfig(model=str(model_dir), max_model_len=256, kv_cache_gib=0.25), "running")
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def old(running):
+    """What the running engine says before anything is changed."""
+    return whole(running, 0)
+
+
+@pytest.fixture
+def engine(running, old, model_dir):
+    """The running engine, under version 0."""
+    if running.stats().weights_version != 0:
+        running.load_weights(0, str(model_dir)).result(timeout=120)
+    return running
+
+
+def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, model_dir, other_dir):
+    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(old, new, strict=True))
+    engine.load_weights(1, str(other_dir)).result(timeout=120)
+    assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_dir))
+    assert_all_same(whole(engine, 1), new)
+    (refused,) = run(engine, chunk(0))
+    assert isinstance(refused, ValueError) and "wants weights version 0, this is 1" in str(refused)
+    engine.load_weights(0, str(model_dir)).result(timeout=120)
+    assert engine.reset_cache().result(timeout=60)
+    assert_all_same(whole(engine, 0), old)
+
+
+def nothing(folder, model_dir):
+    pass
+
+
+def no_safetensors(folder, model_dir):
+    folder.mkdir()
+    shutil.copy(model_dir / "config.json", folder)
+
+
+def other_shapes(folder, model_dir):
+    folder.mkdir()
+    with safe_open(model_dir / "model.safetensors", framework="np") as file:
+        save_file({name: np.zeros(1, np.float32) for name in file.keys()}, folder / "model.safetensors")  # noqa: SIM118
+
+
+BAD = {
+    nothing: "no such folder",
+    no_safetensors: r"no \*\.safetensors",
+    other_shapes: r"model\.embed_tokens\.weight is float \(1,\), in the running model float \(49152, 576\)",
+}
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, model_dir, tmp_path, make):
+    make(tmp_path / "bad", model_dir)
+    before = engine.stats()
+    with pytest.raises(ValueError, match=f"^weights folder {tmp_path / 'bad'}: .*{BAD[make]}") as refused:
+        engine.load_weights(1, str(tmp_path / "bad")).result(timeout=60)
+    assert "\n" not in str(refused.value) and engine.healthy
+    assert (engine.stats().weights_version, engine.stats().weights_source) == (0, before.weights_source)
+    assert engine.reset_cache().result(timeout=60)
+    assert_all_same(run(engine, chunk(0), chunk(1)), old[:2])
+
+
+def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_theirs(engine, old, new, other_dir):
+    log = Queue()  # what ended, in order
+    for sample in SAMPLES:
+        engine.submit(chunk(sample), lambda result: log.put(("old", result)))
+    while max(engine.stats().running.values(), default=0) < 4:
+        time.sleep(0.001)
+    loaded = engine.load_weights(1, str(other_dir))
+    loaded.add_done_callback(lambda done: log.put(("loaded", done)))
+    for sample in SAMPLES:
+        engine.submit(chunk(sample, weights_version=1), lambda result: log.put(("new", result)))
+    engine.submit(chunk(0, chunk_id="aborted", weights_version=1), lambda result: log.put(("aborted", result)))
+    engine.abort("aborted")
+    engine.submit(chunk(0, chunk_id="late"), lambda result: log.put(("late", result)))
+    ended = [log.get(timeout=120) for _ in range(len(SAMPLES) * 2 + 3)]
+    names = [name for name, _ in ended]
+    assert set(names[: len(SAMPLES)]) == {"old"} and names[len(SAMPLES)] == "loaded" and loaded.result() is None
+    for name, expected in (("old", old), ("new", new)):
+        results = [result for kind, result in ended if kind == name]
+        assert_all_same(sorted(results, key=lambda result: result.chunk_id), expected)
+    (aborted,) = [result for name, result in ended if name == "aborted"]
+    assert aborted.end is ChunkEnd.ABORTED and not aborted.token_ids.size
+    (late,) = [result for name, result in ended if name == "late"]
+    assert isinstance(late, ValueError) and "wants weights version 0, this is 1" in str(late)
+
+
+def test_early_chunks_of_weights_that_are_refused_are_refused(engine, old, tmp_path):
+    boxes = Queue(), Queue()
+    engine.submit(chunk(0), boxes[0].put)
+    loaded = engine.load_weights(1, str(tmp_path / "nowhere"))
+    engine.submit(chunk(1, weights_version=1), boxes[1].put)
+    assert_same(arrays(boxes[0].get(timeout=60)), old[0])
+    assert "no such folder" in str(loaded.exception(timeout=60))
+    assert "wants weights version 1, this is 0" in str(boxes[1].get(timeout=60))
+
+
+def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_dir):
+    def explode(version, source):
+        raise ArithmeticError("a bit flipped")
+
+    engine._stepper.load_weights = explode
+    boxes = Queue(), Queue()
+    engine.submit(chunk(0), boxes[0].put)
+    loads = [engine.load_weights(version, str(other_dir)) for version in (1, 2)]
+    engine.submit(chunk(1, weights_version=1), boxes[1].put)
+    assert_same(arrays(boxes[0].get(timeout=60)), old[0])
+    assert isinstance(loads[0].exception(timeout=60), ArithmeticError)
+    for left in (loads[1].exception(timeout=60), boxes[1].get(timeout=60)):
+        assert isinstance(left, EngineDown) and "a bit flipped" in str(left)
+    assert not engine.healthy and isinstance(engine.load_weights(1, str(other_dir)).exception(timeout=60), EngineDown)
