@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler impor
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
+from kvpool.counts import bucket_ms
 from kvpool.keys import block_name
 from kvpool.worker import PoolWorkerMetadata
 
@@ -114,10 +115,12 @@ class PoolScheduler(MooncakeStoreScheduler):
             if now_s - traffic.asked_s < self._lookup_deadline_s:
                 return False
             traffic.answer.cancel()
+            self.counts[f"lookup_wait_ms.{bucket_ms(now_s - traffic.asked_s)}"] += 1
             self._paused_until_s = now_s + self._retry_s
             return self._give_up(traffic, "lookup_late")
         traffic.hit_tokens = result.hit_length
         traffic.cause = "tail" if result.hit_length else "miss"
+        self.counts[f"lookup_wait_ms.{bucket_ms(time.monotonic() - traffic.asked_s)}"] += 1
         return True
 
     def _give_up(self, traffic: Traffic, cause: str) -> bool:
@@ -163,6 +166,7 @@ class PoolScheduler(MooncakeStoreScheduler):
         self._next_store_job_id += 1
         self._pin(pinned)
         self._pinned_saves[job.store_job_id] = (pinned, self._num_workers)
+        self._save_begun(job)  # now, not at the next step: whoever asks in between must not find it settled
         self._finished_partial_tail_metas[request.request_id] = job  # vLLM's way to hand in a save after the end
 
     def build_connector_meta(self, scheduler_output):
@@ -183,10 +187,13 @@ class PoolScheduler(MooncakeStoreScheduler):
         meta.requests = kept
         super()._reference_save_blocks(meta)
         for job in kept:
-            if job.can_save and job.store_job_id in self._pinned_saves:
-                self._jobs[job.store_job_id] = (job.req_id, self._num_workers)
-                if job.req_id in self._traffic:
-                    self._traffic[job.req_id].jobs += 1
+            if job.can_save and job.store_job_id in self._pinned_saves and job.store_job_id not in self._jobs:
+                self._save_begun(job)
+
+    def _save_begun(self, job: ReqMeta) -> None:
+        self._jobs[job.store_job_id] = (job.req_id, self._num_workers)
+        if job.req_id in self._traffic:
+            self._traffic[job.req_id].jobs += 1
 
     # ---- what became of it -------------------------------------------------------------------------
 

@@ -141,10 +141,10 @@ class PoolWorker(MooncakeStoreWorker):
         return None if empty else report
 
     def _count_load(self, req_id: str, load: Load, failure: str | None) -> None:
+        took_s = time.monotonic() - load.started_s
+        self._counts.took("pull_wait", took_s)
         if failure is None:
             self._counts.add("loaded_tokens", load.tokens)
-            took_s = time.monotonic() - load.started_s
-            self._counts.took("pull", took_s)
             self._report.pulls.append((load.tokens, took_s))
         else:
             self._report.failed_loads[req_id] = failure

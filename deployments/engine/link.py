@@ -11,6 +11,7 @@ from dataclasses import replace
 from deployments.engine.speeds import Speeds
 from deployments.messages import ChunkRequest, ChunkResult, KvPlan
 from kvpool.connector import PoolConnector
+from kvpool.counts import Counts
 from kvpool.worker import layout, probe
 
 CAUSE_OF_NEW = "new"  # a first chunk: nobody had computed this context
@@ -22,8 +23,9 @@ class PoolLink:
     def __init__(self, engine, save_deadline_s: float, speeds: Speeds):
         self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
         self._save_deadline_s, self._speeds = save_deadline_s, speeds
-        self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # chunk id -> ..., until when
+        self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; held since when
         self._counts: Counter[str] = Counter()
+        self._waits = Counts()
         layouts = engine.collective_rpc(layout)
         self.key_prefixes = layouts[0][0]
         self.token_bytes = sum(size for _, size in layouts)
@@ -50,19 +52,22 @@ class PoolLink:
 
     def hold(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> None:
         """Take a result that is ready but for its saves."""
-        self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic() + self._save_deadline_s)
+        self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
 
     def release(self) -> list[tuple[str, ChunkResult]]:
         """The held results, by chunk id, whose saves have ended or are late."""
         now_s = time.monotonic()
         ready = [
-            (chunk_id, request_id, chunk, result)
-            for chunk_id, (request_id, chunk, result, until_s) in self._held.items()
-            if now_s > until_s or self._connector.settled(request_id)
+            chunk_id
+            for chunk_id, (request_id, _, _, since_s) in self._held.items()
+            if now_s - since_s > self._save_deadline_s or self._connector.settled(request_id)
         ]
-        for chunk_id, *_ in ready:
-            del self._held[chunk_id]
-        return [(chunk_id, self._complete(*rest)) for chunk_id, *rest in ready]
+        released = []
+        for chunk_id in ready:
+            request_id, chunk, result, since_s = self._held.pop(chunk_id)
+            self._waits.took("hold", now_s - since_s)
+            released.append((chunk_id, self._complete(request_id, chunk, result)))
+        return released
 
     def after_step(self, took_s: float) -> None:
         tokens, chunks = self._connector.scheduled
@@ -73,6 +78,7 @@ class PoolLink:
 
     def counts(self) -> dict[str, int]:
         """Everything counted so far, by WHAT.CAUSE: on the way to the pool, and tokens by where their KV came from."""
+        self._counts += self._waits.take()
         return dict(self._connector.counts + self._counts)
 
     def _complete(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> ChunkResult:
