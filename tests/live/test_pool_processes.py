@@ -190,14 +190,12 @@ def test_a_program_dies_with_its_actor_which_is_started_again(writer, master):
 
 
 def test_nothing_is_left_when_the_application_is_deleted(writer, master):
+    import ray
     from ray import serve
 
     seen = whole(master)
     serve.delete("pool-test")
-    pids = [seen.master_pid, *(store.pid for store in seen.store_nodes)]
-    until(lambda: not any(map(is_alive, pids)))
-    import ray
-
+    until(lambda: not any(map(is_alive, [seen.master_pid, seen.store_nodes[0].pid])))
     until(lambda: not [name for name in ray.util.list_named_actors(all_namespaces=True) if "pool-test" in str(name)])
 
 
