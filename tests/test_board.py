@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.board import Board
-from policies.events import ReplicaJoined
+from policies.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
 
 PROFILE = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 SMALL = st.integers(0, 5)
@@ -109,6 +109,34 @@ def test_other_weights_leave_no_room_until_the_replica_joins_with_them():
 
 def test_no_replicas_are_not_all_ready():
     assert not Board().all_ready() and Board().capacity_tokens() == 0
+
+
+def test_speeds_are_those_of_the_newest_report_and_go_with_the_replica():
+    """Law 8: a report that comes late changes nothing."""
+    board = Board()
+    board.join(join("r"))
+    assert board.speeds("r") is None
+    for prefill, observed_at in ((10.0, 5.0), (20.0, 4.0), (30.0, 5.0)):
+        board.measure(ReplicaMeasured(9.0, "r", prefill, 1.0, 0.0, 0.0, 0.0, observed_at))
+        assert board.speeds("r").prefill_tokens_s == (30.0 if prefill == 30.0 else 10.0)
+    assert board.view("r").speeds == board.speeds("r") and board.view("r").speeds.observed_at == 5.0
+    board.leave("r")
+    with pytest.raises(IllegalEvent, match="not here"):
+        board.measure(ReplicaMeasured(9.0, "r", 1.0, 1.0, 0.0, 0.0, 0.0, 9.0))
+    board.join(join("r"))
+    assert board.speeds("r") is None
+
+
+def test_nodes_are_counted_by_the_replicas_on_them():
+    board = Board()
+    assert board.one_node()
+    for replica_id, node_id in (("a", "n1"), ("b", "n2"), ("c", "n2")):
+        board.join(ReplicaJoined(0.0, replica_id, 16, 10, 2, 0, 0, node_id))
+    assert not board.one_node() and board.node("c") == "n2"
+    board.leave("b")
+    assert not board.one_node()
+    board.leave("c")
+    assert board.one_node()
 
 
 def test_the_heap_of_rooms_stays_small():

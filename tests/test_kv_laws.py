@@ -4,8 +4,11 @@ Every test walks the events and actions of a play beside a `KvLedger`; none trus
 """
 
 from itertools import pairwise
+from random import Random
 
+import pytest
 from kv_ledger import KvLedger, group_of
+from rollout_machine import Player, policies_of
 from test_laws import law
 
 from policies import events as ev
@@ -111,3 +114,30 @@ def test_a_sample_whose_kv_is_lost_or_given_up_goes_on(played):
     """The pool is a cache: no sample fails for what it holds."""
     ends = played.actions(EndSample)
     assert {end.reason for end in ends if end.end is SampleEnd.FAILED} <= {"does not fit", "given up"}
+
+
+@pytest.mark.parametrize("placement", ["least_kv", "round_robin", "cost_aware"])
+def test_a_full_pool_and_prefetches_where_everybody_takes_turns(placement):
+    """Three small replicas on two nodes, everything stored, and reports of a full pool, some of them old."""
+    player = Player(policies_of("user_policies:FewestFirst", placement, 13), b"")
+    for replica_id, node_id in (("a", "n1"), ("b", "n2"), ("c", "n2")):
+        player.feed(ev.ReplicaJoined(0.0, replica_id, 16, 24, 2, 0, 0, node_id))
+    groups = tuple(ev.GroupSpec(f"b1.{i}", 20 + i, 3, 60) for i in range(8))
+    player.feed(ev.SamplesSubmitted(0.0, "b1", groups))
+    player.tick()
+    chance = Random(2)
+    for number in range(1, 150):
+        player.now = float(number)
+        if number % 9 == 0:
+            used_tokens, age_s = chance.choice((300, 541, 600)), chance.choice((0, 12))
+            player.feed(ev.PoolReported(player.now, 600, used_tokens, player.now - age_s))
+        if player.ledger.running:
+            start = player.ledger.running[chance.choice(sorted(player.ledger.running))]
+            end, context = chance.choice((*ev.ChunkEnd, ev.ChunkEnd.LENGTH)), player.kv.context_tokens(start.sample_id)
+            made = (start.chunk_id, start.max_tokens, end, 0, context + start.max_tokens)
+            player.feed(ev.ChunkFinished(player.now, *made))
+        player.tick()
+    played = player.play
+    assert not (played.evicted or played.hasty or played.starved or played.stale)
+    given_up = sum("full" in action.reason for action in played.actions(ReleaseKv))
+    assert given_up > 10 and len(played.actions(Prefetch)) > 5, "or the play has tried nothing"

@@ -9,17 +9,18 @@ from user_policies import Halving, HighestId, LastComeFirst
 from policies.board import Board
 from policies.bundle import Policies, members
 from policies.chunking import Chunking, Fixed
-from policies.events import ReplicaJoined
-from policies.placement import LeastKv, Pinned, Placement, RoundRobin
-from policies.views import SampleView
+from policies.events import ReplicaJoined, ReplicaMeasured
+from policies.placement import CostAware, LeastKv, Pinned, Placement, RoundRobin
+from policies.views import SampleView, Speeds
 
 PROFILE = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 PLACEMENTS = [*(cls() for cls in members("placement").values()), LeastKv(stay_tokens=100), HighestId()]
+PLACEMENTS += [CostAware(min_gain_s=0.0), CostAware(pull_from_tokens=0)]
 CHUNKINGS = [Fixed(), Fixed(chunk_tokens=1), Fixed(chunk_tokens=None), Halving()]
 
 
-def sample(last_replica: str | None = None, generated=0, max_tokens=100) -> SampleView:
-    return SampleView("g#0", "g", 0, 0, 10, generated, 0, 0.0, max_tokens, 0, last_replica)
+def sample(last_replica: str | None = None, generated=0, max_tokens=100, stored=0) -> SampleView:
+    return SampleView("g#0", "g", 0, 0, 10, generated, 0, 0.0, max_tokens, 0, last_replica, stored)
 
 
 def board_of(**blocks) -> Board:
@@ -30,16 +31,24 @@ def board_of(**blocks) -> Board:
     return board
 
 
+def measured(board: Board, replica_id: str, prefill=1_000.0, fetch=10_000.0, base=0.1, step=0.02, chunk=0.01) -> Board:
+    board.measure(ReplicaMeasured(0.0, replica_id, prefill, fetch, base, step, chunk, 0.0))
+    return board
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @PROFILE
 @given(
     blocks=st.lists(st.integers(0, 30), min_size=1, max_size=6),
-    needs=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    needs=st.lists(st.integers(11, 300), min_size=1, max_size=12),
     last=st.integers(0, 7),
+    speeds=st.lists(st.sampled_from((0.0, 100.0, 5_000.0)), max_size=6),
 )
-def test_the_replica_chosen_has_room_and_memory_is_a_value(placement, blocks, needs, last):
+def test_the_replica_chosen_has_room_and_memory_is_a_value(placement, blocks, needs, last, speeds):
     assert isinstance(placement, Placement)
     board, memory = board_of(**{f"r{n}": free for n, free in enumerate(blocks)}), None
+    for number, fetch in enumerate(speeds[: len(blocks)]):
+        measured(board, f"r{number}", fetch=fetch)
     for number, need in enumerate(needs):
         if not any(board.room_tokens(view.replica_id) >= need for view in board.views()):
             continue
@@ -50,6 +59,14 @@ def test_the_replica_chosen_has_room_and_memory_is_a_value(placement, blocks, ne
         assert board.views() == before
         board.reserve(chosen, f"c{number}", need)
         memory = after
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+@pytest.mark.parametrize("fetch", [0.0, 10.0, 1_000.0, 1_000.1, 1e9])
+def test_from_how_much_on_to_pull_is_a_count_or_never_also_before_anything_is_measured(placement, fetch):
+    for speeds in (None, Speeds(1_000.0, fetch, 0.1, 0.0, 0.0, 0.0), Speeds(1_000.0, fetch, 0.0, 0.0, 0.0, 0.0)):
+        pull = placement.min_pull_tokens(speeds)
+        assert pull is None or (isinstance(pull, int) and pull >= 0)
 
 
 @pytest.mark.parametrize("chunking", CHUNKINGS, ids=repr)
@@ -68,6 +85,8 @@ def test_the_users_own_policies_roll_out_like_the_built_in_ones(data):
         ordering={"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
         placement="user_policies:HighestId",
         chunking="user_policies:Halving",
+        kv_on_update="user_policies:KeepYoung",
+        prefetch="user_policies:HalfTheQueue",
     )
     assert isinstance(policies.ordering, LastComeFirst)
     played = play(policies, data)
@@ -99,6 +118,74 @@ def test_round_robin_goes_round_and_skips_the_full():
 def test_pinned_places_like_least_kv_and_says_that_it_sticks():
     assert Pinned().choose(sample(), 10, board_of(a=5, b=7), None) == ("b", None)
     assert Pinned.sticky and not LeastKv.sticky and not RoundRobin.sticky
+
+
+@pytest.mark.parametrize(
+    ("prefill", "fetch", "base", "pull"),
+    [
+        (1_000.0, 2_000.0, 0.1, 201),  # 0.1 s + 0.1 s = 0.2 s at 200: from 201 on it wins
+        (1_000.0, 2_000.0, 0.0, 1),
+        (1_000.0, 1_000.0, 0.0, None),
+        (1_000.0, 500.0, 0.0, None),
+        (1_000.0, 0.0, 0.0, None),
+    ],
+)
+def test_to_pull_pays_from_the_break_even_of_the_measured_speeds_on(prefill, fetch, base, pull):
+    assert CostAware().min_pull_tokens(Speeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == pull
+    assert CostAware(pull_from_tokens=7).min_pull_tokens(Speeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == 7
+
+
+@PROFILE
+@given(st.integers(1, 5_000), st.integers(1, 50_000), st.integers(0, 1_000))
+def test_the_break_even_is_where_fetching_begins_to_be_faster(prefill, fetch, base_ms):
+    pull = CostAware().min_pull_tokens(Speeds(prefill, fetch, base_ms / 1_000, 0.0, 0.0, 0.0))
+    gain_us = [1e6 * (n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)]
+    assert gain_us[0] < 1e-3 if pull else gain_us[1] <= 0
+    assert pull is None or gain_us[1] > -1e-3
+
+
+def cost_aware(here: dict, there: dict, context=500, stored=0, new_tokens=100, running=0, **knobs) -> str:
+    """Where a sample goes that ran on `a`; `b` has more room. `running` other chunks run on `b`."""
+    board = board_of(a=100, b=200)
+    for replica_id, speeds in (("a", here), ("b", there)):
+        measured(board, replica_id, **speeds)
+    for number in range(running):
+        board.reserve("b", f"c{number}", 16)
+    view = sample("a", generated=context - 10, max_tokens=10_000, stored=stored)
+    return CostAware(**knobs).choose(view, context + new_tokens, board, None)[0]
+
+
+def test_cost_aware_moves_where_the_chunk_is_done_sooner_with_its_kv_reckoned():
+    """100 tokens: 3 s here; there 2 s, and 0.5 s to compute 500 tokens, or 0.1 s + 0.05 s to fetch them."""
+    slow, fast = {"step": 0.02}, {"step": 0.01}
+    assert cost_aware(slow, fast, min_gain_s=0.49) == "b"
+    assert cost_aware(slow, fast, min_gain_s=0.51) == "a"
+    assert cost_aware(slow, fast, min_gain_s=0.51, stored=500) == "b"
+    assert cost_aware(slow, fast, min_gain_s=0.86, stored=500) == "a"
+    assert cost_aware(slow, fast, min_gain_s=0.51, stored=500, pull_from_tokens=501) == "a", "it would not look"
+    assert cost_aware(slow, fast, running=1) == "a", "0.01 s a token more: the gain is gone"
+
+
+def test_cost_aware_stays_on_a_tie_and_computes_where_fetching_is_slower():
+    same = {"step": 0.02, "chunk": 0.0}
+    assert cost_aware(same, same, context=10, new_tokens=0, min_gain_s=0.0, stored=0) == "a"
+    free = {"prefill": float("inf")}
+    assert cost_aware(free, free, min_gain_s=0.0) == "a"
+    slow_fetch = {"step": 0.01, "fetch": 100.0}
+    assert cost_aware({"step": 0.02}, slow_fetch, stored=500, min_gain_s=0.49, pull_from_tokens=1) == "b"
+
+
+def test_cost_aware_leaves_a_replica_without_room_and_starts_where_there_is_most():
+    board = measured(measured(board_of(a=5, b=20), "a"), "b")
+    assert CostAware().choose(sample("a"), 81, board, None)[0] == "b"
+    assert CostAware().choose(sample("gone"), 20, board, None)[0] == "b"
+    assert CostAware().choose(sample(None), 20, board, None)[0] == "b"
+
+
+def test_cost_aware_without_measurements_stays_while_room_here_is_half_of_the_room_there():
+    for blocks, chosen in ((10, "a"), (9, "b")):
+        for half in (board_of(a=blocks, b=20), measured(board_of(a=blocks, b=20), "b")):
+            assert CostAware().choose(sample("a"), 20, half, None)[0] == chosen
 
 
 def test_fixed_is_the_lesser_of_the_chunk_and_what_is_left():

@@ -23,6 +23,16 @@ class LastComeFirst(BaseModel):
         return replicas[group % len(replicas)] if group % self.spread == 0 else None
 
 
+class FewestFirst(LastComeFirst):
+    """Who has the fewest tokens: everybody takes turns, so that most of what waits has run before."""
+
+    def keys(self, sample, group):
+        return ((sample.generated_tokens,),)
+
+    def bind(self, group, groups, replicas):
+        return None
+
+
 class HighestId(BaseModel):
     """The last replica in order of ids that has room."""
 
