@@ -81,16 +81,16 @@ class Batch:
             max_tokens=start.max_tokens,
             sampling=sample.group.group.sampling,
             weights_version=start.weights_version,
-            kv=self._kv_plan(sample, start),
+            kv=self._kv_plan(start),
             forced=sample.forced,
             traceparent=traceparent(span),
             keep_trace=self.message.keep_trace,
         )
 
-    def _kv_plan(self, sample: SampleRecord, start: StartChunk) -> KvPlan:
+    def _kv_plan(self, start: StartChunk) -> KvPlan:
         """Saving is worth it only if the sample may go on after this chunk."""
         goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
-        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on, sample.stored_tokens)
+        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on)
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""

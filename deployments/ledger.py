@@ -33,7 +33,6 @@ class SampleRecord:
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
     kv_names: bytes = b""  # of the context's blocks that a replica has reported, see kvpool.keys
-    stored_tokens: int = 0  # of the context, in the pool, as last reported
     started_s: float | None = None
     finished_s: float = 0.0
     end: SampleEnd | None = None
@@ -57,7 +56,7 @@ class SampleRecord:
             )
         self.parts.append(part)
         self.tokens = end
-        self.kv_names, self.stored_tokens = part.kv_names or self.kv_names, part.stored_tokens
+        self.kv_names = part.kv_names or self.kv_names
 
     def result(self, prompts: Prompts) -> SampleResult:
         token_ids = [int(t) for part in self.parts for t in part.token_ids]

@@ -198,7 +198,6 @@ class KvPlan:
     version: int
     min_pull_tokens: int | None = 1
     save: bool = True  # at its end, for whoever goes on with the sample
-    stored_tokens: int = 0  # of the context, in the pool, as far as is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ class ChunkResult:
     cached_tokens: int  # context tokens whose KV was found
     computed_tokens: int  # context tokens that were prefilled again
     pulled_tokens: int = 0  # of the cached ones, from the pool
-    stored_tokens: int = 0  # of the context at the end, in the pool
+    stored_tokens: int = 0  # of the context at the end, that this chunk has put into the pool or found there
     kv_names: bytes = b""  # names of the context's full blocks, `kvpool.keys.NAME_BYTES` each
     recompute_cause: str = ""  # why computed_tokens were not found; see kvpool.scheduler
     drafted_tokens: int = 0

@@ -86,17 +86,15 @@ class PoolLink:
         traffic = self._connector.take(request_id)
         new = len(chunk.token_ids) == chunk.prompt_tokens
         cause = CAUSE_OF_NEW if new and traffic.cause in ("miss", "not_pulled", "below_min") else traffic.cause
-        lost = cause.startswith("pull_") or cause == "miss"
         pulled_tokens = 0 if cause.startswith("pull_") else traffic.pulled_tokens
         self._counts["local_tokens"] += result.cached_tokens - pulled_tokens
         self._counts["pool_tokens"] += pulled_tokens
         self._counts[f"recomputed_tokens.{cause}"] += result.computed_tokens
         self._counts["save_late"] += late
-        known = 0 if lost or chunk.kv is None else chunk.kv.stored_tokens
         return replace(
             result,
             pulled_tokens=pulled_tokens,
-            stored_tokens=max(known, traffic.saved_tokens),
+            stored_tokens=traffic.saved_tokens,
             kv_names=b"".join(traffic.names),
             recompute_cause=cause if result.computed_tokens else "",
         )
