@@ -33,7 +33,7 @@ class Keeper:
         self._prefixes: tuple[str, ...] = ()
         self._block_tokens = self._token_bytes = 0
         self._status: PoolStatus | None = None
-        self._restarts: tuple | None = None
+        self._processes: dict[str, int | None] = {}  # pids: a new one has lost what the old one held
         self._idle_polls = 0
         self._engine_counts: dict[str, dict[str, int]] = {}
         self._counts: Counter[str] = Counter()
@@ -105,12 +105,14 @@ class Keeper:
         if status is None or not self._token_bytes:
             return []
         events: list[Event] = []
-        restarts = (status.master_restarts, *((node.node_id, node.restarts) for node in status.store_nodes))
-        if self._restarts is not None and restarts != self._restarts:
+        processes = {"master": status.master_pid} | {node.node_id: node.pid for node in status.store_nodes}
+        if any(self._processes.get(name, pid) != pid for name, pid in processes.items()):
             self._counts["lost"] += 1
             events.append(KvLost(now, None))
-        self._restarts = restarts
-        capacity, used = status.dram_capacity_bytes + status.ssd_capacity_bytes, status.dram_bytes + status.ssd_bytes
+        self._processes |= processes
+        capacity, used = status.dram_capacity_bytes, status.dram_bytes
+        if status.ssd_capacity_bytes:  # everything is written there too, and memory is given up before it
+            capacity, used = status.ssd_capacity_bytes, status.ssd_bytes
         events.append(PoolReported(now, capacity // self._token_bytes, used // self._token_bytes, now))
         return events
 
