@@ -3,6 +3,7 @@
 Called by launch.py, before it builds one.
 """
 
+
 def make_llvmlite_scannable() -> None:
     """Lets vLLM build an engine where numba was imported before.
 
