@@ -63,12 +63,10 @@ async def _roll(client: RolloutClient, batch: RolloutBatch, policies: Policies) 
     return [group async for group in client.rollout(batch)]
 
 
-def crossing(group: GroupResult) -> int | None:
-    """The answer position from which the sample's tokens are of the new weights; None: it did not cross."""
-    versions = [segment.weights_version for segment in group.samples[0].segments]
-    if sorted(set(versions)) != [0, NEW_VERSION]:
-        return None
-    return next(segment.start for segment in group.samples[0].segments if segment.weights_version == NEW_VERSION)
+def crossing(group: GroupResult, version: int = NEW_VERSION) -> int | None:
+    """The answer position from which the sample's tokens are of `version`; None: it has none before, or none of it."""
+    starts = [segment.start for segment in group.samples[0].segments if segment.weights_version == version]
+    return min(starts) if starts and min(starts) else None
 
 
 def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
@@ -108,15 +106,16 @@ def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: lis
     }
 
 
-def first_chunks(spans: list[dict]) -> list[dict]:
-    """For every sample that ran under the old and the new weights, its first engine call under the new ones."""
+def first_chunks(spans: list[dict], version: int = NEW_VERSION) -> list[dict]:
+    """For every sample that made tokens under older weights and then `version`, its first engine call under that."""
     chunks: dict[str, list[dict]] = {}
     for span in spans:
         chunks.setdefault(span["attributes"]["chunk_id"].rpartition(":")[0], []).append(span)
     found = []
     for of_sample in chunks.values():
         of_sample.sort(key=lambda s: int(s["attributes"]["chunk_id"].rpartition(":")[2]))
-        new = [span for span in of_sample if span["attributes"]["weights_version"] == NEW_VERSION]
-        if new and len(new) < len(of_sample):
+        made = [span for span in of_sample if span["attributes"]["new_tokens"]]
+        new = [span for span in made if span["attributes"]["weights_version"] == version]
+        if new and len(new) < len(made):
             found.append(new[0])
     return found

@@ -1,0 +1,145 @@
+"""The service with its pool: moved samples pull their KV, an update makes KV fresh, and nothing is left behind."""
+
+import asyncio
+import time
+
+import pytest
+
+from app.client import RolloutClient, WeightsRejected
+from app.cluster import service
+from app.config import load_config
+from app.demo import PROMPTS
+from app.leftovers import processes_of
+from app.model import perturbed
+from app.prompts_file import read_prompts
+from app.verify import kill_a_replica
+from app.verify_update import crossing, first_chunks
+from deployments.messages import RolloutBatch
+from policies.bundle import Policies
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def client(model_dir):
+    with service(load_config(), None) as client:
+        master = asyncio.run(settled(client)).status["master_address"]
+        assert processes_of(master)
+        yield client
+    deadline_s = time.monotonic() + WAIT_S
+    while (left := processes_of(master)) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert left == [], "processes of the pool outlive the service"
+
+
+@pytest.fixture(scope="module")
+def other_weights(model_dir, tmp_path_factory):
+    return perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
+
+
+def batch(name: str, samples: int = 2, max_tokens: int = 96, **more) -> RolloutBatch:
+    groups = tuple(read_prompts(PROMPTS, {"samples": samples, "max_tokens": max_tokens}))[:6]
+    return RolloutBatch(batch_id=name, groups=groups, **more)
+
+
+def moving(**more) -> Policies:
+    return Policies(placement="round_robin", chunking={"type": "fixed", "chunk_tokens": 24}, **more)
+
+
+def run(work):
+    """A test that waits for ever says nothing."""
+    return asyncio.run(asyncio.wait_for(work, 300))
+
+
+async def roll(client: RolloutClient, wanted: RolloutBatch, policies: Policies) -> dict:
+    await client.set_policies(policies)
+    return {group.prompt_id: group async for group in client.rollout(wanted)}
+
+
+async def settled(client: RolloutClient):
+    """The pool as it is once it is empty, or after WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        view = await client.pool_status()
+        if (view.status and not view.status["keys"] + view.status["dram_bytes"]) or time.monotonic() > deadline_s:
+            return view
+        await asyncio.sleep(0.2)
+
+
+def test_a_moved_sample_pulls_its_kv_and_leaves_nothing(client):
+    whole = run(roll(client, batch("whole"), Policies(placement="pinned")))
+    before = run(settled(client)).counts
+    moved = run(roll(client, batch("moved", keep_trace=True), moving()))
+    chunks = [s["attributes"] for s in run(client.take_trace("moved")) if s["name"] == "engine"]
+    after = run(settled(client))
+    assert [g.samples[i].token_ids for g in whole.values() for i in (0, 1)] == [
+        moved[name].samples[i].token_ids for name in whole for i in (0, 1)
+    ]
+    pulled = [chunk for chunk in chunks if chunk["pulled_tokens"]]
+    assert pulled and {chunk["recompute_cause"] for chunk in pulled} == {"tail"}
+    assert all(chunk["context_tokens"] - chunk["cached_tokens"] <= 32 for chunk in pulled), "more than one block"
+    assert after.counts["pool_tokens"] - before.get("pool_tokens", 0) == sum(c["pulled_tokens"] for c in pulled)
+    assert after.counts["released_keys"] > before.get("released_keys", 0)
+    assert after.status["keys"] == after.status["dram_bytes"] == 0
+
+
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(client, tmp_path):
+    with pytest.raises(WeightsRejected, match=str(tmp_path)):
+        run(client.update_weights(1, str(tmp_path)))
+    status = run(client.status())
+    assert status.weights_version == 0 and {replica.weights_version for replica in status.replicas} == {0}
+
+
+@pytest.mark.parametrize(("version", "kv_on_update"), [(1, "fresh"), (2, "keep")])
+def test_an_update_finds_old_kv_only_where_it_was_asked_for(client, other_weights, version, kv_on_update):
+    wanted = batch(f"update-{version}", samples=1, max_tokens=160, keep_trace=True)
+
+    async def update():
+        while not any(b.tokens > 200 for b in (await client.status()).batches):
+            await asyncio.sleep(0.05)
+        return await client.update_weights(version, str(other_weights))
+
+    async def both():
+        return await asyncio.gather(roll(client, wanted, moving(kv_on_update=kv_on_update)), update())
+
+    groups, loaded = run(both())
+    spans = [s for s in run(client.take_trace(wanted.batch_id)) if s["name"] == "engine"]
+    hits = [chunk["attributes"]["cached_tokens"] for chunk in first_chunks(spans, version)]
+    assert len(loaded.replicas) == 2 and loaded.version == version
+    assert len(hits) == sum(crossing(group, version) is not None for group in groups.values()) > 0
+    assert all(len(group.samples[0].token_ids) <= 160 for group in groups.values())
+    assert (sum(hits) == 0) == (kv_on_update == "fresh")
+
+
+def test_a_replica_that_starts_late_has_the_current_weights_before_it_is_used(client):
+    wanted = batch("late", samples=4, max_tokens=64)
+
+    async def both():
+        return await asyncio.gather(roll(client, wanted, moving()), kill_a_replica(client, "late"))
+
+    groups, _ = run(both())
+    assert {s.weights_version for g in groups.values() for sample in g.samples for s in sample.segments} == {2}
+
+    async def replaced():
+        while len([r for r in (await client.status()).replicas if r.ready]) < 2:
+            await asyncio.sleep(0.2)
+        return await roll(client, batch("after"), moving())
+
+    used = {s.replica_id for g in run(replaced()).values() for sample in g.samples for s in sample.segments}
+    assert len(used) == 2
+    assert run(settled(client)).status["keys"] == 0
+
+
+def test_the_pool_can_be_drained_under_way(client):
+    async def both():
+        rolling = asyncio.create_task(roll(client, batch("drained"), moving()))
+        while not (view := await client.pool_status()).status or not view.status["keys"]:
+            await asyncio.sleep(0.05)
+        return await client.drain_pool(), await rolling
+
+    removed, groups = run(both())
+    again = run(roll(client, batch("drained-not"), moving()))
+    assert removed > 0
+    assert {n: g.samples[0].token_ids for n, g in groups.items()} == {
+        n: g.samples[0].token_ids for n, g in again.items()
+    }
