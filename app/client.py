@@ -76,6 +76,10 @@ class RolloutClient:
         """The KV pool as the coordinator knows it, at most a second old; None: the service has none."""
         return (await self.status()).pool
 
+    async def pool_detail(self) -> PoolView | None:
+        """The same, with the keys of each weights version, which are counted for it."""
+        return await self._handle.pool_detail.remote()
+
     async def drain_pool(self) -> int | None:
         """Forget everything that the pool holds; the number of keys removed. None: the service has no pool."""
         return await self._handle.drain_pool.remote()

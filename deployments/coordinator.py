@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.fleet import Fleet
 from deployments.keeper import Keeper
-from deployments.messages import GroupResult, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
+from deployments.messages import GroupResult, PoolView, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
 from deployments.prompts import Prompts
 from deployments.rollouts import Rollouts
 from deployments.telemetry import Telemetry
@@ -55,6 +55,9 @@ class Coordinator:
 
     async def set_policies(self, policies: Policies) -> None:
         self._rollouts.set_policies(policies)
+
+    async def pool_detail(self) -> PoolView | None:
+        return None if self._keeper is None else await self._keeper.detail()
 
     async def drain_pool(self) -> int | None:
         return None if self._keeper is None else await self._keeper.drain()

@@ -13,14 +13,13 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from deployments.batch import Batch
 from deployments.messages import EngineStats, PoolView
-from kvpool.keys import NAME_BYTES, PREFIX, version_pattern
+from kvpool.keys import ALL_BLOCKS, NAME_BYTES, version_pattern
 from kvpool.status import PoolDown, PoolStatus
 from policies.events import Event, KvLost, PoolReported
 
 CALL_S = 10.0
 """A dead Mooncake master is noticed after 4.3 s; whoever does not answer in twice that is gone."""
 
-ALL_KEYS = f"^{PREFIX}-[0-9a-f]{{16}}@"
 
 
 class Keeper:
@@ -79,11 +78,11 @@ class Keeper:
         self._idle_polls = self._idle_polls + 1 if idle and not self._todo else 0
         if self._idle_polls > 1 and self._status is not None and self._status.keys:
             self._counts["swept_keys"] += self._status.keys
-            self._push("retire", [ALL_KEYS])
+            self._push("retire", [ALL_BLOCKS])
 
     async def drain(self) -> int:
         """Forget everything now; the number of keys that were there."""
-        return await self._ask("retire", ALL_KEYS) or 0
+        return await self._ask("retire", ALL_BLOCKS) or 0
 
     # ---- the loops ---------------------------------------------------------------------------------
 
@@ -115,6 +114,10 @@ class Keeper:
             capacity, used = status.ssd_capacity_bytes, status.ssd_bytes
         events.append(PoolReported(now, capacity // self._token_bytes, used // self._token_bytes, now))
         return events
+
+    async def detail(self) -> PoolView:
+        """`view`, and the keys of each weights version, which costs a look at every key."""
+        return self.view().model_copy(update={"keys_by_version": await self._ask("keys_by_version")})
 
     def view(self) -> PoolView:
         """Everything counted, of all replicas that reported and of this side, beside the pool's own figures."""

@@ -168,6 +168,7 @@ class PoolView(Message):
     status: dict[str, Any] | None
     token_bytes: int
     counts: dict[str, int]
+    keys_by_version: dict[int, int] | None = None  # only where it was asked for
 
 
 class ServiceStatus(Message):

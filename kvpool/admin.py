@@ -65,6 +65,10 @@ class PoolAdmin:
         """Mounted segments: the address where their bytes lie, by name."""
         return {row["segment_name"]: row["te_endpoint"] for row in await self._segments_detail()}
 
+    async def keys(self) -> list[str]:
+        """Every key; a page of 150 bytes a key, so not to be asked for often."""
+        return (await self._page("/get_all_keys")).split()
+
     async def metrics(self) -> tuple[dict[str, float], dict[str, int]]:
         """The master's counters by name (the parser adds a missing `_total`), and allocated bytes by segment."""
         counts, segment_bytes = {}, {}

@@ -5,6 +5,7 @@ in four bytes, then the block's hash, which covers all tokens up to its end; key
 engine, the connector and the coordinator.
 """
 
+import re
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +14,7 @@ PREFIX = "tailrace"
 
 VERSION_BYTES = 4
 NAME_BYTES = VERSION_BYTES + 32  # vLLM hashes blocks with SHA-256
+SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
 def cache_salt(kv_version: int) -> str:
@@ -25,8 +27,16 @@ def block_name(kv_version: int, block_hash: bytes) -> bytes:
     return kv_version.to_bytes(VERSION_BYTES, "big") + block_hash
 
 
+ALL_BLOCKS = f"^{PREFIX}-[0-9a-f]{{16}}@"
+"""A regular expression for the keys of all blocks, of whatever model; a replica's probes are not among them."""
+
+
+def is_block(key: str) -> bool:
+    return re.match(ALL_BLOCKS, key) is not None
+
+
 def version_of(key: str) -> int:
-    """The weights version in a key of the pool, `PREFIX@NAME`. ValueError when it is none of ours."""
+    """The weights version in the key of a block, `PREFIX@NAME`."""
     return int(key.rpartition("@")[2][: 2 * VERSION_BYTES], 16)
 
 
@@ -38,13 +48,15 @@ def version_pattern(kv_version: int) -> str:
 def fingerprint(model: str, *settings: object) -> str:
     """16 hex digits that tell models, and settings that shape KV, apart: two that share a version share no key.
 
-    Reads name, size, head and tail of the folder's weight files, so that a copy on another node agrees.
+    Reads the folder's weight files at SAMPLES evenly spaced places each (name and time say nothing across nodes, the
+    whole of a large model takes minutes): a trained model differs from its start almost everywhere.
     """
     digest = blake2b(repr(settings).encode(), digest_size=8, person=b"tailrace-model")
     for path in sorted(Path(model).glob("*.safetensors")):
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
-            digest.update(file.read(1 << 16))
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            digest.update(file.read())
+            for place in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * place // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()

@@ -7,9 +7,11 @@ A plain class: kvpool/pool.py makes the actor. Called by the coordinator and by 
 
 import asyncio
 import time
+from collections import Counter
 
 from kvpool.admin import PoolAdmin
 from kvpool.config import PoolConfig
+from kvpool.keys import is_block, version_of
 from kvpool.process import ChildProcess, Launch
 from kvpool.programs import program
 from kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
@@ -91,6 +93,10 @@ class KvMaster:
             get_failures=int(sum(counts[name] for name in GET_FAILURES)),
             store_nodes=tuple(store for at_s, store in self._reports.values() if at_s > fresh_s),
         )
+
+    async def keys_by_version(self) -> dict[int, int]:
+        """How many keys each weights version has; reads every key."""
+        return dict(sorted(Counter(version_of(key) for key in await self._up().keys() if is_block(key)).items()))
 
     async def stop(self) -> None:
         """End the process for good."""
