@@ -70,6 +70,7 @@ class PoolLink:
         return released
 
     def after_step(self, took_s: float) -> None:
+        self._waits.took("step", took_s)
         tokens, chunks = self._connector.scheduled
         if chunks:
             self._speeds.step(chunks, tokens, took_s)
