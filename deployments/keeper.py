@@ -35,12 +35,16 @@ class Keeper:
         self._processes: dict[str, int | None] = {}  # pids: a new one has lost what the old one held
         self._idle_polls = 0
         self._engine_counts: dict[str, dict[str, int]] = {}
+        self._problems: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
     # ---- what Rollouts tells it --------------------------------------------------------------------
 
     def learn(self, report: EngineStats) -> None:
         """A replica has reported: how keys are spelled, how large a token is, what its engine counted."""
+        if report.pool_problem:
+            self._problems[report.replica_id] = report.pool_problem
+            return
         self._prefixes, self._token_bytes = report.key_prefixes, report.token_bytes
         self._block_tokens = report.block_tokens
         self._engine_counts[report.replica_id] = report.kv_counts
@@ -125,7 +129,12 @@ class Keeper:
         for of_engine in self._engine_counts.values():
             counts.update(of_engine)
         status = self._status.model_dump() if self._status else None
-        return PoolView(status=status, token_bytes=self._token_bytes, counts=dict(sorted(counts.items())))
+        return PoolView(
+            status=status,
+            token_bytes=self._token_bytes,
+            counts=dict(sorted(counts.items())),
+            problems=self._problems,
+        )
 
     # ------------------------------------------------------------------------------------------------
 

@@ -168,6 +168,7 @@ class PoolView(Message):
     status: dict[str, Any] | None
     token_bytes: int
     counts: dict[str, int]
+    problems: dict[str, str] = {}  # replicas that had to start without the pool, and why
     keys_by_version: dict[int, int] | None = None  # only where it was asked for
 
 
@@ -260,5 +261,6 @@ class EngineStats:
     node_id: str = ""
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
     token_bytes: int = 0  # KV of one token, over all ranks
+    pool_problem: str = ""  # why this replica runs without the pool that it should have
     kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by WHAT.CAUSE
     speeds: dict[str, float] | None = None  # see deployments.engine.speeds

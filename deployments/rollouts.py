@@ -213,8 +213,8 @@ class Rollouts:
                 case ReleaseKv() if self._keeper is not None:
                     self._keeper.release(self._home[action.group_id], action.group_id, action.sample_id)
                 case Prefetch() if self._keeper is not None:
-                    node_id = self._roster.reports[action.replica_id].node_id
-                    self._keeper.prefetch(self._home[action.sample_id], action.sample_id, node_id)
+                    if report := self._roster.reports.get(action.replica_id):  # else lost since
+                        self._keeper.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)
 
     def _spawn(self, coroutine) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

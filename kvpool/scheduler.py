@@ -87,8 +87,9 @@ class PoolScheduler(MooncakeStoreScheduler):
         if traffic is None or traffic.min_pull_tokens is None or traffic.pulled_tokens:
             return 0, False
         least = max(traffic.min_pull_tokens, self._block_size)
-        if (request.num_tokens - 1) // self._block_size * self._block_size - num_computed_tokens < least:
-            traffic.cause = "below_min"
+        most = (request.num_tokens - 1) // self._block_size * self._block_size - num_computed_tokens
+        if most < least:
+            traffic.cause = "tail" if most < self._block_size else "below_min"
             return 0, False
         if traffic.hit_tokens is None and not self._look_up(request, traffic):
             return None, False

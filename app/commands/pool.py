@@ -1,4 +1,4 @@
-"""`python -m app pool ...`: what the KV pool holds, emptying it, and showing that nothing is left behind."""
+"""`python -m app pool ...`: what the KV pool holds, emptying it; nothing is left behind, nothing lost with it."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from app.errors import BadInput, Failed
 from app.prompts_file import read_prompts
 
 ADDRESS = click.option("--address", default="auto", show_default=True, help="A running cluster: auto, or host:port.")
+CHAOS_PROMPTS = 8
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 
 
@@ -25,7 +26,7 @@ def command():
 @AS_JSON
 def status(address, as_json):
     """Bytes and keys, by version and node; processes; tokens by where their KV came from; failures by cause."""
-    view = _ask(address, lambda client: client.pool_status())
+    view = _ask(address, lambda client: client.pool_detail())
     if as_json:
         click.echo(view.model_dump_json())
     else:
@@ -62,6 +63,48 @@ def verify(prompts, samples, max_tokens, config, as_json):
         raise Failed(f"left behind: {', '.join(f'{count} {what}' for what, count in left.items())}")
 
 
+@command.command()
+@click.option("--prompts", type=click.Path(path_type=Path), default=PROMPTS, show_default="8 of the demo's")
+@click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Per sample.")
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@click.option("--only", "names", multiple=True, help="A disturbance, several times for several; all without.")
+@AS_JSON
+def chaos(prompts, samples, max_tokens, config, names, as_json):
+    """Disturb the pool of a local service under a rollout: no token may change, every sample must end, in time."""
+    file = load_config(config)
+    if file.application.args.pool is None:
+        raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to disturb")
+    defaults = {"samples": samples, "max_tokens": max_tokens, "sampling": {"temperature": 1.0}}
+    wanted = read_prompts(prompts, defaults)[: CHAOS_PROMPTS if prompts == PROMPTS else None]
+    from app.chaos import DISTURBANCES, measure
+    from deployments.messages import RolloutBatch
+
+    known = [disturbance.name for disturbance in DISTURBANCES]
+    if unknown := next((name for name in names if name not in known), None):
+        raise BadInput(f"--only {unknown}: no such disturbance; known: {', '.join(known)}")
+    batch = RolloutBatch(batch_id="chaos", groups=wanted)
+    result = measure(file, batch, names, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _print_chaos(result)
+    if bad := next((run for run in result["runs"] if run["wrong"]), None):
+        raise Failed(f"{bad['name']}: {bad['wrong']}")
+
+
+def _print_chaos(result: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("disturbance", "what was done", "identical", "ended", "counts", "longest waits, ms")
+    for run in result["runs"]:
+        counts = "\n".join(f"{name} {count:,}" for name, count in run["counts"].items())
+        waits = "\n".join(f"{what} {bucket}" for what, bucket in run["longest_wait_ms"].items())
+        table.add_row(run["name"], run["done"], str(run["identical"]), str(run["samples_ended"]), counts, waits)
+    Console().print(table)
+
+
 def _ask(address: str, question):
     from app.cluster import connect
 
@@ -79,6 +122,10 @@ def _print(view) -> None:
     for name, value in (view.status or {}).items():
         for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
             table.add_row(f"{name} {key}".strip(), json.dumps(inner))
+    for replica_id, problem in view.problems.items():
+        table.add_row(f"replica {replica_id}", f"runs without the pool: {problem}")
+    for version, keys in (view.keys_by_version or {}).items():
+        table.add_row(f"keys of weights {version}", f"{keys:,}")
     table.add_section()
     for name, count in view.counts.items():
         table.add_row(name, f"{count:,}")

@@ -54,6 +54,10 @@ class PoolLink:
         """Take a result that is ready but for its saves."""
         self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
 
+    def forget(self, request_id: str) -> None:
+        """The request has failed: there is no result to complete."""
+        self._connector.take(request_id)
+
     def release(self) -> list[tuple[str, ChunkResult]]:
         """The held results, by chunk id, whose saves have ended or are late."""
         now_s = time.monotonic()

@@ -20,6 +20,7 @@ from deployments.messages import ChunkRequest, ChunkResult, EngineStats
 from deployments.telemetry import Telemetry
 from kvpool.config import PoolConfig
 from kvpool.pool import join_pool
+from kvpool.status import PoolDown
 
 
 @serve.deployment(
@@ -35,7 +36,12 @@ class Engine:
         self, config: EngineConfig, weights_version: int = 0, otlp: bool = False, pool: PoolConfig | None = None
     ):
         context = serve.get_replica_context()
-        endpoint = join_pool(pool, context.app_name) if pool is not None else None
+        endpoint, self._pool_problem = None, ""
+        if pool is not None:
+            try:
+                endpoint = join_pool(pool, context.app_name)
+            except PoolDown as error:  # the pool is a cache: without it every move recomputes
+                self._pool_problem = str(error)
         self._node_id = ray.get_runtime_context().get_node_id()
         # `local_rank` is unique among the running replicas of this deployment on this node.
         rank = context.rank.local_rank
@@ -85,7 +91,7 @@ class Engine:
     async def stats(self) -> EngineStats:
         """The latest snapshot; raises when the engine is down, so that nobody counts on this replica."""
         self.check_health()
-        return replace(self._runner.stats(), node_id=self._node_id)
+        return replace(self._runner.stats(), node_id=self._node_id, pool_problem=self._pool_problem)
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
         """The spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""

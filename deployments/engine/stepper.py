@@ -170,6 +170,8 @@ class Stepper:
         running = self._running[chunk_id]
         result = self._end(chunk_id, ENDS.get(reason, ChunkEnd.ABORTED))
         if reason not in ENDS:
+            if self._link is not None:
+                self._link.forget(running.request_id)
             self._ended.append((chunk_id, RuntimeError(f"chunk {chunk_id}: vLLM ended it with {reason!r}")))
         else:
             self._hand_over(running, result)
