@@ -144,6 +144,26 @@ def test_a_report_from_before_the_last_time_counts_not_and_one_from_behind_it_do
     assert reported(core, 99, observed_at=5.4, now=6.0) == []
 
 
+def test_a_report_that_comes_late_does_not_replace_a_newer_one():
+    """Law 8: between two ticks the newest counts, in whatever order they come."""
+    core = waiting_core()
+    core.observe(ev.PoolReported(2.0, 100, 50, 2.0))
+    assert reported(core, 100, observed_at=1.0, now=2.0) == []
+
+
+def test_who_has_nothing_but_the_prompt_stored_has_nothing_to_give_up():
+    """What is behind the prompt is the sample's; the prompt's KV is its group's."""
+    core = turns()
+    core.observe(join("r", 20, max_running=1))
+    submit(core, ev.GroupSpec("g", 16, 2, 90))
+    for tokens in (17, 16):
+        (start,) = tick(core)
+        stored(core, start, tokens)
+    (start,) = tick(core)
+    assert start.sample_id == "g#0", "and g#1 waits"
+    assert reported(core, 100, 1.0) == []
+
+
 def test_what_is_lost_is_not_released_and_what_is_stored_behind_it_is():
     core = waiting_core()
     core.observe(ev.KvLost(0.0, ("g#1", "nobody")))
@@ -168,9 +188,9 @@ def test_more_stored_than_there_is_cannot_be():
 # ---- who is brought near ------------------------------------------------------------------------------
 
 
-def two_nodes(prefetch, *nodes: str) -> tuple[RolloutCore, list[StartChunk]]:
+def two_nodes(prefetch, *nodes: str, **knobs) -> tuple[RolloutCore, list[StartChunk]]:
     """Samples 0 to 2 wait with KV from replica a, on node n1; the next tick starts 3 on a, 4 on b and 5 on c."""
-    core = turns(prefetch=prefetch)
+    core = turns(prefetch=prefetch, **knobs)
     core.observe(ev.ReplicaJoined(0.0, "a", 16, 20, 3, 0, 0, "n1"))
     submit(core, ev.GroupSpec("g", 16, 6, 90))
     first = tick(core)
@@ -205,6 +225,23 @@ def test_a_greater_depth_gives_the_second_in_order_the_second_place():
     actions = tick(core)
     assert [start.sample_id for start in of(StartChunk, actions)] == ["g#0"]
     assert [(p.sample_id, p.replica_id) for p in of(Prefetch, actions)] == [], "g#1's is on b, for which it was asked"
+
+
+def test_nobody_is_brought_to_a_replica_that_still_holds_other_weights():
+    """The chunk on b has fewest tokens to go; b itself has to load the new weights before it takes anybody."""
+    core, _ = two_nodes("next_up", "n2", "n3", kv_on_update="keep")
+    running = {start.replica_id: start for start in of(StartChunk, tick(core))}
+    core.observe(ev.TokensStreamed(1.0, running["b"].chunk_id, 9, 1.0))
+    core.observe(ev.WeightsChanged(1.0, 1))
+    for replica_id in "ac":
+        stored(core, running[replica_id], 22, 6, "aborted")
+        core.observe(join(replica_id, 20, version=1))
+    actions = tick(core)
+    assert [start.replica_id for start in of(StartChunk, actions)] == ["a", "c"]
+    assert "b" not in [prefetch.replica_id for prefetch in of(Prefetch, actions)]
+    stored(core, running["b"], 26)
+    core.observe(join("b", 20, version=1))
+    assert [start.replica_id for start in of(StartChunk, tick(core))] == ["b"]
 
 
 def test_a_bound_sample_is_brought_to_its_home_alone():

@@ -140,4 +140,6 @@ def test_a_full_pool_and_prefetches_where_everybody_takes_turns(placement):
     played = player.play
     assert not (played.evicted or played.hasty or played.starved or played.stale)
     given_up = sum("full" in action.reason for action in played.actions(ReleaseKv))
-    assert given_up > 10 and len(played.actions(Prefetch)) > 5, "or the play has tried nothing"
+    fetched = [(prefetch.sample_id, prefetch.replica_id) for prefetch in played.actions(Prefetch)]
+    assert given_up > 10 and len(fetched) > 5, "or the play has tried nothing"
+    assert len(set(fetched)) < len(fetched), "who has run since may be brought to the same place again"
