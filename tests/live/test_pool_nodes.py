@@ -1,0 +1,77 @@
+"""Two nodes: a store on each, and KV that travels to the node where its sample is expected next."""
+
+import asyncio
+import os
+
+import pytest
+
+from app.client import RolloutClient
+from app.cluster import LOOPBACK_ONLY
+from app.config import load_config
+from app.demo import PROMPTS
+from app.prompts_file import read_prompts
+from app.verify import with_engine
+from deployments.messages import RolloutBatch
+from policies.bundle import Policies
+
+FEW_SLOTS = {"max_running": 2, "cores": None}
+"""Samples have to wait, so that there is time for KV to travel."""
+
+
+@pytest.fixture(scope="module")
+def client(model_dir):
+    os.environ.update(LOOPBACK_ONLY)
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from app.build import build_from_file
+
+    file = with_engine(load_config(), FEW_SLOTS)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+        serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
+        serve.run(build_from_file(file), name=file.application.name, route_prefix=None)
+        yield RolloutClient(file.application.name)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 300))
+
+
+async def roll(client: RolloutClient, name: str, policies: Policies) -> dict:
+    await client.set_policies(policies)
+    groups = tuple(read_prompts(PROMPTS, {"samples": 2, "max_tokens": 48}))[:4]
+    batch = RolloutBatch(batch_id=name, groups=groups)
+    return {group.prompt_id: group async for group in client.rollout(batch)}
+
+
+async def reported(client: RolloutClient) -> dict:
+    await asyncio.sleep(1.5)  # three polls
+    return (await client.pool_status()).counts
+
+
+def moving(prefetch: str) -> Policies:
+    return Policies(placement="least_kv", chunking={"type": "fixed", "chunk_tokens": 16}, prefetch=prefetch)
+
+
+def test_kv_travels_ahead_to_the_node_where_its_sample_goes_on(client):
+    status = run(client.pool_status()).status
+    assert len({node["node_id"] for node in status["store_nodes"]}) == 2
+    plain = run(roll(client, "plain", moving("off")))
+    before = run(reported(client))
+    assert not before.get("moved_keys")
+    ahead = run(roll(client, "ahead", moving("next_up")))
+    after = run(reported(client))
+    assert after["moved_keys"] > 0
+    assert after["pool_tokens"] > before.get("pool_tokens", 0)
+    assert {n: [s.token_ids for s in g.samples] for n, g in plain.items()} == {
+        n: [s.token_ids for s in g.samples] for n, g in ahead.items()
+    }
