@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from app.bench.heavy_model import heavy_model
-from app.bench.rig import Engine, Pool, chunk_of, keys_of, running_engines, running_pool
+from app.bench.rig import Engine, Pool, chunk_of, keys_of, run, running_engines, running_pool
 from app.bench.transport import loopback_ms, memcpy_ms, store_rates
 from app.errors import Failed
 from app.model import resolve_model
@@ -41,7 +41,7 @@ def measure(lengths: tuple[int, ...], repeats: int, say: Callable[[str], None]) 
     """
     demo = resolve_model("demo")
     heavy = heavy_model(demo)
-    return asyncio.run(_measure(demo, heavy, lengths, repeats, say))
+    return run(_measure(demo, heavy, lengths, repeats, say))
 
 
 async def _measure(demo: Path, heavy: Path, lengths, repeats: int, say) -> dict:

@@ -8,20 +8,23 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any
 
+from app.errors import Failed
 from deployments.engine.config import EngineConfig
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats, KvPlan, SamplingParams
 from kvpool.config import PoolConfig, PoolEndpoint
 from kvpool.keys import NAME_BYTES
 from kvpool.master import KvMaster
 from kvpool.programs import free_port
+from kvpool.status import PoolDown
 from kvpool.store_node import KvStoreNode
 
 HOST = "127.0.0.1"
@@ -29,6 +32,16 @@ MOUNT_S = 30.0
 
 _runner: Any = None
 """In an engine's process: its EngineRunner."""
+
+
+def run(work: Coroutine[Any, Any, dict]) -> dict:
+    """What a benchmark's coroutine returns; Failed, in one line, when pool or engines do not start or die."""
+    try:
+        return asyncio.run(work)
+    except PoolDown as error:
+        raise Failed(str(error)) from None
+    except BrokenProcessPool:
+        raise Failed("the process of an engine did not start, or died; see what it wrote above") from None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.bench.rig import Engine, Pool, chunk_of, keys_of, running_engines, running_pool
+from app.bench.rig import Engine, Pool, chunk_of, keys_of, run, running_engines, running_pool
 from app.bench.transport import write_everywhere
 from app.model import resolve_model
 from deployments.engine.config import EngineConfig
@@ -92,7 +92,7 @@ def growth_percent(seen: dict[int, dict[str, int]], settled_moves: int) -> dict[
 
 def measure(moves: int, say: Callable[[str], None]) -> dict:
     """Resident bytes by process as moves go by, and what became of every move."""
-    return asyncio.run(_measure(moves, say))
+    return run(_measure(moves, say))
 
 
 async def _measure(moves: int, say: Callable[[str], None]) -> dict:
