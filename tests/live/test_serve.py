@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from app.leftovers import processes_of
+
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = '{"prompt_id": "a", "text": "One, two,"}\n'
 SECOND = '{"prompt_id": "b", "messages": [{"role": "user", "content": "Hi"}]}\n'
@@ -27,6 +29,14 @@ def environment(port: int) -> dict[str, str]:
     return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": str(ROOT)}
 
 
+MASTERS: list[str] = []
+"""Addresses of pool masters that tests have met: none may be left in the end."""
+
+
+def pool_processes() -> list[int]:
+    return [pid for master in MASTERS for pid in processes_of(master)]
+
+
 @pytest.fixture(scope="module")
 def served(model_dir):
     """A service started by the command; its port."""
@@ -40,6 +50,7 @@ def served(model_dir):
     assert process.wait(90) == 0
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the head is gone"
+    assert MASTERS and not pool_processes(), "and its pool with it"
 
 
 def run(port: int, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
@@ -73,6 +84,18 @@ def test_rollout_resumes_and_traces(served, tmp_path):
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["prompt_id"] for line in lines] == ["a", "b"]
     assert all(len(line["samples"]) == 3 for line in lines)
+
+
+def test_the_pool_is_seen_and_drained(served):
+    address = ("--address", f"127.0.0.1:{served}", "--json")
+    view = json.loads(run(served, "-m", "app", "pool", "status", *address).stdout.splitlines()[-1])
+    MASTERS.append(view["status"]["master_address"])
+    assert view["problems"] == {} and len(view["status"]["store_nodes"]) == 1
+    assert view["keys_by_version"] == {} and view["status"]["keys"] == 0, "the rollouts before left nothing"
+    assert view["counts"]["recomputed_tokens.new"] > 0
+    assert len(pool_processes()) == 2
+    drained = run(served, "-m", "app", "pool", "drain", *address).stdout.splitlines()[-1]
+    assert json.loads(drained) == {"removed_keys": 0}
 
 
 def test_an_address_without_the_service_is_bad_input(served, tmp_path):
