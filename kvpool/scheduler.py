@@ -72,7 +72,10 @@ class PoolScheduler(MooncakeStoreScheduler):
 
     def take(self, request_id: str) -> Traffic | None:
         """The account of a request that has ended; it is forgotten here. None for one without a wish."""
-        return self._traffic.pop(request_id, None)
+        traffic = self._traffic.pop(request_id, None)
+        if traffic is not None and traffic.jobs:
+            self._pause()  # its saves are late, and others would wait behind them
+        return traffic
 
     # ---- pulling -----------------------------------------------------------------------------------
 
@@ -117,12 +120,15 @@ class PoolScheduler(MooncakeStoreScheduler):
                 return False
             traffic.answer.cancel()
             self.counts[f"lookup_wait_ms.{bucket_ms(now_s - traffic.asked_s)}"] += 1
-            self._paused_until_s = now_s + self._retry_s
+            self._pause()
             return self._give_up(traffic, "lookup_late")
         traffic.hit_tokens = result.hit_length
         traffic.cause = "tail" if result.hit_length else "miss"
         self.counts[f"lookup_wait_ms.{bucket_ms(time.monotonic() - traffic.asked_s)}"] += 1
         return True
+
+    def _pause(self) -> None:
+        self._paused_until_s = time.monotonic() + self._retry_s
 
     def _give_up(self, traffic: Traffic, cause: str) -> bool:
         traffic.hit_tokens, traffic.cause = 0, cause
@@ -152,7 +158,10 @@ class PoolScheduler(MooncakeStoreScheduler):
         traffic.names = tuple(self._names(request.block_hashes, traffic.version)[:blocks])
         loading = request.request_id in self._pinned_loads  # its tokens are not there yet
         stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: nobody goes on with it
-        if not (traffic.save and blocks) or stopped or loading or time.monotonic() < self._paused_until_s:
+        if not (traffic.save and blocks) or stopped or loading:
+            return
+        if time.monotonic() < self._paused_until_s:
+            self.counts["save_failed.paused"] += blocks
             return
         pinned = [block for group in block_ids for block in group[:blocks] if block != NULL_BLOCK_ID]
         job = ReqMeta(
@@ -209,6 +218,8 @@ class PoolScheduler(MooncakeStoreScheduler):
             self._saved_tokens[job] = min(tokens, self._saved_tokens.get(job, tokens))
         for job, ranks in report.completed_saves.items():
             self._save_ended(job, ranks)
+        if "late" in report.failed_loads.values():
+            self._pause()
         for request_id, failure in report.failed_loads.items():
             if request_id in self._traffic:
                 self._traffic[request_id].cause = f"pull_{failure}"

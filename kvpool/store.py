@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvpool.counts import Counts
 
 PAUSED = -9999
-CAUSES = {-200: "full", -704: "gone", -800: "store_lost", -900: "master_lost", PAUSED: "paused"}
+CAUSES = {-200: "full", -704: "gone", -707: "lease_expired", -800: "store_lost", -900: "master_lost", PAUSED: "paused"}
 """Mooncake's error codes (`mooncake-store/include/types.h`) as this deployment meets them, and our own."""
 
 LOSSES = {-800, -900}  # the other codes say something about a key, these about the pool
