@@ -7,6 +7,7 @@ waits or fails, it is counted. Owned by `Rollouts`; the pool itself is reached t
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -15,7 +16,13 @@ from deployments.batch import Batch
 from deployments.messages import EngineStats, PoolView
 from kvpool.keys import ALL_BLOCKS, NAME_BYTES, version_pattern
 from kvpool.status import PoolDown, PoolStatus
+from policies.actions import ReleaseKv
 from policies.events import Event, KvLost, PoolReported
+
+AGAIN_S = 1.0
+"""Until a key that was in use is asked for again; a lease lasts as long as a load may."""
+
+DRAIN_S = 10.0
 
 CALL_S = 10.0
 """A dead Mooncake master is noticed after 4.3 s; whoever does not answer in twice that is gone."""
@@ -28,6 +35,7 @@ class Keeper:
     def __init__(self, master):
         self._master = master
         self._todo: deque[tuple[str, list]] = deque()  # operations of the master that wait for their turn
+        self._later: list[tuple[float, str, list]] = []  # and those that were too early, with their time
         self._wake = asyncio.Event()
         self._prefixes: tuple[str, ...] = ()
         self._block_tokens = self._token_bytes = 0
@@ -49,9 +57,10 @@ class Keeper:
         self._block_tokens = report.block_tokens
         self._engine_counts[report.replica_id] = report.kv_counts
 
-    def release(self, batch: Batch, group_id: str, sample_id: str | None) -> None:
-        """Give back a sample's own blocks, or with None the prompt's of its group."""
-        group = batch.groups[group_id]
+    def release(self, batch: Batch, action: ReleaseKv) -> None:
+        """Give back a sample's own blocks, or the prompt's of its group."""
+        self._counts[f"releases.{action.cause}"] += 1
+        group, sample_id = batch.groups[action.group_id], action.sample_id
         prompt_bytes = len(group.prompt) // max(1, self._block_tokens) * NAME_BYTES
         samples = group.samples if sample_id is None else [batch.samples[sample_id]]
         group.prompt_kv_names.update(sample.kv_names[:prompt_bytes] for sample in samples)
@@ -76,17 +85,24 @@ class Keeper:
     def retire(self, weights_version: int) -> None:
         """Nothing of this version will be read again."""
         self._push("retire", [version_pattern(weights_version)])
+        self._later.append((time.monotonic() + AGAIN_S, "retire", [version_pattern(weights_version)]))
 
     def rest(self, idle: bool) -> None:
         """After each `poll`: is nothing in flight? Then whatever is still there a poll later, nobody will read."""
-        self._idle_polls = self._idle_polls + 1 if idle and not self._todo else 0
+        self._idle_polls = self._idle_polls + 1 if idle and not self._todo and not self._later else 0
         if self._idle_polls > 1 and self._status is not None and self._status.keys:
             self._counts["swept_keys"] += self._status.keys
             self._push("retire", [ALL_BLOCKS])
 
     async def drain(self) -> int:
-        """Forget everything now; the number of keys that were there."""
-        return await self._ask("retire", ALL_BLOCKS) or 0
+        """Forget everything, what is in use as soon as it is not; the number of keys that were there."""
+        removed, until_s = 0, time.monotonic() + DRAIN_S
+        while time.monotonic() < until_s:
+            removed += await self._ask("retire", ALL_BLOCKS) or 0
+            if not await self._ask("keys_by_version"):
+                break
+            await asyncio.sleep(AGAIN_S / 2)
+        return removed
 
     # ---- the loops ---------------------------------------------------------------------------------
 
@@ -99,10 +115,19 @@ class Keeper:
                 method, arguments = self._todo[0]
                 done = await self._ask(method, *arguments)
                 self._todo.popleft()
+                if method == "release" and done is not None:
+                    done, in_use = done
+                    if in_use:
+                        self._later.append((time.monotonic() + AGAIN_S, method, [in_use]))
                 self._counts[f"{method}_failed" if done is None else f"{method}d_keys"] += 1 if done is None else done
 
     async def poll(self, now: float) -> list[Event]:
         """What the pool has to say: how full it is, and what it has lost."""
+        now_s = time.monotonic()
+        due = [(method, arguments) for at_s, method, arguments in self._later if at_s <= now_s]
+        self._later = [item for item in self._later if item[0] > now_s]
+        for method, arguments in due:
+            self._push(method, arguments)
         status: PoolStatus | None = await self._ask("status")
         self._status = status
         if status is None or not self._token_bytes:

@@ -211,7 +211,7 @@ class Rollouts:
                 case EmitGroup():
                     self._emit(action)
                 case ReleaseKv() if self._keeper is not None:
-                    self._keeper.release(self._home[action.group_id], action.group_id, action.sample_id)
+                    self._keeper.release(self._home[action.group_id], action)
                 case Prefetch() if self._keeper is not None:
                     if report := self._roster.reports.get(action.replica_id):  # else lost since
                         self._keeper.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)

@@ -27,6 +27,10 @@ THREADS = 4
 UNREACHABLE = -900
 """Mooncake's error code RPC_FAIL (mooncake-store/include/types.h)."""
 
+IN_USE = {-703, -706, -714}
+"""Being written, leased (whoever looked a key up or reads it has a lease), or copied. Removing such a key by force
+would give its memory to another while it is read; without force, a reader whose lease has run out gets an error."""
+
 
 class PoolAdmin:
     """Every operation raises PoolDown, in one line, when the master does not answer."""
@@ -43,14 +47,15 @@ class PoolAdmin:
         if self._client is None and (self._connecting is None or self._connecting.done()):
             self._connecting = asyncio.get_running_loop().run_in_executor(self._threads, self._connect)
 
-    async def release(self, keys: list[str]) -> int:
-        """Forget keys, leases or not; how many there were. Nobody may be reading them: their memory is used again."""
-        codes = await self._call(lambda client: _reached(client.batch_remove(keys, force=True))) if keys else []
-        return sum(code == 0 for code in codes)
+    async def release(self, keys: list[str]) -> tuple[int, list[str]]:
+        """Forget keys; how many are gone, and which are in use: ask for those again, see IN_USE."""
+        codes = await self._call(lambda client: _reached(client.batch_remove(keys, force=False))) if keys else []
+        in_use = [key for key, code in zip(keys, codes, strict=True) if code in IN_USE]
+        return sum(code == 0 for code in codes), in_use
 
     async def retire(self, regex: str) -> int:
-        """Forget all keys in which the expression (C++ std::regex_search) is found; how many there were."""
-        (count,) = await self._call(lambda client: _reached([client.remove_by_regex(regex, force=True)]))
+        """Forget all keys in which the expression (C++ std::regex_search) is found, but for those in use; how many."""
+        (count,) = await self._call(lambda client: _reached([client.remove_by_regex(regex, force=False)]))
         return max(0, count)
 
     async def move(self, keys: list[str], segment: str) -> int:

@@ -62,12 +62,12 @@ class KvMaster:
         self._reports[store.node_id] = time.monotonic(), store
         return None if self._mounted is None else segment in self._mounted
 
-    async def release(self, keys: list[str]) -> int:
-        """Forget these keys at once; how many there were. The caller knows that nobody reads them."""
+    async def release(self, keys: list[str]) -> tuple[int, list[str]]:
+        """Forget these keys; how many are gone, and which are in use and have to be asked for again."""
         return await self._up().release(keys)
 
     async def retire(self, regex: str) -> int:
-        """Forget all keys in which the expression is found; how many there were."""
+        """Forget all keys in which the expression is found, but for those in use; how many are gone."""
         return await self._up().retire(regex)
 
     async def move(self, keys: list[str], segment: str) -> int:

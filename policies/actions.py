@@ -62,6 +62,12 @@ class EmitGroup:
     reason: str
 
 
+class ReleaseCause(StrEnum):
+    ENDED = "ended"  # nobody goes on with it
+    STALE = "stale"  # it is of other weights than what goes on
+    FULL = "full"  # others need the room sooner
+
+
 @dataclass(frozen=True, slots=True)
 class ReleaseKv:
     """The pool need not hold this any more: the sample's own KV behind the prompt, or, with `sample_id` None, the
@@ -69,6 +75,7 @@ class ReleaseKv:
 
     group_id: str
     sample_id: str | None
+    cause: ReleaseCause
     reason: str
 
 

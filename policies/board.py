@@ -25,6 +25,7 @@ class Board:
         self._replicas: dict[str, _Replica] = {}
         self._ids: list[str] = []
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
+        self.one_node = True  # all replicas share one node's pool memory: no KV is nearer to one of them
         self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
 
     def __contains__(self, replica_id: str) -> bool:
@@ -39,7 +40,7 @@ class Board:
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
             replica.node_id, replica.speeds = event.node_id, None
-            self._nodes[event.node_id] += 1
+            self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
         replica.version = event.weights_version
@@ -50,8 +51,7 @@ class Board:
         replica = self._known(replica_id)
         del self._replicas[replica_id]
         self._ids.remove(replica_id)
-        self._nodes[replica.node_id] -= 1
-        self._nodes += Counter()  # drops nodes without replicas
+        self._count_node(replica.node_id, -1)
         return list(replica.chunks)
 
     def measure(self, event: ReplicaMeasured) -> None:
@@ -131,10 +131,6 @@ class Board:
     def node(self, replica_id: str) -> str:
         return self._replicas[replica_id].node_id
 
-    def one_node(self) -> bool:
-        """Whether all replicas share one node's pool memory, so that no KV is nearer to one of them."""
-        return len(self._nodes) < 2
-
     def view(self, replica_id: str) -> ReplicaView:
         replica = self._replicas[replica_id]
         return ReplicaView(
@@ -150,6 +146,11 @@ class Board:
 
     def views(self) -> list[ReplicaView]:
         return [self.view(replica_id) for replica_id in self._ids]
+
+    def _count_node(self, node_id: str, replicas: int) -> None:
+        self._nodes[node_id] += replicas
+        self._nodes += Counter()  # drops nodes without replicas
+        self.one_node = len(self._nodes) < 2
 
     def _known(self, replica_id: str) -> _Replica:
         if replica_id not in self._replicas:

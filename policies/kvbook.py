@@ -6,7 +6,7 @@ that it goes on with; what leaves the book is released exactly once. Called by `
 
 from collections.abc import Iterable
 
-from policies.actions import ReleaseKv
+from policies.actions import ReleaseCause, ReleaseKv
 from policies.board import Board
 from policies.buffer import Chunk, Group, Sample, State
 from policies.events import PoolReported
@@ -63,12 +63,15 @@ class KvBook:
 
     # ---- what it need not hold any more --------------------------------------------------------------
 
-    def release(self, sample: Sample, reason: str) -> tuple[ReleaseKv, ...]:
-        """Give up what the pool holds of a sample, if anything."""
+    def end(self, sample: Sample) -> tuple[ReleaseKv, ...]:
+        """The sample has ended: nobody goes on with its KV."""
+        return self._release(sample, ReleaseCause.ENDED, "the sample has ended")
+
+    def _release(self, sample: Sample, cause: ReleaseCause, reason: str) -> tuple[ReleaseKv, ...]:
         if self._held.pop(sample.sample_id, None) is None:
             return ()
         sample.stored_tokens = 0
-        return (ReleaseKv(sample.group.spec.group_id, sample.sample_id, reason),)
+        return (ReleaseKv(sample.group.spec.group_id, sample.sample_id, cause, reason),)
 
     def release_prompt(self, group: Group) -> tuple[ReleaseKv, ...]:
         """The group has ended: nobody reads its prompt again."""
@@ -76,13 +79,14 @@ class KvBook:
         if group_id not in self._groups:
             return ()
         del self._groups[group_id]
-        return (ReleaseKv(group_id, None, "all samples have ended"),)
+        return (ReleaseKv(group_id, None, ReleaseCause.ENDED, "all samples have ended"),)
 
     def release_stale(self, sample: Sample) -> tuple[ReleaseKv, ...]:
         """Give up KV of another version than the sample goes on with."""
         if sample.sample_id not in self._held or sample.stored_version == (version := self.version(sample)):
             return ()
-        return self.release(sample, f"its KV is of weights {sample.stored_version}; it goes on under {version}")
+        reason = f"its KV is of weights {sample.stored_version}; it goes on under {version}"
+        return self._release(sample, ReleaseCause.STALE, reason)
 
     def release_all_stale(self) -> list[ReleaseKv]:
         """The weights have changed."""
@@ -112,7 +116,7 @@ class KvBook:
             own_tokens = sample.stored_tokens - sample.group.spec.prompt_tokens
             if own_tokens > 0:  # the prompt's KV is its group's
                 left -= own_tokens
-                actions += self.release(sample, "the pool is full: needed last")
+                actions += self._release(sample, ReleaseCause.FULL, "the pool is full: needed last")
         if actions:
             self._made_room_at = now
         return actions

@@ -155,7 +155,7 @@ class RolloutCore:
         if not self._running and self._waiting and self.board.all_ready():
             self._give_up()
         self._outbox += self._kv.make_room(tick.now, self._waiting)
-        if self._waiting:
+        if not self.board.one_node:
             self._outbox += self._upcoming.prefetches(homes)
         actions, self._outbox = tuple(self._outbox), []
         return actions
@@ -254,7 +254,7 @@ class RolloutCore:
         group = sample.group
         group.unended -= 1
         self._outbox.append(EndSample(sample.sample_id, end, error, reason))
-        self._outbox += self._kv.release(sample, "the sample has ended")
+        self._outbox += self._kv.end(sample)
         if end in (SampleEnd.STOP, SampleEnd.LENGTH):
             group.finished += 1
             group.longest_finished = max(group.longest_finished or 0, sample.generated_tokens)

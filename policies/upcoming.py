@@ -25,7 +25,7 @@ class Upcoming:
 
     def seen(self, chunk: Chunk) -> None:
         """A chunk has started, or more of it has been streamed."""
-        if not self._board.one_node():
+        if not self._board.one_node:
             heappush(self._ends, (_left_tokens(chunk), chunk.chunk_id))
             if len(self._ends) > 64 + 4 * len(self._running):
                 self.rebuild()
@@ -33,14 +33,15 @@ class Upcoming:
     def rebuild(self) -> None:
         """A replica has joined: with a second node, where a sample goes begins to matter."""
         self._ends = []
-        if not self._board.one_node():
+        if not self._board.one_node:
             self._ends = [(_left_tokens(chunk), chunk_id) for chunk_id, chunk in self._running.chunks.items()]
             heapify(self._ends)
 
     def prefetches(self, homes: Iterable[str]) -> list[Prefetch]:
-        """What the pool should bring near, once nobody that waits has room. Only on `homes` has the queue or the room
-        of a replica that samples are bound to changed."""
-        if self._board.one_node() or not (depth := self._policy.look_ahead(len(self._waiting))):
+        """What the pool should bring near, on several nodes, once nobody that waits has room. Only on `homes` has the
+        queue, or the room of a replica that samples are bound to, changed."""
+        depth = self._policy.look_ahead(len(self._waiting))
+        if not depth:
             return []
         pairs = [(sample, home) for home in homes for sample in self._waiting.next_up(home, depth)]
         heads = self._waiting.next_up(None, depth)

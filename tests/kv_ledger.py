@@ -7,7 +7,7 @@ player of `rollout_machine` and by the laws of `test_kv_laws`.
 from dataclasses import dataclass, field
 
 from policies import events as ev
-from policies.actions import Action, Prefetch, ReleaseKv, StartChunk
+from policies.actions import Action, Prefetch, ReleaseCause, ReleaseKv, StartChunk
 
 
 def group_of(sample_id: str) -> str:
@@ -74,7 +74,7 @@ class KvLedger:
             case ev.PoolReported() if event.observed_at >= self.reported_at:
                 self.report, self.reported_at = event, event.observed_at
             case ev.Tick(now=now):
-                if any(isinstance(action, ReleaseKv) and "full" in action.reason for action in actions):
+                if any(isinstance(action, ReleaseKv) and action.cause is ReleaseCause.FULL for action in actions):
                     self.evicted_at = now
                 self.report = None
         for action in actions:

@@ -14,7 +14,7 @@ from kv_ledger import KvLedger
 
 from policies import events as ev
 from policies import views
-from policies.actions import Action, Prefetch, ReleaseKv, StartChunk
+from policies.actions import Action, Prefetch, ReleaseCause, ReleaseKv, StartChunk
 from policies.buffer import Sample, State
 from policies.bundle import Policies, name_of
 from policies.fitqueue import STEP_TOKENS
@@ -253,7 +253,7 @@ class Player:
 
     def _look_at_evicted(self, actions: tuple[Action, ...]) -> None:
         """Whoever waits with KV of its own is needed before all that were given up, or the pool is roomy by now."""
-        given_up = [a.sample_id for a in actions if isinstance(a, ReleaseKv) and "full" in a.reason]
+        given_up = [a.sample_id for a in actions if isinstance(a, ReleaseKv) and a.cause is ReleaseCause.FULL]
         waiting = {
             sample_id: self.key(sample)
             for sample_id, sample in self.play.core._buffer.samples.items()

@@ -129,14 +129,14 @@ def test_speeds_are_those_of_the_newest_report_and_go_with_the_replica():
 
 def test_nodes_are_counted_by_the_replicas_on_them():
     board = Board()
-    assert board.one_node()
+    assert board.one_node
     for replica_id, node_id in (("a", "n1"), ("b", "n2"), ("c", "n2")):
         board.join(ReplicaJoined(0.0, replica_id, 16, 10, 2, 0, 0, node_id))
-    assert not board.one_node() and board.node("c") == "n2"
+    assert not board.one_node and board.node("c") == "n2"
     board.leave("b")
-    assert not board.one_node()
+    assert not board.one_node
     board.leave("c")
-    assert board.one_node()
+    assert board.one_node
 
 
 def test_the_heap_of_rooms_stays_small():

@@ -12,7 +12,7 @@ from rollout_machine import Player, policies_of
 from test_laws import law
 
 from policies import events as ev
-from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, SampleEnd, StartChunk
+from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseCause, ReleaseKv, SampleEnd, StartChunk
 
 
 def walk(played):
@@ -45,7 +45,7 @@ def test_what_is_stored_is_released_once_and_what_is_stale_at_once(played):
         for action in actions:
             if isinstance(action, ReleaseKv):
                 assert action.reason and (action.sample_id is None or group_of(action.sample_id) == action.group_id)
-                if "full" in action.reason:
+                if action.cause is ReleaseCause.FULL:
                     running = {start.sample_id for start in ledger.running.values()}
                     assert action.sample_id not in running | set(started)
 
@@ -139,7 +139,7 @@ def test_a_full_pool_and_prefetches_where_everybody_takes_turns(placement):
         player.tick()
     played = player.play
     assert not (played.evicted or played.hasty or played.starved or played.stale)
-    given_up = sum("full" in action.reason for action in played.actions(ReleaseKv))
+    given_up = sum(action.cause is ReleaseCause.FULL for action in played.actions(ReleaseKv))
     fetched = [(prefetch.sample_id, prefetch.replica_id) for prefetch in played.actions(Prefetch)]
     assert given_up > 10 and len(fetched) > 5, "or the play has tried nothing"
     assert len(set(fetched)) < len(fetched), "who has run since may be brought to the same place again"

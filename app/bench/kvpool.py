@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from app.bench.heavy_model import heavy_model
-from app.bench.rig import Engine, Pool, chunk_of, keys_of, run, running_engines, running_pool
+from app.bench.rig import Engine, Pool, chunk_of, give_back, keys_of, run, running_engines, running_pool
 from app.bench.transport import loopback_ms, memcpy_ms, store_rates
 from app.errors import Failed
 from app.model import resolve_model
@@ -23,7 +23,7 @@ from deployments.engine.config import EngineConfig
 from deployments.messages import ChunkEnd, ChunkResult, EngineStats, KvPlan
 from kvpool.config import PoolConfig
 
-PATIENT = {"lookup_deadline_s": 10.0, "load_deadline_s": 30.0, "save_deadline_s": 30.0}
+PATIENT = {"lookup_deadline_s": 10.0, "load_deadline_s": 5.0, "save_deadline_s": 30.0}
 DRAM_GIB = 2.0
 KV_CACHE_GIB = 1.0
 FIRST_TOKENS, NEXT_TOKENS = 32, 8
@@ -89,7 +89,7 @@ async def _one_length(a: Engine, b: Engine, stats: EngineStats, pool: Pool, leng
         moved, times["move_ms"], _ = await sample.go_on(b, "move", KvPlan(0, save=False))
         await b.forget()
         _, times["recompute_ms"], _ = await sample.go_on(b, "recompute", KvPlan(0, None, save=False))
-        await pool.master.release(keys_of(stats, stayed.kv_names))
+        await give_back(pool, keys_of(stats, stayed.kv_names))
         if moved.computed_tokens > stats.block_tokens:
             again = f"{moved.computed_tokens} of {length} tokens ({moved.recompute_cause})"
             raise Failed(f"a move computed {again} again, more than a block of {stats.block_tokens}")

@@ -106,6 +106,13 @@ async def running_engines(config: EngineConfig, pool: PoolEndpoint) -> AsyncIter
         await asyncio.gather(*(engine.stop() for engine in engines))
 
 
+async def give_back(pool: "Pool", keys: list[str]) -> None:
+    """Have the pool forget keys, those in use as soon as they are not."""
+    while keys:
+        _, keys = await pool.master.release(keys)
+        await asyncio.sleep(0.2 if keys else 0)
+
+
 def keys_of(stats: EngineStats, names: bytes) -> list[str]:
     """All keys under which the pool keeps the blocks that a result names."""
     blocks = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]

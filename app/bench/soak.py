@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.bench.rig import Engine, Pool, chunk_of, keys_of, run, running_engines, running_pool
+from app.bench.rig import Engine, Pool, chunk_of, give_back, keys_of, run, running_engines, running_pool
 from app.bench.transport import write_everywhere
 from app.model import resolve_model
 from deployments.engine.config import EngineConfig
@@ -143,4 +143,4 @@ async def _round(engines: tuple[Engine, Engine], pool: Pool, samples: list[Sampl
 async def _release(engine: Engine, pool: Pool, samples: list[Sample]) -> None:
     """Give back what the pool has of these samples."""
     names = b"".join(sample.kv_names for sample in samples)
-    await pool.master.release(keys_of(await engine.stats(), names))
+    await give_back(pool, keys_of(await engine.stats(), names))

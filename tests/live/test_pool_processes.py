@@ -138,17 +138,19 @@ def test_two_replicas_of_a_node_share_one_store(endpoint, master):
     assert is_alive(store.pid) and is_alive(seen.master_pid)
 
 
-def test_release_and_retire_forget_keys_at_once(writer, master):
+def test_release_and_retire_forget_what_is_not_in_use(writer, master):
     import ray
 
     whole(master)
     assert all(writer.put(number) for number in range(8))
     assert status(master).dram_bytes == 8 * BLOCK_BYTES and writer.get(3)
-    until(lambda: ray.get(master.release.remote(["key-0", "key-1", "no such key"])) == 2)
-    assert ray.get(master.retire.remote("^key-[2-5]$")) == 4
+    assert ray.get(master.release.remote(["key-0", "key-1", "no such key"])) == (2, [])
+    assert ray.get(master.retire.remote("^key-[2-5]$")) == 3, "key 3 has just been read"
+    assert ray.get(master.release.remote(["key-3", "key-6"])) == (1, ["key-3"])
+    until(lambda: ray.get(master.release.remote(["key-3"])) == (1, []))
     seen = status(master)
-    assert (seen.keys, seen.dram_bytes) == (2, 2 * BLOCK_BYTES)
-    assert not writer.get(3) and writer.get(6)
+    assert (seen.keys, seen.dram_bytes) == (1, BLOCK_BYTES)
+    assert not writer.get(3) and writer.get(7)
 
 
 def test_a_killed_store_is_back_under_its_name(writer, endpoint, master):
@@ -175,7 +177,7 @@ def test_a_killed_master_is_back_at_its_address_and_empty(writer, master):
     now = until(lambda: (seen := status(master)) and seen.master_pid not in (None, before.master_pid) and seen)
     assert (now.master_address, now.keys, now.master_restarts) == (before.master_address, 0, 1)
     until(lambda: status(master).dram_capacity_bytes == CONFIG.dram_gib * 2**30)
-    assert ray.get(master.release.remote(["key-20"])) == 0, "its admin client comes back as well"
+    assert ray.get(master.release.remote(["key-20"])) == (0, []), "its admin client comes back as well"
     until(lambda: writer.put(21) and writer.get(21))
 
 
