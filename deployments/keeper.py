@@ -6,9 +6,9 @@ waits or fails, it is counted. Owned by `Rollouts`; the pool itself is reached t
 """
 
 import asyncio
-import contextlib
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -28,7 +28,6 @@ CALL_S = 10.0
 """A dead Mooncake master is noticed after 4.3 s; whoever does not answer in twice that is gone."""
 
 
-
 class Keeper:
     """`master`: handle of the KvMaster actor. Its methods return at once; `poll` and `work` run as tasks."""
 
@@ -43,19 +42,22 @@ class Keeper:
         self._processes: dict[str, int | None] = {}  # pids: a new one has lost what the old one held
         self._idle_polls = 0
         self._engine_counts: dict[str, dict[str, int]] = {}
+        self._problem: str | None = None
         self._problems: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
     # ---- what Rollouts tells it --------------------------------------------------------------------
 
-    def learn(self, report: EngineStats) -> None:
-        """A replica has reported: how keys are spelled, how large a token is, what its engine counted."""
-        if report.pool_problem:
-            self._problems[report.replica_id] = report.pool_problem
-            return
-        self._prefixes, self._token_bytes = report.key_prefixes, report.token_bytes
-        self._block_tokens = report.block_tokens
-        self._engine_counts[report.replica_id] = report.kv_counts
+    def learn(self, reports: Iterable[EngineStats]) -> None:
+        """What the replicas report: how keys are spelled, how large a token is, what their engines counted."""
+        self._problems = {}
+        for report in reports:
+            if report.pool_problem:
+                self._problems[report.replica_id] = report.pool_problem
+                continue
+            self._prefixes, self._token_bytes = report.key_prefixes, report.token_bytes
+            self._block_tokens = report.block_tokens
+            self._engine_counts[report.replica_id] = report.kv_counts
 
     def release(self, batch: Batch, action: ReleaseKv) -> None:
         """Give back a sample's own blocks, or the prompt's of its group."""
@@ -158,6 +160,7 @@ class Keeper:
             status=status,
             token_bytes=self._token_bytes,
             counts=dict(sorted(counts.items())),
+            problem=self._problem,
             problems=self._problems,
         )
 
@@ -174,7 +177,12 @@ class Keeper:
         self._wake.set()
 
     async def _ask(self, method: str, *arguments):
-        """The master's answer; None when it has none to give."""
-        with contextlib.suppress(PoolDown, RayActorError, RayTaskError, TimeoutError):
-            return await asyncio.wait_for(getattr(self._master, method).remote(*arguments), CALL_S)
-        return None
+        """The master's answer; None when it has none to give, and `problem` says why."""
+        try:
+            answer = await asyncio.wait_for(getattr(self._master, method).remote(*arguments), CALL_S)
+        except (PoolDown, RayActorError, RayTaskError, TimeoutError) as error:
+            cause = getattr(error, "cause", None) or error
+            self._problem = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+            return None
+        self._problem = None
+        return answer

@@ -168,6 +168,7 @@ class PoolView(Message):
     status: dict[str, Any] | None
     token_bytes: int
     counts: dict[str, int]
+    problem: str | None = None  # why the last question to the pool's master got no answer
     problems: dict[str, str] = {}  # replicas that had to start without the pool, and why
     keys_by_version: dict[int, int] | None = None  # only where it was asked for
 

@@ -159,8 +159,7 @@ class Rollouts:
     async def poll_pool(self) -> None:
         """Hear what the pool has to say, and sweep it while nothing is in flight, for ever."""
         while True:
-            for report in self._roster.reports.values():
-                self._keeper.learn(report)
+            self._keeper.learn(self._roster.reports.values())
             for event in await self._keeper.poll(self.now()):
                 self._tell(event)
             self._keeper.rest(idle=not self._batches)

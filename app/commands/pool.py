@@ -118,7 +118,7 @@ def _print(view) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("what", "value", title="KV pool" if view.status else "KV pool: down")
+    table = Table("what", "value", title="KV pool" if view.status else f"KV pool: down ({view.problem})")
     for name, value in (view.status or {}).items():
         for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
             table.add_row(f"{name} {key}".strip(), json.dumps(inner))
