@@ -7,10 +7,10 @@ from importlib import import_module
 import click
 
 COMMANDS = {
-    "bench": "Benchmarks: scheduler, sampler, live.",
+    "bench": "Benchmarks: scheduler, sampler, live, kvpool, soak.",
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
     "policies": "List policy families, their members and knobs.",
-    "pool": "The shared KV pool: status, drain, verify.",
+    "pool": "The shared KV pool: status, drain, verify, chaos.",
     "rollout": "Roll out a file of prompts and write the samples.",
     "serve": "Start a local cluster and deploy the service on it.",
     "verify": "Show that scheduling never changes a token.",

@@ -101,6 +101,7 @@ class KvMaster:
     async def stop(self) -> None:
         """End the process for good."""
         self._looking.cancel()
+        await asyncio.gather(self._looking, return_exceptions=True)  # it uses the admin client until it has ended
         self._admin.close()
         await asyncio.to_thread(self._process.stop)
 

@@ -18,7 +18,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object,
 
 @click.group()
 def command():
-    """The shared KV pool: status, drain, verify."""
+    """The shared KV pool: status, drain, verify, chaos."""
 
 
 @command.command()

@@ -134,7 +134,7 @@ def pool_settings(pool: PoolEndpoint, file: str) -> dict[str, str]:
         "MOONCAKE_CONFIG_PATH": file,
         "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": pool.host,
         "MC_TCP_BIND_ADDRESS": pool.host,
-        "GLOG_minloglevel": "3",  # Mooncake's client writes a line per failed block; `PoolStore` counts them
+        "MC_LOG_LEVEL": "ERROR",  # else Mooncake's client tells of every connection
     }
 
 
