@@ -14,12 +14,12 @@ def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
     prompts.write_text("\n".join(lines))
     command = (sys.executable, "-m", "app", "verify", "--prompts", str(prompts), "--samples", "4", "--max-tokens", "64")
     done = subprocess.run(
-        (*command, "--corrupt", "--json"), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+        (*command, "--only", "runs", "--corrupt", "--json"), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     runs = {run["name"]: run for run in result["runs"]}
-    assert len(runs) == 7 and result["tokens"] > 500 and not result["identical"]
+    assert len(runs) == 8 and result["tokens"] > 500 and not result["identical"]
     *others, (last_name, last) = runs.items()
     assert all(run["identical"] for _, run in others), others
     assert last["first_difference"]["what"] == "token"
@@ -29,3 +29,4 @@ def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
     assert runs["moved"]["moved_samples"] > 0 and runs["chunks_of_23"]["chunked_share"] > 0
     assert runs["ngram_drafts"]["drafted_tokens"] > 0
     assert "killed replica" in runs["replica_killed"]["note"]
+    assert "killed replica" in runs["pulled_after_stop"]["note"] and runs["pulled_after_stop"]["pulled_tokens"] > 0
