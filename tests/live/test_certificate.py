@@ -12,9 +12,14 @@ def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = (ROOT / "app" / "demo" / "prompts.jsonl").read_text().splitlines()[:5]
     prompts.write_text("\n".join(lines))
-    command = (sys.executable, "-m", "app", "verify", "--prompts", str(prompts), "--samples", "4", "--max-tokens", "64")
+    what = ("--prompts", str(prompts), "--samples", "4", "--max-tokens", "64", "--only", "runs", "--corrupt", "--json")
     done = subprocess.run(
-        (*command, "--only", "runs", "--corrupt", "--json"), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+        (sys.executable, "-m", "app", "verify", *what),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
