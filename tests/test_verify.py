@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.verify import TOLERANCE, compare, corrupt
+from app.certificates.tokens import TOLERANCE, compare, corrupt
 from deployments.messages import GroupResult, SampleResult
 from policies.actions import SampleEnd
 

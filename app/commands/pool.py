@@ -54,7 +54,7 @@ def verify(prompts, samples, max_tokens, config, as_json):
     if file.application.args.pool is None:
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to verify")
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": {}})
-    from app.leftovers import measure
+    from app.certificates.leftovers import measure
 
     result = measure(file, wanted, lambda text: click.echo(text, err=True))
     click.echo(json.dumps(result) if as_json else "\n".join(f"{key:24} {value}" for key, value in result.items()))
@@ -77,7 +77,7 @@ def chaos(prompts, samples, max_tokens, config, names, as_json):
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to disturb")
     defaults = {"samples": samples, "max_tokens": max_tokens, "sampling": {"temperature": 1.0}}
     wanted = read_prompts(prompts, defaults)[: CHAOS_PROMPTS if prompts == PROMPTS else None]
-    from app.chaos import DISTURBANCES, measure
+    from app.certificates.chaos import DISTURBANCES, measure
     from deployments.messages import RolloutBatch
 
     known = [disturbance.name for disturbance in DISTURBANCES]

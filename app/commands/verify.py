@@ -34,7 +34,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, corr
     file = load_config(config)
     sampling = {"temperature": 1.0}
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": sampling})
-    from app.verify import RUNS, certificate, corrupt, roll_all
+    from app.certificates.tokens import RUNS, certificate, corrupt, roll_all
     from deployments.messages import RolloutBatch
 
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
@@ -63,8 +63,8 @@ def _update(file, batch, kv_on_update, say) -> dict:
     """The update certificate, over a change to weights made from the configured ones."""
     import tempfile
 
+    from app.certificates.update import measure
     from app.model import perturbed, resolve_model
-    from app.verify_update import measure
 
     with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as folder:
         say("making other weights")

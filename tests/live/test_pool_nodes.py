@@ -5,12 +5,12 @@ import os
 
 import pytest
 
+from app.certificates.tokens import with_engine
 from app.client import RolloutClient
 from app.cluster import LOOPBACK_ONLY
 from app.config import load_config
 from app.demo import PROMPTS
 from app.prompts_file import read_prompts
-from app.verify import with_engine
 from deployments.messages import RolloutBatch
 from policies.bundle import Policies
 

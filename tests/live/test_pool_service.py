@@ -5,15 +5,15 @@ import time
 
 import pytest
 
+from app.certificates.leftovers import processes_of
+from app.certificates.tokens import kill_a_replica
+from app.certificates.update import crossing, first_chunks
 from app.client import RolloutClient, WeightsRejected
 from app.cluster import service
 from app.config import load_config
 from app.demo import PROMPTS
-from app.leftovers import processes_of
 from app.model import perturbed
 from app.prompts_file import read_prompts
-from app.verify import kill_a_replica
-from app.verify_update import crossing, first_chunks
 from deployments.messages import RolloutBatch
 from policies.bundle import Policies
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.leftovers import processes_of
+from app.certificates.leftovers import processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = '{"prompt_id": "a", "text": "One, two,"}\n'

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from app.certificates.tokens import REPORTED_S, chunked, compare
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
 from app.summary import summarise
-from app.verify import REPORTED_S, chunked, compare
 from deployments.messages import PoolView, RolloutBatch
 from kvpool.config import PoolConfig
 from policies.bundle import Policies

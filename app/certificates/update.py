@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from app.certificates.tokens import chunked, with_engine
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
-from app.verify import chunked, with_engine
 from deployments.messages import GroupResult, PromptGroup, RolloutBatch
 from policies.bundle import Policies
 
