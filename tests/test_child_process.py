@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from waiting import is_alive, until
 
 from kvpool.process import KEPT_LINES, ChildProcess
 
@@ -21,21 +22,6 @@ def shell(script: str):
         yield child
     finally:
         child.stop()
-
-
-def until(look):
-    deadline_s = time.monotonic() + 60
-    while not (answer := look()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
-    return answer
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_it_is_started_again_when_it_ends():

@@ -5,10 +5,10 @@ import os
 import signal
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import is_alive, until
 
 from kvpool.config import PoolConfig
 from kvpool.status import PoolDown
@@ -18,22 +18,6 @@ pytestmark = pytest.mark.live
 CONFIG = PoolConfig(dram_gib=0.125)
 BLOCK_BYTES = 2**20
 WAIT_S = 60.0
-
-
-def until(look, wait_s: float = WAIT_S):
-    """The first answer of `look` that is true; fails after `wait_s`."""
-    deadline_s = time.monotonic() + wait_s
-    while not (answer := look()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.1)
-    return answer
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class Writer:
