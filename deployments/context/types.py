@@ -1,0 +1,45 @@
+"""What travels between engines, context shards and the coordinator: tokens of answers, and who they are of.
+
+Positions are those of the answer: 0 is the first generated token. Everything here is best effort: drafts never change
+tokens, so a lost piece costs drafts and nothing else.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Source(IntEnum):
+    """Where the evidence for a draft token comes from."""
+
+    OWN = 0  # the sample itself, its prompt included
+    MATE = 1  # other samples of its group
+    HISTORY = 2  # answers to the same prompt in earlier epochs
+    SHARED = 3  # short contexts over all groups of this replica: the n-gram fall-back
+
+
+class GroupRef(NamedTuple):
+    """A group in flight. `prompt_key` names the prompt over epochs and runs; its history is kept under it."""
+
+    group_id: str
+    prompt_key: str
+
+
+class Piece(NamedTuple):
+    """Tokens [start, start + n) of one sample's answer; int32."""
+
+    group: GroupRef
+    sample_index: int
+    start: int
+    tokens: np.ndarray
+
+
+class PastAnswer(NamedTuple):
+    """A whole answer of an earlier epoch; int32. `reward` is None where nobody has told it."""
+
+    prompt_key: str
+    epoch: int
+    weights_version: int
+    reward: float | None
+    tokens: np.ndarray
