@@ -12,12 +12,18 @@ quietly() { "$@" >"$log" 2>&1 || { tail -n 3 "$log" >&2; return 1; }; } # the la
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON is not there; install Python 3.11, or name it: make setup PYTHON=..."
 
-# System libraries that Mooncake asks for; the CPU build of vLLM needs libnuma too. No compiler is needed.
+# System libraries that Mooncake asks for; the CPU build of vLLM needs libnuma too. A C++ compiler and Python's headers
+# build arctic-inference, the one package that comes as source.
 missing=$("$PYTHON" - <<'EOF'
-import ctypes, importlib.util
+import ctypes, importlib.util, shutil, sysconfig
+from pathlib import Path
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1",
              "libcurl.so.4": "libcurl4", "libstdc++.so.6": "libstdc++6"}
 packages = [] if importlib.util.find_spec("ensurepip") else ["python3-venv"]
+if not shutil.which("g++"):
+    packages.append("g++")
+if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    packages.append("python3-dev")
 for library, package in LIBRARIES.items():
     try:
         ctypes.CDLL(library)
@@ -40,14 +46,14 @@ stamp=.venv/.stamp-$({ cat "$lock"; echo "$torch"; } | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
     .venv/bin/python -m pip --version >/dev/null 2>&1 || { say "making .venv"; "$PYTHON" -m venv --clear .venv; }
     pip() { quietly .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
-    say "installing $lock (about 600 MB)"
+    say "installing $lock (about 600 MB; one package is compiled)"
     pip install --no-deps --require-hashes -r "$lock" || fail "$lock did not install; make setup resumes"
     # torch last, and by itself: its CPU build is not on the package index, so it cannot carry the lock's one
     # hash. Where pip knows a CPU build it wins (2.13.0+cpu > 2.13.0); elsewhere comes the CUDA one (several GB).
     say "installing $torch"
     pip install "$torch" || fail "$torch did not install; make setup resumes"
     say "importing what was installed"
-    quietly .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store" ||
+    quietly .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store, arctic_inference.suffix_decoding" ||
         fail "a package does not import; make clean setup starts afresh"
     rm -f .venv/.stamp-*
     touch "$stamp"
