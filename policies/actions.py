@@ -16,7 +16,9 @@ class StartChunk:
     """Generate at most `max_tokens` tokens of a sample that has `start` already, on `replica_id`.
 
     KV is read and written under `kv_version` only. The engine looks into the pool if that would gain at least
-    `min_pull_tokens` over its own cache; None: it does not look.
+    `min_pull_tokens` over its own cache; None: it does not look. `expected_tokens` is the length that the whole answer
+    is expected to have; from `class_starts` answer tokens on it counts as no short one, and as a long one. All three
+    are estimates as the chunk starts: only drafting reads them.
     """
 
     chunk_id: str
@@ -27,6 +29,8 @@ class StartChunk:
     weights_version: int
     kv_version: int
     min_pull_tokens: int | None
+    expected_tokens: int
+    class_starts: tuple[int, int]
     reason: str
 
 

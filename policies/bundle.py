@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from policies.chunking import Chunking, ChunkingPolicy, Fixed
+from policies.drafting import Drafting, DraftingPolicy, Goodput
 from policies.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
 from policies.ordering import Ordering, OrderingPolicy, Seer
 from policies.placement import LeastKv, Placement, PlacementPolicy
@@ -30,6 +31,7 @@ FAMILIES = {
     "chunking": (ChunkingPolicy, Chunking),
     "kv_on_update": (KvOnUpdatePolicy, KvOnUpdate),
     "prefetch": (PrefetchPolicy, Prefetching),
+    "drafting": (DraftingPolicy, Drafting),
 }
 
 
@@ -116,3 +118,4 @@ class Policies(BaseModel):
     chunking: _member("chunking") = Fixed()
     kv_on_update: _member("kv_on_update") = Fresh()
     prefetch: _member("prefetch") = NextUp()
+    drafting: _member("drafting") = Goodput()

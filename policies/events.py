@@ -20,12 +20,16 @@ class ChunkEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks."""
+    """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks.
+
+    `past_lengths`: tokens of earlier answers to this prompt, one tuple per epoch, newest first.
+    """
 
     group_id: str
     prompt_tokens: int
     samples: int
     max_tokens: int
+    past_lengths: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

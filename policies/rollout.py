@@ -202,10 +202,11 @@ class RolloutCore:
         chunk = self._running.start(sample, replica_id)
         self._upcoming.seen(chunk)
         pull = self.policies.placement.min_pull_tokens(self.board.speeds(replica_id))
+        expected = max(sample.group.longest_finished or sample.group.spec.max_tokens, sample.generated_tokens + 1)
         self._outbox.append(
             StartChunk(
                 chunk.chunk_id, sample.sample_id, replica_id, sample.generated_tokens, chunk.max_tokens,
-                chunk.weights_version, chunk.kv_version, pull, reason,
+                chunk.weights_version, chunk.kv_version, pull, expected, (0, 0), reason,
             )
         )  # fmt: skip
 

@@ -6,6 +6,10 @@ others are the core's own books and exact at the time of the decision.
 
 from typing import NamedTuple
 
+import numpy as np
+
+from policies.stepcost import StepCost
+
 
 class SampleView(NamedTuple):
     sample_id: str
@@ -53,3 +57,21 @@ class ReplicaView(NamedTuple):
     weights_version: int
     node_id: str = ""
     speeds: Speeds | None = None  # None until the replica has reported any
+
+
+class DraftView(NamedTuple):
+    """The samples that one replica runs in an engine step, one row each; K is the longest proposal of a sample."""
+
+    right: np.ndarray  # float32[n, K]: estimated chance that draft token j is right if those before it are; 0 behind
+    proposed: np.ndarray  # int32[n]: draft tokens at hand
+    match_tokens: np.ndarray  # int32[n]: longest context that the proposal rests on
+    slot: np.ndarray  # int64[n]: small, the sample's while a chunk of it runs, another's afterwards
+    verifications: np.ndarray  # int64[n]: of this chunk so far; 0: the slot has changed hands
+    drafted_last: np.ndarray  # int32[n]: in the sample's previous verification
+    accepted_last: np.ndarray  # int32[n]: of those
+    generated: np.ndarray  # int32[n]: answer tokens so far
+    expected: np.ndarray  # int32[n]: of the whole answer, as the chunk started (`StartChunk.expected_tokens`)
+    medium_at: np.ndarray  # int32[n]: answer tokens from which it is no short one (`StartChunk.class_starts`)
+    long_at: np.ndarray  # int32[n]: and from which it is a long one
+    acceptance: float  # accepted share of what this replica drafted lately; a guess while it has drafted nothing
+    cost: StepCost

@@ -2,7 +2,7 @@
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from user_policies import HalfTheQueue, Halving, HighestId, KeepYoung, LastComeFirst
+from user_policies import HalfADraft, HalfTheQueue, Halving, HighestId, KeepYoung, LastComeFirst
 
 from policies.bundle import FAMILIES, Policies, load_policy, members, name_of
 from policies.ordering import Fcfs, Seer
@@ -13,6 +13,7 @@ BUILT_IN = {
     "chunking": ["fixed"],
     "kv_on_update": ["fresh", "keep"],
     "prefetch": ["off", "next_up"],
+    "drafting": ["off", "fixed", "goodput"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
@@ -20,6 +21,7 @@ USERS_OWN = {
     "chunking": {"type": "user_policies:Halving", "args": {}},
     "kv_on_update": {"type": "user_policies:KeepYoung", "args": {"updates": 2}},
     "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
+    "drafting": {"type": "user_policies:HalfADraft", "args": {"most": 8}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
 
@@ -67,7 +69,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert policies.model_dump() == USERS_OWN
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
-        LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(),
+        LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), HalfADraft(),
     ]  # fmt: skip
 
 
@@ -82,7 +84,9 @@ class Subclass(Fcfs):
 def test_the_defaults_are_seer_s():
     policies = Policies()
     names = [name_of(getattr(policies, family)) for family in FAMILIES]
-    assert names == ["seer", "least_kv", "fixed", "fresh", "next_up"] and policies.ordering == Seer(explore=0.1, seed=0)
+    assert names == ["seer", "least_kv", "fixed", "fresh", "next_up", "goodput"] and policies.ordering == Seer(
+        explore=0.1, seed=0
+    )
 
 
 @pytest.mark.parametrize(

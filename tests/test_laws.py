@@ -128,6 +128,10 @@ def test_no_view_has_a_field_for_a_true_length():
         "Speeds": (
             "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s", "step_per_chunk_s", "observed_at",
         ),
+        "DraftView": (
+            "right", "proposed", "match_tokens", "slot", "verifications", "drafted_last", "accepted_last", "generated",
+            "expected", "medium_at", "long_at", "acceptance", "cost",
+        ),
     }  # fmt: skip
 
 

@@ -72,6 +72,14 @@ class HalfTheQueue(BaseModel):
         return (waiting + 1) // 2
 
 
+class HalfADraft(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    most: int = Field(8, ge=0)
+
+    def decide(self, view, memory):
+        return (view.proposed.clip(max=self.most) + 1) // 2, memory
+
+
 class NotAPolicy(BaseModel):
     pass
 

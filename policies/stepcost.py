@@ -1,0 +1,42 @@
+"""What an engine step costs on one replica, by how many tokens the model computes in it.
+
+A value: built by the engine from the steps it has measured, read by drafting policies. Invariant: more tokens never
+cost less time, and no step is free.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Piecewise linear: a step of `tokens[j]` tokens takes `seconds[j]`.
+
+    Below the first point a step takes as long as there; behind the last it goes on along the last piece. Raises
+    ValueError unless there are at least two points, `tokens` grow and are positive, and `seconds` are positive and
+    never fall.
+    """
+
+    tokens: tuple[float, ...]
+    seconds: tuple[float, ...]
+    _x: np.ndarray = field(init=False, repr=False, compare=False)
+    _y: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds):
+            raise ValueError(f"a step's cost needs two points or more: {len(self.tokens)}, {len(self.seconds)} given")
+        if not (self.tokens[0] > 0 and all(a < b < float("inf") for a, b in pairwise(self.tokens))):
+            raise ValueError(f"tokens of a step's cost must grow from above 0: {self.tokens}")
+        if not (self.seconds[0] > 0 and all(a <= b < float("inf") for a, b in pairwise(self.seconds))):
+            raise ValueError(f"seconds of a step's cost must be positive and never fall: {self.seconds}")
+        object.__setattr__(self, "_x", np.array(self.tokens, np.float64))
+        object.__setattr__(self, "_y", np.array(self.seconds, np.float64))
+
+    def at(self, tokens) -> np.ndarray:
+        """Seconds of steps of so many tokens: float64, of the shape of `tokens`."""
+        x, y = self._x, self._y
+        tokens = np.asarray(tokens, np.float64)
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return np.interp(tokens, x, y) + slope * np.maximum(tokens - x[-1], 0.0)
