@@ -4,33 +4,9 @@ Called by index.py, which hands over what was drafted and what came instead.
 """
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.context.kernels import REACH
-
-
-class IndexSettings(BaseModel):
-    """Knobs of the draft index."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    group_context: bool = True
-    """Draft from group mates; off: from the sample itself and history only."""
-
-    history: bool = True
-    """Draft from answers of earlier epochs."""
-
-    learning: bool = True
-    """Let the weights of evidence follow what proves right."""
-
-    reward_weight: float = Field(default=0.5, ge=0)
-    """How much more an answer of reward 1 counts than one of reward 0: a factor of 1 + reward_weight."""
-
-    epoch_decay: float = Field(default=0.9, gt=0, le=1)
-    """Factor on an answer's weight for each epoch of age."""
-
-    shared_ngrams: bool = False
-    """Fall back on short contexts over all groups of this engine."""
+from deployments.context.settings import IndexSettings
 
 
 class Evidence:
