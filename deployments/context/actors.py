@@ -1,0 +1,67 @@
+"""The group context's actors: named, detached, one per shard. Coordinator and engines come to them by `ensure_context`.
+
+Invariant: they outlive every replica and none outlives the application; an application with another configuration
+has other actors, and ends the former ones. One that dies is started again, with what was on disk.
+"""
+
+import asyncio
+from hashlib import blake2b
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deployments.context.config import ContextConfig
+from deployments.context.shard import ContextShard
+from kvpool.pool import GONE_LOOKS, LOOK_S, NAMESPACE, application_exists
+
+
+def ensure_context(config: ContextConfig, app_name: str) -> list[ActorHandle]:
+    """Handles of the application's shards, in order, started where there are none; does not wait for them.
+
+    Started on this node and, while it lives, started again there: history may lie on its disk.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return [
+        ray.remote(ShardActor)
+        .options(
+            name=f"{_family(config, app_name)}-{index}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+            scheduling_strategy=here,
+        )
+        .remote(config, index, app_name)
+        for index in range(config.shards)
+    ]
+
+
+class ShardActor(ContextShard):
+    """A ContextShard that ends with its application."""
+
+    def __init__(self, config: ContextConfig, index: int, app_name: str):
+        super().__init__(config, index)
+        work = self._live_with(app_name, _family(config, app_name))
+        self._living = asyncio.get_running_loop().create_task(work)
+
+    async def _live_with(self, app_name: str, family: str) -> None:
+        await asyncio.to_thread(_end_others, app_name, family)
+        looks_left = GONE_LOOKS
+        while looks_left:
+            await asyncio.sleep(LOOK_S)
+            looks_left = GONE_LOOKS if await asyncio.to_thread(application_exists, app_name) else looks_left - 1
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _family(config: ContextConfig, app_name: str) -> str:
+    return f"{app_name}-context-{blake2b(config.model_dump_json().encode(), digest_size=4).hexdigest()}"
+
+
+def _end_others(app_name: str, family: str) -> None:
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name = actor["name"]
+        if actor["namespace"] == NAMESPACE and name.startswith(f"{app_name}-context-") and not name.startswith(family):
+            ray.kill(ray.get_actor(name, NAMESPACE))

@@ -1,0 +1,33 @@
+"""Knobs of the group-context service. Read by its actors, by the engines' feeds and by the coordinator."""
+
+from pathlib import PurePosixPath
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class ContextConfig(BaseModel):
+    """Where tokens of groups in flight and answers of earlier epochs are kept, how many, and who waits how long."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shards: int = Field(1, ge=1, le=16, description="actors that share the prompts among them")
+    history_dir: str | None = Field(
+        None, description="absolute folder, the same on every node; null: history lasts as long as its actors"
+    )
+    history_epochs: int = Field(16, ge=1, description="newest epochs kept of each prompt")
+    history_mib: float = Field(4096, gt=0, description="most bytes of answers kept, packed; oldest epochs go first")
+    live_mib: float = Field(512, gt=0, description="most memory of a shard for groups in flight")
+    ttl_s: float = Field(900, gt=0, description="a group in flight that nobody touches for so long is forgotten")
+    flush_s: float = Field(0.05, gt=0, description="how often an engine sends and asks for tokens")
+    flush_tokens: int = Field(64, ge=1, description="an engine sends earlier once so many tokens wait")
+    unsent_tokens: int = Field(1_000_000, ge=1, description="most tokens an engine keeps for an actor that is away")
+    deadline_s: float = Field(2.0, gt=0, description="an actor that takes longer has not answered an engine")
+    lengths_deadline_s: float = Field(0.5, gt=0, description="a batch starts without past lengths that take longer")
+    retry_s: float = Field(1.0, gt=0, description="pause of an engine's traffic with an actor after a failure")
+
+    @field_validator("history_dir")
+    @classmethod
+    def _a_plain_folder(cls, path: str | None) -> str | None:
+        if path is not None and (not path.startswith("/") or ".." in PurePosixPath(path).parts):
+            raise ValueError(f"{path!r}: give an absolute path without `..`")
+        return path

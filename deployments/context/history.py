@@ -1,0 +1,217 @@
+"""Answers of earlier epochs, by prompt, in one SQLite file: what is learned outlives the run.
+
+Invariant: a prompt keeps its newest `epochs` epochs, a file `most_bytes` of packed tokens, oldest epochs going first;
+telling the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as it is, and this
+process goes on in memory; `problem` says so. What breaks later raises sqlite3.Error. One thread at a time calls.
+Several of them make an Archive, through which shards and the command line come here.
+"""
+
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from deployments.context.types import PastAnswer
+
+APPLICATION_ID = 0x7461696C
+"""Marks a SQLite file as ours ("tail"), and with it the version of the tables below."""
+
+BUSY_S = 10.0
+"""Longest wait for another process (an import) that is writing to the same file."""
+
+SLACK = 0.9
+"""What is left of a full file: making room looks at every row, so it must be seldom."""
+
+TABLES = f"""
+CREATE TABLE IF NOT EXISTS answers (
+    prompt_key TEXT NOT NULL, epoch INTEGER NOT NULL, sample_index INTEGER NOT NULL, group_id TEXT NOT NULL,
+    weights_version INTEGER NOT NULL, reward REAL, length INTEGER NOT NULL, finished INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, at REAL NOT NULL, tokens BLOB NOT NULL,
+    UNIQUE (prompt_key, epoch, sample_index));
+CREATE INDEX IF NOT EXISTS answers_by_age ON answers (epoch, bytes);
+CREATE INDEX IF NOT EXISTS answers_by_group ON answers (group_id, prompt_key);
+PRAGMA application_id = {APPLICATION_ID};
+"""
+
+RECORD = """
+INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (prompt_key, epoch, sample_index) DO UPDATE SET
+    reward = coalesce(excluded.reward, iif(tokens = excluded.tokens, reward, NULL)),
+    group_id = excluded.group_id, weights_version = excluded.weights_version, length = excluded.length,
+    finished = excluded.finished, bytes = excluded.bytes, at = excluded.at, tokens = excluded.tokens
+WHERE tokens != excluded.tokens OR finished != excluded.finished
+    OR (excluded.reward IS NOT NULL AND reward IS NOT excluded.reward)
+"""
+
+AGE = """
+DELETE FROM answers WHERE prompt_key = ?1 AND epoch <
+    (SELECT min(epoch) FROM (SELECT DISTINCT epoch FROM answers WHERE prompt_key = ?1 ORDER BY epoch DESC LIMIT ?2))
+"""
+
+MAKE_ROOM = """
+DELETE FROM answers WHERE rowid IN (SELECT rowid FROM
+    (SELECT rowid, sum(bytes) OVER (ORDER BY epoch DESC, rowid DESC) AS upto FROM answers) WHERE upto > ?)
+"""
+
+
+class Answer(NamedTuple):
+    """A whole answer; `tokens` int32. `finished`: it ended by itself, not at max_tokens. `reward`: None: not told."""
+
+    sample_index: int
+    weights_version: int
+    reward: float | None
+    finished: bool
+    tokens: np.ndarray
+
+
+class PastLength(NamedTuple):
+    """How long an answer of an earlier epoch was, and whether it ended by itself."""
+
+    epoch: int
+    length_tokens: int
+    finished: bool
+
+
+class EpochView(NamedTuple):
+    """What is kept of one prompt and epoch. `mean_reward`: of those told."""
+
+    epoch: int
+    answers: int
+    mean_length_tokens: float
+    mean_reward: float | None
+    packed_bytes: int
+
+
+class Totals(NamedTuple):
+    """What a file holds."""
+
+    prompts: int
+    answers: int
+    tokens: int
+    packed_bytes: int
+    oldest_epoch: int | None
+    newest_epoch: int | None
+
+
+class History:
+    """`path`: a file, made where absent; None: in memory. Bounds as in ContextConfig."""
+
+    def __init__(self, path: Path | None, epochs: int, most_bytes: float):
+        self._epochs, self._most_bytes = epochs, most_bytes
+        self.problem = ""
+        try:
+            self._open(path)
+        except (sqlite3.Error, OSError) as error:
+            self.problem = f"{path}: not usable as history ({error}); this run's is kept in memory"
+            self._open(None)
+
+    def record(self, prompt_key: str, group_id: str, epoch: int, answers: Iterable[Answer]) -> int:
+        """Keep answers of one group; the number of those that were not there yet, or not so."""
+        rows = [_row(prompt_key, group_id, epoch, answer) for answer in answers]
+        with self._base:
+            before, bytes_before = self._base.total_changes, self._bytes(prompt_key)
+            self._base.executemany(RECORD, rows)
+            changed = self._base.total_changes - before
+            if changed:
+                self._base.execute(AGE, (prompt_key, self._epochs))
+                self.nbytes += self._bytes(prompt_key) - bytes_before
+        if self.nbytes > self._most_bytes:
+            with self._base:
+                self._base.execute(MAKE_ROOM, (self._most_bytes * SLACK,))
+            self.nbytes = self._bytes()
+        return changed
+
+    def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> int:
+        """Rewards by sample index of answers that are there; how many those were."""
+        rows = [(reward, prompt_key, epoch, index) for index, reward in rewards.items()]
+        with self._base:
+            tell = "UPDATE answers SET reward = ? WHERE prompt_key = ? AND epoch = ? AND sample_index = ?"
+            return self._base.executemany(tell, rows).rowcount
+
+    def answers(self, prompt_key: str, but_not_of: str) -> list[PastAnswer]:
+        """Every answer, newest epochs first, except those of one group: the one that asks."""
+        ask = """SELECT epoch, weights_version, reward, tokens FROM answers WHERE prompt_key = ? AND group_id != ?
+            ORDER BY epoch DESC, sample_index"""
+        rows = self._base.execute(ask, (prompt_key, but_not_of))
+        return [PastAnswer(prompt_key, *row, unpack(packed)) for *row, packed in rows]
+
+    def lengths(self, prompt_key: str) -> list[PastLength]:
+        """Of every answer, newest epochs first."""
+        ask = """SELECT epoch, length, finished FROM answers WHERE prompt_key = ?
+            ORDER BY epoch DESC, sample_index"""
+        rows = self._base.execute(ask, (prompt_key,))
+        return [PastLength(epoch, length, bool(finished)) for epoch, length, finished in rows]
+
+    def epochs(self, prompt_key: str) -> list[EpochView]:
+        """What is kept of a prompt, newest epochs first."""
+        ask = """SELECT epoch, count(*), avg(length), avg(reward), sum(bytes) FROM answers WHERE prompt_key = ?
+            GROUP BY epoch ORDER BY epoch DESC"""
+        return [EpochView(*row) for row in self._base.execute(ask, (prompt_key,))]
+
+    def totals(self) -> Totals:
+        ask = """SELECT count(DISTINCT prompt_key), count(*), coalesce(sum(length), 0), coalesce(sum(bytes), 0),
+            min(epoch), max(epoch) FROM answers"""
+        return Totals(*self._base.execute(ask).fetchone())
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """Prompt key, and id of the group told last, of a prompt key, group id or prompt id."""
+        ask = """SELECT prompt_key, group_id FROM answers
+            WHERE prompt_key = ?1 OR group_id = ?1 OR substr(group_id, -length(?1) - 1) = '/' || ?1
+            ORDER BY at DESC LIMIT 1"""
+        return self._base.execute(ask, (name,)).fetchone()
+
+    def forget(self, prompt_key: str | None = None) -> int:
+        """Forget a prompt, or all; the number of answers there were."""
+        where, arguments = ("", ()) if prompt_key is None else (" WHERE prompt_key = ?", (prompt_key,))
+        with self._base:
+            gone = self._base.execute("DELETE FROM answers" + where, arguments).rowcount
+        self._base.execute("VACUUM")
+        self.nbytes = self._bytes()
+        return gone
+
+    def close(self) -> None:
+        self._base.close()
+
+    def _open(self, path: Path | None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._base = base = sqlite3.connect(path or ":memory:", timeout=BUSY_S, check_same_thread=False)
+        (tables,) = base.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and base.execute("PRAGMA application_id").fetchone() != (APPLICATION_ID,):
+            base.close()
+            raise sqlite3.DatabaseError("a database of something else")
+        base.execute("PRAGMA journal_mode = WAL")
+        base.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the last answers, never the file
+        base.executescript(TABLES)
+        self.nbytes = self._bytes()
+
+    def _bytes(self, prompt_key: str | None = None) -> int:
+        where, arguments = ("", ()) if prompt_key is None else (" WHERE prompt_key = ?", (prompt_key,))
+        return self._base.execute(f"SELECT coalesce(sum(bytes), 0) FROM answers{where}", arguments).fetchone()[0]
+
+
+def prompt_key(text: str) -> str:
+    """Names a prompt over epochs and runs: blake2b, in hex, of its text without special tokens."""
+    return blake2b(text.strip().encode(), digest_size=16).hexdigest()
+
+
+def pack(tokens: np.ndarray) -> bytes:
+    """Token ids, two bytes each or four, compressed: about one byte a token of text."""
+    width = np.uint16 if len(tokens) == 0 or int(tokens.max()) < 2**16 else np.uint32
+    return bytes([np.dtype(width).itemsize]) + zlib.compress(tokens.astype(width).tobytes(), level=1)
+
+
+def unpack(packed: bytes) -> np.ndarray:
+    """What was packed; int32."""
+    return np.frombuffer(zlib.decompress(memoryview(packed)[1:]), f"<u{packed[0]}").astype(np.int32)
+
+
+def _row(prompt_key: str, group_id: str, epoch: int, answer: Answer) -> tuple:
+    packed = pack(answer.tokens)
+    told = (answer.weights_version, answer.reward, len(answer.tokens), answer.finished)
+    return (prompt_key, epoch, answer.sample_index, group_id, *told, len(packed), time.time(), packed)

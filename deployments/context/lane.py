@@ -1,0 +1,167 @@
+"""One thread of an engine's process that exchanges tokens with one shard.
+
+Invariant: one exchange at a time, each with a deadline; whatever goes wrong costs drafts, is counted by cause, and is
+tried again after a pause. What waits to be sent is bounded, the oldest goes first. Sending twice is harmless, so what
+may not have arrived is sent again. Made by Feed.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from deployments.context.config import ContextConfig
+from deployments.context.groups import Packet, Want
+from deployments.context.log import NOWHERE, Cursor
+from deployments.context.types import GroupRef, PastAnswer, Piece
+from kvpool.counts import Counts
+
+IDLE_S = 1.0
+"""Between looks while there is nothing to ask or to say; a group that is held ends it at once."""
+
+
+class Fetched(NamedTuple):
+    """News of a group: pieces of its samples, or its history, newest epochs first. Arrays are the receiver's own."""
+
+    group: GroupRef
+    pieces: list[Piece]
+    history: list[PastAnswer]
+
+
+class Lane:
+    """`deliver` is called by the lane's thread, the rest by the engine's; see Feed for what they mean."""
+
+    def __init__(
+        self, shard: ActorHandle, config: ContextConfig, writer: str, deliver: Callable[[Fetched], None], counts: Counts
+    ):
+        self._shard, self._config, self._writer = shard, config, writer
+        self._deliver, self._counts = deliver, counts
+        self._said: deque[tuple] = deque()  # (group, whether it is held) or (group, sample index, start, tokens)
+        self._said_tokens = 0
+        self._wake, self._closed = threading.Event(), threading.Event()
+        # The rest is the thread's own.
+        self._wants: dict[GroupRef, Cursor] = {}
+        self._new_groups: list[GroupRef] = []
+        self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a question for history that is under way
+        self._unsent: list[Piece] = []
+        self._thread = threading.Thread(target=self._run, name="context-lane", daemon=True)
+        self._thread.start()
+
+    def hold(self, group: GroupRef) -> None:
+        self._said.append((group, True))
+        self._wake.set()
+
+    def release(self, group: GroupRef) -> None:
+        self._said.append((group, False))
+
+    def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
+        self._said.append((group, sample_index, start, tokens))
+        self._said_tokens += len(tokens)
+        if self._said_tokens >= self._config.flush_tokens:
+            self._wake.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(self._config.deadline_s)
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            busy = self._wants or self._unsent
+            self._wake.wait(self._config.flush_s if busy else IDLE_S)
+            self._wake.clear()
+            self._listen()
+            if self._closed.is_set():
+                return
+            if not (self._attempt(self._exchange) and self._attempt(self._ask_past)):
+                self._closed.wait(self._config.retry_s)
+
+    def _attempt(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: drafts are lost, whatever has happened
+            cause = getattr(error, "cause", None) or error
+            self._counts.add(f"{work.__name__.strip('_')}_failed.{type(cause).__name__}")
+            return False
+        return True
+
+    def _listen(self) -> None:
+        """What the engine has said since the last time."""
+        self._said_tokens = 0
+        pieces = []
+        for _ in range(len(self._said)):
+            match self._said.popleft():
+                case (group, True):
+                    self._wants[group] = NOWHERE
+                    self._new_groups.append(group)
+                case (group, False):
+                    self._wants.pop(group, None)
+                case piece:
+                    pieces.append(piece)
+        self._unsent = _within(self._unsent + _joined(pieces), self._config.unsent_tokens, self._counts)
+
+    def _exchange(self) -> None:
+        """One round with the shard, if there is something to say or to ask."""
+        if not (self._wants or self._unsent):
+            return
+        packet, wants = Packet.of(self._unsent), [Want(*item) for item in self._wants.items()]
+        began_s = time.monotonic()
+        call = self._shard.exchange.options(max_task_retries=0).remote(self._writer, packet, wants)
+        news, cursors = ray.get(call, timeout=self._config.deadline_s)
+        self._counts.took("exchange", time.monotonic() - began_s)
+        self._unsent = []
+        self._wants = {want.group: cursor for want, cursor in zip(wants, cursors, strict=True)}
+        self._counts.add("sent_tokens", len(packet.tokens))
+        self._counts.add("fetched_tokens", len(news.tokens))
+        by_group: dict[GroupRef, list[Piece]] = {}
+        for piece in news.pieces():
+            by_group.setdefault(piece.group, []).append(piece)
+        for group, pieces in by_group.items():
+            self._deliver(Fetched(group, pieces, []))
+
+    def _ask_past(self) -> None:
+        """Ask for the history of new groups, and hand out what has come; an actor that restarts is asked again."""
+        if self._past is None and self._new_groups:
+            groups, self._new_groups = self._new_groups, []
+            self._past = self._shard.past.remote(groups), groups
+        if self._past is None or not ray.wait([self._past[0]], timeout=0)[0]:
+            return
+        call, groups = self._past
+        self._past = None
+        for group, answers in zip(groups, ray.get(call), strict=True):
+            self._counts.add("history_tokens", sum(len(answer.tokens) for answer in answers))
+            if answers:
+                own = [answer._replace(tokens=answer.tokens.copy()) for answer in answers]  # Ray's are read-only
+                self._deliver(Fetched(group, [], own))
+
+
+def _joined(said: list[tuple]) -> list[Piece]:
+    """Pieces of one sample that follow each other become one; int32."""
+    runs: dict[tuple[GroupRef, int], list[tuple[int, list[np.ndarray]]]] = {}
+    ends: dict[tuple[GroupRef, int], int] = {}
+    for group, sample_index, start, tokens in said:
+        key = group, sample_index
+        if ends.get(key) != start:
+            runs.setdefault(key, []).append((start, []))
+        runs[key][-1][1].append(np.asarray(tokens, np.int32))
+        ends[key] = start + len(tokens)
+    return [Piece(*key, start, np.concatenate(parts)) for key, of in runs.items() for start, parts in of]
+
+
+def _within(pieces: list[Piece], most_tokens: int, counts: Counts) -> list[Piece]:
+    """The newest pieces, together of so many tokens at most."""
+    left = sum(len(piece.tokens) for piece in pieces) - most_tokens
+    first = 0
+    while left > 0:
+        left -= len(pieces[first].tokens)
+        counts.add("dropped_tokens", len(pieces[first].tokens))
+        first += 1
+    return pieces[first:]

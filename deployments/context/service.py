@@ -1,0 +1,84 @@
+"""The coordinator's side of the group context: what it learns from it, and what it tells it.
+
+Invariant: nothing here delays or fails a rollout. Questions have a deadline and otherwise no answer; what is told is
+sent and not waited for, and counted. Called by the coordinator, on its event loop.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Iterable
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from deployments.context.archive import shard_of
+from deployments.context.config import ContextConfig
+from deployments.context.history import Answer, PastLength
+from deployments.context.types import GroupRef
+
+CALL_S = 10.0
+"""Whoever asks to look at a group, or has told of one, waits no longer for an actor: it is away."""
+
+
+class ContextService:
+    """`shards`: see ensure_context."""
+
+    def __init__(self, shards: list[ActorHandle], config: ContextConfig):
+        self._shards, self._config = shards, config
+        self._counts: Counter[str] = Counter()
+        self._told: set[asyncio.Task] = set()
+
+    async def lengths(self, prompt_keys: Iterable[str]) -> dict[str, list[PastLength]]:
+        """Past lengths of prompts that have any, newest epochs first; {} when the answer is late."""
+        by_shard: dict[int, list[str]] = {}
+        for key in dict.fromkeys(prompt_keys):
+            by_shard.setdefault(shard_of(key, len(self._shards)), []).append(key)
+        asked = [self._shards[shard].lengths.remote(keys) for shard, keys in by_shard.items()]
+        answers = await self._within(self._config.lengths_deadline_s, "lengths", asyncio.gather(*asked))
+        return {key: lengths for answer in answers or () for key, lengths in answer.items()}
+
+    def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
+        """These samples have ended, whole: for mates that still run, and for later epochs. Once is enough."""
+        self._tell("finish", group.prompt_key, group, epoch, answers)
+
+    def end(self, group: GroupRef) -> None:
+        """The group is over: no sample of it runs any more."""
+        self._tell("end", group.prompt_key, group)
+
+    def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
+        """Rewards of answers that have been finished before, by sample index."""
+        self._tell("reward", prompt_key, prompt_key, epoch, rewards)
+
+    async def inspect(self, name: str) -> dict | None:
+        """What is known of a group id, prompt id or prompt key, see ContextShard.inspect; None: nothing."""
+        asked = asyncio.gather(*(shard.inspect.remote(name) for shard in self._shards))
+        answers = await self._within(CALL_S, "inspect", asked)
+        known = [answer for answer in answers or () if answer is not None]
+        return max(known, key=lambda answer: len(answer["samples"]), default=None)
+
+    async def status(self) -> list[dict] | None:
+        """Of every shard, see ContextShard.status; None while one is away."""
+        return await self._within(CALL_S, "status", asyncio.gather(*(shard.status.remote() for shard in self._shards)))
+
+    def counts(self) -> dict[str, int]:
+        """What was told and asked, and what came to nothing, by `WHAT` and `WHAT_failed.CAUSE`."""
+        return dict(self._counts)
+
+    def _tell(self, method: str, prompt_key: str, *arguments) -> None:
+        call = getattr(self._shards[shard_of(prompt_key, len(self._shards))], method).remote(*arguments)
+        task = asyncio.get_running_loop().create_task(self._within(CALL_S, method, _answer(call)))
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
+
+    async def _within(self, seconds: float, what: str, work: Awaitable):
+        """The answer; None, counted by cause, when there is none in time."""
+        self._counts[what] += 1
+        try:
+            return await asyncio.wait_for(work, seconds)
+        except (RayError, TimeoutError) as error:
+            self._counts[f"{what}_failed.{type(error).__name__}"] += 1
+            return None
+
+
+async def _answer(call):
+    return await call

@@ -1,0 +1,119 @@
+"""One shard of the group context: its prompts' groups in flight, and their history on disk.
+
+Invariant: what engines call for while they decode (`exchange`) never waits for the disk, which has a thread of its
+own; a history that fails costs drafts, is counted and told in `status`, and is never an error of a caller. Every
+operation may be done twice. Knows no Ray: deployments/context/actors.py makes it an actor.
+"""
+
+import asyncio
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from deployments.context.archive import Archive, shards_files
+from deployments.context.config import ContextConfig
+from deployments.context.groups import COORDINATOR, LiveGroups, Packet, Want
+from deployments.context.history import Answer, PastLength
+from deployments.context.log import Cursor
+from deployments.context.types import GroupRef, PastAnswer, Piece
+
+T = TypeVar("T")
+
+
+class ContextShard:
+    """`index`: which shard of the configuration's it is. Make it where an event loop runs."""
+
+    def __init__(self, config: ContextConfig, index: int):
+        self._live = LiveGroups(config.ttl_s, config.live_mib * 2**20, first_era=time.time_ns())
+        self._archive = Archive(config, shards_files(index, config.shards))
+        self._disk = ThreadPoolExecutor(1, f"history-{index}")
+        self._counts: Counter[str] = Counter()
+        self._problem = ""
+
+    async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]]:
+        """Takes what an engine's samples wrote, and gives what others wrote in the groups it runs since its cursors."""
+        now_s = time.monotonic()
+        self._live.append(writer, packet, now_s)
+        news, cursors = self._live.fetch(writer, wants, now_s)
+        self._counts["appended_tokens"] += len(packet.tokens)
+        self._counts["fetched_tokens"] += len(news.tokens)
+        return news, cursors
+
+    async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
+        """Each group's history, newest epochs first; what an earlier chunk of this very group left is no history."""
+        return await self._on_disk(partial(self._past, groups), [[] for _ in groups])
+
+    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
+        """These samples of a group have ended: mates see them whole, later epochs find them."""
+        pieces = [Piece(group, answer.sample_index, 0, answer.tokens) for answer in answers]
+        now_s = time.monotonic()
+        self._live.append(COORDINATOR, Packet.of(pieces), now_s)
+        self._live.finish(group, {answer.sample_index: len(answer.tokens) for answer in answers}, now_s)
+        record = partial(self._record, group, epoch, answers)
+        self._counts["recorded_answers"] += await self._on_disk(record, 0)
+
+    async def end(self, group: GroupRef) -> None:
+        """No sample of this group runs any more."""
+        self._live.forget(group)
+
+    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
+        """Rewards of recorded answers, by sample index; of others they are forgotten."""
+        tell = partial(self._tell, prompt_key, epoch, rewards)
+        self._counts["rewarded_answers"] += await self._on_disk(tell, 0)
+
+    async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]]:
+        """Past lengths of each prompt, newest epochs first; prompts without are left out."""
+        found = await self._on_disk(partial(self._lengths, prompt_keys), {})
+        return {key: lengths for key, lengths in found.items() if lengths}
+
+    async def inspect(self, name: str) -> dict | None:
+        """All that is known of a group id, prompt id or prompt key, as plain data; None: nothing."""
+        live = self._live.find(name)
+        past = await self._on_disk(partial(self._archive.find, name), None) if live is None else None
+        if live is None and past is None:
+            return None
+        group = live[0] if live else GroupRef(past[1], past[0])
+        log = live[1] if live else None
+        samples = [
+            {"sample_index": index, "tokens": tokens, "finished": index in log.finished}
+            for index, tokens in (sorted(log.reach().items()) if log else ())
+        ]
+        epochs = await self._on_disk(lambda: self._archive.of(group.prompt_key).epochs(group.prompt_key), [])
+        return group._asdict() | {"samples": samples, "history": [epoch._asdict() for epoch in epochs]}
+
+    async def status(self) -> dict:
+        """Groups and bytes held, what was counted, and why history does not work, if it does not."""
+        self._live.sweep(time.monotonic())
+        return {
+            "groups": len(self._live),
+            "live_bytes": self._live.nbytes,
+            "history_bytes": self._archive.nbytes,
+            "problem": self._problem or self._archive.problem,
+            "counts": dict(self._counts),
+        }
+
+    # ---- on the disk's thread ------------------------------------------------------------------------
+
+    async def _on_disk(self, work: Callable[[], T], otherwise: T) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+        except sqlite3.Error as error:
+            self._counts["history_failures"] += 1
+            self._problem = f"history: {error}"
+            return otherwise
+
+    def _past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
+        return [self._archive.of(key).answers(key, but_not_of=group_id) for group_id, key in groups]
+
+    def _record(self, group: GroupRef, epoch: int, answers: list[Answer]) -> int:
+        return self._archive.of(group.prompt_key).record(group.prompt_key, group.group_id, epoch, answers)
+
+    def _tell(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> int:
+        return self._archive.of(prompt_key).reward(prompt_key, epoch, rewards)
+
+    def _lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]]:
+        return {key: self._archive.of(key).lengths(key) for key in prompt_keys}
