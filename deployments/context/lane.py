@@ -43,10 +43,10 @@ class Lane:
         self._shard, self._config, self._writer = shard, config, writer
         self._deliver, self._counts = deliver, counts
         self._said: deque[tuple] = deque()  # (group, whether it is held) or (group, sample index, start, tokens)
-        self._said_tokens = 0
         self._wake, self._closed = threading.Event(), threading.Event()
         # The rest is the thread's own.
         self._wants: dict[GroupRef, Cursor] = {}
+        self._due_s = 0.0  # when the next exchange takes place, however little there is to say
         self._new_groups: list[GroupRef] = []
         self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a question for history that is under way
         self._unsent: list[Piece] = []
@@ -62,9 +62,6 @@ class Lane:
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
         self._said.append((group, sample_index, start, tokens))
-        self._said_tokens += len(tokens)
-        if self._said_tokens >= self._config.flush_tokens:
-            self._wake.set()
 
     def close(self) -> None:
         self._closed.set()
@@ -95,25 +92,27 @@ class Lane:
 
     def _listen(self) -> None:
         """What the engine has said since the last time."""
-        self._said_tokens = 0
-        pieces = []
         for _ in range(len(self._said)):
             match self._said.popleft():
                 case (group, True):
                     self._wants[group] = NOWHERE
                     self._new_groups.append(group)
+                    self._due_s = 0.0
                 case (group, False):
                     self._wants.pop(group, None)
                 case piece:
-                    pieces.append(piece)
-        self._unsent = _within(self._unsent + _joined(pieces), self._config.unsent_tokens, self._counts)
+                    self._unsent.append(Piece(*piece))
 
     def _exchange(self) -> None:
-        """One round with the shard, if there is something to say or to ask."""
-        if not (self._wants or self._unsent):
-            return
-        packet, wants = Packet.of(self._unsent), [Want(*item) for item in self._wants.items()]
+        """One round with the shard, if there is enough to say, or time to ask."""
         began_s = time.monotonic()
+        unsent_tokens = sum(len(piece.tokens) for piece in self._unsent)
+        early = unsent_tokens < self._config.flush_tokens and began_s < self._due_s
+        if early or not (self._wants or self._unsent):
+            return
+        self._due_s = began_s + self._config.linger_s
+        self._unsent = _within(_joined(self._unsent), self._config.unsent_tokens, self._counts)
+        packet, wants = Packet.of(self._unsent), [Want(*item) for item in self._wants.items()]
         call = self._shard.exchange.options(max_task_retries=0).remote(self._writer, packet, wants)
         news, cursors = ray.get(call, timeout=self._config.deadline_s)
         self._counts.took("exchange", time.monotonic() - began_s)
@@ -143,11 +142,11 @@ class Lane:
                 self._deliver(Fetched(group, [], own))
 
 
-def _joined(said: list[tuple]) -> list[Piece]:
-    """Pieces of one sample that follow each other become one; int32."""
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Those of one sample that follow each other become one; int32."""
     runs: dict[tuple[GroupRef, int], list[tuple[int, list[np.ndarray]]]] = {}
     ends: dict[tuple[GroupRef, int], int] = {}
-    for group, sample_index, start, tokens in said:
+    for group, sample_index, start, tokens in pieces:
         key = group, sample_index
         if ends.get(key) != start:
             runs.setdefault(key, []).append((start, []))

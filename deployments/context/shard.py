@@ -86,11 +86,12 @@ class ContextShard:
         return group._asdict() | {"samples": samples, "history": [epoch._asdict() for epoch in epochs]}
 
     async def status(self) -> dict:
-        """Groups and bytes held, what was counted, and why history does not work, if it does not."""
+        """Groups and bytes held, processor time used, what was counted, and why history does not work, if so."""
         self._live.sweep(time.monotonic())
         return {
             "groups": len(self._live),
             "live_bytes": self._live.nbytes,
+            "cpu_s": time.process_time(),
             "history_bytes": self._archive.nbytes,
             "problem": self._problem or self._archive.problem,
             "counts": dict(self._counts),
