@@ -28,12 +28,17 @@ class Feed:
         self._held: dict[GroupRef, Lane] = {}
 
     def hold(self, group: GroupRef) -> None:
-        """From now on `take` gives what is known and gets known of this group, its history once."""
+        """From now on `take` gives what is known and gets known of this group, and once its history; of a group that
+        was at rest, only what is new since then."""
         lane = self._held[group] = self._lanes[shard_of(group.prompt_key, len(self._lanes))]
         lane.hold(group)
 
+    def rest(self, group: GroupRef) -> None:
+        """No sample of this group runs here now; what was taken of it is kept, in case one does again."""
+        self._held[group].rest(group)
+
     def release(self, group: GroupRef) -> None:
-        """No sample of this group runs here any more. What was appended is still sent."""
+        """What was taken of this group is given up. What was appended is still sent."""
         self._held.pop(group).release(group)
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:

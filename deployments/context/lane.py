@@ -42,10 +42,11 @@ class Lane:
     ):
         self._shard, self._config, self._writer = shard, config, writer
         self._deliver, self._counts = deliver, counts
-        self._said: deque[tuple] = deque()  # (group, whether it is held) or (group, sample index, start, tokens)
+        self._said: deque[tuple] = deque()  # (group, what to do with it) or a Piece
         self._wake, self._closed = threading.Event(), threading.Event()
         # The rest is the thread's own.
         self._wants: dict[GroupRef, Cursor] = {}
+        self._resting: dict[GroupRef, Cursor] = {}
         self._due_s = 0.0  # when the next exchange takes place, however little there is to say
         self._new_groups: list[GroupRef] = []
         self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a question for history that is under way
@@ -54,11 +55,14 @@ class Lane:
         self._thread.start()
 
     def hold(self, group: GroupRef) -> None:
-        self._said.append((group, True))
+        self._said.append((group, "hold"))
         self._wake.set()
 
+    def rest(self, group: GroupRef) -> None:
+        self._said.append((group, "rest"))
+
     def release(self, group: GroupRef) -> None:
-        self._said.append((group, False))
+        self._said.append((group, "release"))
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
         self._said.append((group, sample_index, start, tokens))
@@ -94,12 +98,16 @@ class Lane:
         """What the engine has said since the last time."""
         for _ in range(len(self._said)):
             match self._said.popleft():
-                case (group, True):
-                    self._wants[group] = NOWHERE
-                    self._new_groups.append(group)
+                case (group, "hold"):
+                    if group not in self._resting:
+                        self._new_groups.append(group)
+                    self._wants[group] = self._resting.pop(group, NOWHERE)
                     self._due_s = 0.0
-                case (group, False):
+                case (group, "rest"):
+                    self._resting[group] = self._wants.pop(group, NOWHERE)
+                case (group, "release"):
                     self._wants.pop(group, None)
+                    self._resting.pop(group, None)
                 case piece:
                     self._unsent.append(Piece(*piece))
 
