@@ -28,4 +28,5 @@ def _bind(args: AppArgs, coordinator, engine) -> Application:
     model = str(resolve_model(args.engine.model))
     config = args.engine.model_copy(update={"model": model})
     otlp = otlp_wanted()
-    return coordinator.bind(engine.bind(config, 0, otlp, args.pool), model, config.max_model_len, otlp, args.pool)
+    engines = engine.bind(config, 0, otlp, args.pool, args.context)
+    return coordinator.bind(engines, model, config.max_model_len, otlp, args.pool, args.context)

@@ -8,7 +8,7 @@ not take the batch, and what Ray raises when the service itself is lost.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from queue import Queue
 
 from app.config import otlp_wanted
@@ -75,6 +75,18 @@ class RolloutClient:
     async def pool_status(self) -> PoolView | None:
         """The KV pool as the coordinator knows it, at most a second old; None: the service has none."""
         return (await self.status()).pool
+
+    async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
+        """Tell the rewards of a group's samples, by sample index: drafts of later epochs follow the better answers.
+
+        Best effort: they are kept where the service keeps history, and are not waited for.
+        """
+        known = dict(rewards) if isinstance(rewards, Mapping) else dict(enumerate(rewards))
+        await self._handle.record_rewards.remote(group.prompt_key, group.step, known)
+
+    async def inspect_group(self, name: str) -> dict | None:
+        """What the group context knows of a group id, prompt id or prompt key; None: nothing."""
+        return await self._handle.inspect_group.remote(name)
 
     async def pool_detail(self) -> PoolView | None:
         """The same, with the keys of each weights version, which are counted for it."""

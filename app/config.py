@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from app.errors import BadInput
+from deployments.context.config import ContextConfig
 from deployments.engine.config import EngineConfig
 from kvpool.config import PoolConfig
 from policies.bundle import Policies
@@ -28,6 +29,7 @@ class AppArgs(Strict):
 
     engine: EngineConfig = EngineConfig(model="demo")
     pool: PoolConfig | None = Field(PoolConfig(), description="null: every move recomputes")
+    context: ContextConfig | None = Field(ContextConfig(), description="null: an engine drafts from its own samples")
 
 
 class UserConfig(Strict):

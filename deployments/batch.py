@@ -5,15 +5,18 @@ Called by `Rollouts` alone.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from opentelemetry.trace import Span
 
+from deployments.context.history import PastLength
+from deployments.context.plan import DraftPlan
 from deployments.ledger import GroupRecord, SampleRecord
 from deployments.messages import BatchStatus, ChunkRequest, KvPlan, RolloutBatch, sample_key
 from deployments.prompts import Prepared
 from deployments.telemetry import Telemetry, traceparent
 from policies.actions import StartChunk
+from policies.drafting import Drafting
 from policies.events import GroupSpec
 
 TAIL_SHARE = 0.9
@@ -23,15 +26,20 @@ TAIL_SHARE = 0.9
 class Batch:
     """Records by group id; a sample's id is `GROUP_ID#INDEX`, as in the core."""
 
-    def __init__(self, message: RolloutBatch, prepared: list[Prepared], submitted_s: float):
+    def __init__(
+        self, message: RolloutBatch, prepared: list[Prepared], past: Mapping[str, list[PastLength]], submitted_s: float
+    ):
+        """`past`: lengths of earlier epochs by prompt key, newest epoch first."""
         self.message, self.submitted_s = message, submitted_s
         self.groups: dict[str, GroupRecord] = {}
         for one in prepared:
             name = one.group.prompt_id
             keys = [sample_key(message.seed, message.step, name, index) for index in range(one.group.samples)]
-            self.groups[f"{message.batch_id}/{name}"] = GroupRecord.of(message.batch_id, one, keys)
+            self.groups[f"{message.batch_id}/{name}"] = GroupRecord.of(message.batch_id, message.step, one, keys)
         self.specs = tuple(
-            GroupSpec(group_id, len(one.token_ids), one.group.samples, one.max_tokens)
+            GroupSpec(
+                group_id, len(one.token_ids), one.group.samples, one.max_tokens, by_epoch(past.get(one.prompt_key, []))
+            )
             for group_id, one in zip(self.groups, prepared, strict=True)
         )
         self._max_tokens = {spec.group_id: spec.max_tokens for spec in self.specs}
@@ -71,8 +79,10 @@ class Batch:
         }
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
-    def request(self, sample: SampleRecord, start: StartChunk, span: Span) -> ChunkRequest:
+    def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
         """What the engine needs to go on with `sample` where it stands."""
+        place = sample.group.ref, sample.index, self.message.step
+        plan = DraftPlan(*place, start.expected_tokens, start.class_starts, drafting) if drafting.most else None
         return ChunkRequest(
             chunk_id=start.chunk_id,
             sample_key=sample.key,
@@ -82,6 +92,7 @@ class Batch:
             sampling=sample.group.group.sampling,
             weights_version=start.weights_version,
             kv=self._kv_plan(start),
+            draft=plan,
             forced=sample.forced,
             traceparent=traceparent(span),
             keep_trace=self.message.keep_trace,
@@ -106,3 +117,11 @@ class Batch:
             tail=self.ended >= TAIL_SHARE * len(self.samples),
             seconds=now_s - self.submitted_s,
         )
+
+
+def by_epoch(lengths: Iterable[PastLength]) -> tuple[tuple[int, ...], ...]:
+    """Lengths in tokens of each epoch, in the order in which the epochs come."""
+    epochs: dict[int, list[int]] = {}
+    for past in lengths:
+        epochs.setdefault(past.epoch, []).append(past.length_tokens)
+    return tuple(map(tuple, epochs.values()))

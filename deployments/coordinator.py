@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.context.actors import ensure_context
+from deployments.context.config import ContextConfig
+from deployments.context.service import ContextService
 from deployments.fleet import Fleet
 from deployments.keeper import Keeper
 from deployments.messages import GroupResult, PoolView, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
@@ -22,16 +25,30 @@ from policies.bundle import Policies
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000)
 class Coordinator:
-    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer. `pool`: None: no pool."""
+    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
+
+    `pool`, `context`: None: there is none.
+    """
 
     def __init__(
-        self, engines: DeploymentHandle, model: str, max_model_len: int, otlp: bool, pool: PoolConfig | None = None
+        self,
+        engines: DeploymentHandle,
+        model: str,
+        max_model_len: int,
+        otlp: bool,
+        pool: PoolConfig | None = None,
+        context: ContextConfig | None = None,
     ):
+        app_name = serve.get_replica_context().app_name
         telemetry = Telemetry("tailrace-coordinator", otlp)
         self._keeper = keeper = None
         if pool is not None:
-            self._keeper = keeper = Keeper(ensure_pool(pool, serve.get_replica_context().app_name))
-        self._rollouts = Rollouts(Fleet(engines), Prompts(model, max_model_len), Policies(), telemetry, keeper)
+            self._keeper = keeper = Keeper(ensure_pool(pool, app_name))
+        self._context = None
+        if context is not None:
+            self._context = ContextService(ensure_context(context, app_name), context)
+        prompts = Prompts(model, max_model_len)
+        self._rollouts = Rollouts(Fleet(engines), prompts, Policies(), telemetry, keeper, self._context)
         loops = [self._rollouts.run(), self._rollouts.poll()]
         if keeper is not None:
             loops += [self._rollouts.poll_pool(), keeper.work()]
@@ -55,6 +72,13 @@ class Coordinator:
 
     async def set_policies(self, policies: Policies) -> None:
         self._rollouts.set_policies(policies)
+
+    async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
+        if self._context is not None:
+            self._context.reward(prompt_key, epoch, rewards)
+
+    async def inspect_group(self, name: str) -> dict | None:
+        return None if self._context is None else await self._context.inspect(name)
 
     async def pool_detail(self) -> PoolView | None:
         return None if self._keeper is None else await self._keeper.detail()

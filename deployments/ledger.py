@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deployments.context.history import Answer
+from deployments.context.plan import DraftReport, by_source
+from deployments.context.types import GroupRef
 from deployments.messages import (
     ChunkResult,
     GroupResult,
@@ -71,9 +74,28 @@ class SampleRecord:
             chunks=len(self.parts),
             segments=tuple(self.segments),
             timings=self._timings(),
+            verifications=sum(part.verifications for part in self.parts),
             drafted_tokens=sum(part.drafted_tokens for part in self.parts),
             accepted_tokens=sum(part.accepted_tokens for part in self.parts),
+            **self._drafts(),
         )
+
+    def _drafts(self) -> dict:
+        total = DraftReport.none(0)
+        for part in self.parts:
+            if part.drafts is not None:
+                total.add(part.drafts)
+        return {
+            "drafted_by_source": by_source(total.drafted),
+            "accepted_by_source": by_source(total.accepted),
+            "accepted_by_position": tuple(total.accepted_at.tolist()),
+        }
+
+    def answer(self) -> Answer:
+        """The ended sample as the group context keeps it."""
+        tokens = self.context()[len(self.group.prompt) :]
+        version = self.parts[-1].weights_version if self.parts else 0
+        return Answer(self.index, version, None, self.end is SampleEnd.STOP, tokens)
 
     def _timings(self) -> Timings:
         return Timings(
@@ -90,19 +112,26 @@ class GroupRecord:
     """One prompt's samples; `prompt` is int32."""
 
     batch_id: str
+    step: int
     group: PromptGroup
     prompt: np.ndarray
+    prompt_key: str
     samples: list[SampleRecord] = field(default_factory=list)
     prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
 
     @classmethod
-    def of(cls, batch_id: str, prepared: Prepared, keys: list[SampleKey]) -> "GroupRecord":
-        record = cls(batch_id, prepared.group, np.asarray(prepared.token_ids, dtype=np.int32))
+    def of(cls, batch_id: str, step: int, prepared: Prepared, keys: list[SampleKey]) -> "GroupRecord":
+        record = cls(batch_id, step, prepared.group, np.asarray(prepared.token_ids, np.int32), prepared.prompt_key)
         for index, key in enumerate(keys):
             forced = prepared.group.forced_token_ids
             tokens = None if forced is None else np.asarray(forced[index], dtype=np.int32)
             record.samples.append(SampleRecord(record, index, key, tokens))
         return record
+
+    @property
+    def ref(self) -> GroupRef:
+        """What the group context calls it."""
+        return GroupRef(f"{self.batch_id}/{self.group.prompt_id}", self.prompt_key)
 
     def result(self, prompts: Prompts) -> GroupResult:
         return GroupResult(
@@ -110,4 +139,6 @@ class GroupRecord:
             prompt_id=self.group.prompt_id,
             prompt_token_ids=tuple(self.prompt.tolist()),
             samples=tuple(sample.result(prompts) for sample in self.samples),
+            prompt_key=self.prompt_key,
+            step=self.step,
         )

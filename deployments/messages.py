@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deployments.context.plan import DraftPlan, DraftReport
 from policies.actions import SampleEnd
 from policies.events import ChunkEnd
 
@@ -111,8 +112,12 @@ class SampleResult(Message):
     chunks: int = 0
     segments: tuple[Segment, ...] = ()
     timings: Timings = Timings()
+    verifications: int = 0  # engine steps that made tokens of it
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafted_by_source: dict[str, int] = {}
+    accepted_by_source: dict[str, int] = {}
+    accepted_by_position: tuple[int, ...] = ()  # verifications that accepted more than that many draft tokens
 
 
 class GroupResult(Message):
@@ -120,6 +125,8 @@ class GroupResult(Message):
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
     samples: tuple[SampleResult, ...]
+    prompt_key: str = ""  # names the prompt over epochs and runs; its history is kept under it
+    step: int = 0
 
 
 class Rejected(Message):
@@ -143,6 +150,7 @@ class ReplicaStatus(Message):
     kv_used_share: float
     weights_version: int
     preemptions: int
+    work: dict[str, int] = {}  # see EngineStats
 
 
 class BatchStatus(Message):
@@ -183,6 +191,7 @@ class ServiceStatus(Message):
     policies: dict[str, Any]
     weights_version: int = 0
     pool: PoolView | None = None  # None: the service has none
+    context: dict[str, int] | None = None  # what was told to the group context and asked of it; None: there is none
 
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]
@@ -215,6 +224,7 @@ class ChunkRequest:
     sampling: SamplingParams
     weights_version: int
     kv: KvPlan | None = None  # None: a replica without a pool
+    draft: DraftPlan | None = None  # None: nothing is drafted for it
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
     traceparent: str | None = None
     keep_trace: bool = False
@@ -239,8 +249,10 @@ class ChunkResult:
     stored_tokens: int = 0  # of the context at the end, that this chunk has put into the pool or found there
     kv_names: bytes = b""  # names of the context's full blocks, `kvpool.keys.NAME_BYTES` each
     recompute_cause: str = ""  # why computed_tokens were not found; see kvpool.scheduler
+    verifications: int = 0  # engine steps that made tokens of it
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: DraftReport | None = None  # None: it had no plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +277,6 @@ class EngineStats:
     pool_problem: str = ""  # why this replica runs without the pool that it should have
     kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by WHAT.CAUSE
     speeds: dict[str, float] | None = None  # see deployments.engine.speeds
+    # Since the replica started: steps in microseconds, tokens, verifications; and see deployments.engine.drafts.
+    work: dict[str, int] = field(default_factory=dict)
+    step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jinja2 import TemplateError
 
+from deployments.context.history import prompt_key
 from deployments.messages import PromptGroup, Rejected, RolloutBatch
 
 
@@ -18,6 +19,7 @@ class Prepared:
     group: PromptGroup
     token_ids: tuple[int, ...]
     max_tokens: int
+    prompt_key: str
 
 
 class Prompts:
@@ -57,7 +59,8 @@ class Prompts:
             wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
             if wrong is not None:
                 return Rejected(reason=f"prompt {group.prompt_id!r}: {what}: {wrong} is not in the vocabulary")
-        return Prepared(group, token_ids, min(group.max_tokens, left))
+        key = prompt_key(self.decode(list(token_ids)))
+        return Prepared(group, token_ids, min(group.max_tokens, left), key)
 
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

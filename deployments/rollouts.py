@@ -9,12 +9,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-
-from opentelemetry.trace import StatusCode
 
 from deployments.batch import Batch
-from deployments.fleet import ChunkError, Fleet, ReplicaLost
+from deployments.chunks import Chunks
+from deployments.context.service import ContextService
+from deployments.fleet import Fleet
 from deployments.keeper import Keeper
 from deployments.messages import (
     EngineStats,
@@ -29,7 +28,7 @@ from deployments.roster import Roster
 from deployments.status import replica_statuses, waits_for
 from deployments.telemetry import Telemetry
 from deployments.weights import Weights
-from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, StartChunk
+from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, SampleEnd, StartChunk
 from policies.bundle import Policies
 from policies.events import (
     BatchCancelled,
@@ -57,8 +56,18 @@ POLL_S = 0.5
 class Rollouts:
     """See the module docstring. `run` and `poll` are to be started once, as tasks of the same loop."""
 
-    def __init__(self, fleet: Fleet, prompts: Prompts, policies: Policies, telemetry: Telemetry, keeper: Keeper | None):
-        self._fleet, self._prompts, self._telemetry, self._keeper = fleet, prompts, telemetry, keeper
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompts: Prompts,
+        policies: Policies,
+        telemetry: Telemetry,
+        keeper: Keeper | None,
+        context: ContextService | None,
+    ):
+        self._fleet, self._prompts, self._telemetry = fleet, prompts, telemetry
+        self._keeper, self._context = keeper, context
+        self._chunks = Chunks(fleet, telemetry, self.now)
         self._weights = Weights(fleet)
         self._core = RolloutCore(policies)
         self._next_policies: Policies | None = None
@@ -124,6 +133,7 @@ class Rollouts:
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
             pool=self._keeper.view() if self._keeper else None,
+            context=self._context.counts() if self._context else None,
         )
 
     async def take_spans(self, trace_id: str) -> list[dict]:
@@ -204,7 +214,7 @@ class Rollouts:
                 case StartChunk():
                     self._spawn(self._run_chunk(action, self._home[action.sample_id]))
                 case AbortChunk():
-                    self._spawn(self._abort(action))
+                    self._spawn(self._chunks.abort(action))
                 case EndSample():
                     self._end(action)
                 case EmitGroup():
@@ -228,7 +238,9 @@ class Rollouts:
             return prepared
         if message.batch_id in self._batches:
             return Rejected(reason=f"batch_id {message.batch_id!r} is running already; give another")
-        batch = Batch(message, prepared, self.now())
+        keys = [one.prompt_key for one in prepared]
+        past = await self._context.lengths(keys) if self._context is not None else {}
+        batch = Batch(message, prepared, past, self.now())
         self._swap_policies()
         try:
             if isinstance(self._core.policies.ordering, OracleLongestFirst):
@@ -248,11 +260,15 @@ class Rollouts:
         sample.end, sample.error = action.end, action.error
         sample.finished_s = self.now() - batch.submitted_s
         batch.ended += 1
+        if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
+            self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
 
     def _emit(self, action: EmitGroup) -> None:
         batch = self._home.pop(action.group_id)
         batch.ready.put_nowait(batch.groups[action.group_id].result(self._prompts))
         batch.group_spans[action.group_id].end()
+        if self._context is not None:
+            self._context.end(batch.groups[action.group_id].ref)
         batch.emitted += 1
         if batch.over:
             batch.span.end()
@@ -269,30 +285,7 @@ class Rollouts:
     # ---- chunks ------------------------------------------------------------------------------------
 
     async def _run_chunk(self, start: StartChunk, batch: Batch) -> None:
-        sample = batch.samples[start.sample_id]
-        if sample.started_s is None:
-            sample.started_s = self.now() - batch.submitted_s
-        span = batch.chunk_span(self._telemetry, start)
-        write = None
-        try:
-            result = await self._fleet.generate(start.replica_id, batch.request(sample, start, span))
-        except ReplicaLost as error:
-            event = ReplicaLeft(self.now(), start.replica_id, str(error))
+        event, write = await self._chunks.run(start, batch, self._core.policies.drafting)
+        if isinstance(event, ReplicaLeft):
             self._roster.lose(start.replica_id, self.now())
-        except ChunkError as error:
-            event = ChunkFailed(self.now(), start.chunk_id, str(error))
-        else:
-            count = len(result.token_ids)
-            event = ChunkFinished(
-                self.now(), start.chunk_id, count, result.end, result.weights_version, result.stored_tokens
-            )
-            span.set_attribute("new_tokens", count)
-            write = partial(sample.append, start.start, result, start.replica_id)
-        if write is None:
-            span.set_status(StatusCode.ERROR, event.error)
-        span.end()
         self._tell(event, write)
-
-    async def _abort(self, action: AbortChunk) -> None:
-        with contextlib.suppress(ReplicaLost, ChunkError):  # the chunk's own call tells what has become of it
-            await self._fleet.abort(action.replica_id, action.chunk_id, action.keep_kv)

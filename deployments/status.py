@@ -17,6 +17,7 @@ def replica_statuses(board: Board, reports: Mapping[str, EngineStats]) -> tuple[
             kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
             weights_version=view.weights_version,
             preemptions=reports[view.replica_id].preemptions if view.replica_id in reports else 0,
+            work=reports[view.replica_id].work if view.replica_id in reports else {},
         )
         for view in board.views()
     )

@@ -10,7 +10,7 @@ from deployments.prompts import Prepared
 
 def record():
     group = PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=2, forced_token_ids=((7, 8), (9,)))
-    return GroupRecord.of("b", Prepared(group, (1, 2, 3), 16), [sample_key(0, 0, "p", i) for i in range(2)])
+    return GroupRecord.of("b", 7, Prepared(group, (1, 2, 3), 16, "key"), [sample_key(0, 0, "p", i) for i in range(2)])
 
 
 def chunk(tokens, version=0) -> ChunkResult:

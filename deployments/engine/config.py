@@ -4,16 +4,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deployments.context.settings import IndexSettings
+
 
 class DraftConfig(BaseModel):
-    """What proposes draft tokens inside the engine; `ngram` is vLLM's own prompt look-up."""
+    """What proposes draft tokens: `group`, the index of the sample's group; `ngram` and `suffix` are vLLM's own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["off", "ngram"] = "off"
-    draft_tokens: int = Field(4, ge=1, le=64, description="most draft tokens per verification")
-    lookup_max: int = Field(4, ge=1, description="longest n-gram looked up")
-    lookup_min: int = Field(2, ge=1, description="shortest n-gram looked up")
+    method: Literal["off", "ngram", "suffix", "group"] = "group"
+    draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens per verification")
+    lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
+    lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
+    index: IndexSettings = IndexSettings()
+    index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
 
 
 class EngineConfig(BaseModel):

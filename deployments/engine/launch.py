@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deployments.engine.config import EngineConfig
+from deployments.engine.config import DraftConfig, EngineConfig
 from deployments.engine.patches import make_llvmlite_scannable
 from kvpool.config import PoolEndpoint
 from kvpool.keys import PREFIX, fingerprint
@@ -95,16 +95,25 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if config.device == "cpu":
         ours["enforce_eager"] = True
-    if config.draft.method == "ngram":
-        ours["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": config.draft.draft_tokens,
-            "prompt_lookup_max": config.draft.lookup_max,
-            "prompt_lookup_min": config.draft.lookup_min,
-        }
+    if (speculation := speculative_config(config.draft)) is not None:
+        ours["speculative_config"] = speculation
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
     return ours | config.vllm_args
+
+
+def speculative_config(draft: DraftConfig) -> dict | None:
+    """vLLM's, of its own methods as they come, and of ours so that it verifies what is set on its requests."""
+    most = {"method": draft.method, "num_speculative_tokens": draft.draft_tokens}
+    match draft.method:
+        case "off":
+            return None
+        case "ngram":
+            return most | {"prompt_lookup_max": draft.lookup_max, "prompt_lookup_min": draft.lookup_min}
+        case "suffix":
+            return most
+        case "group":
+            return most | {"method": "custom_class", "model": "deployments.engine.proposer.NoDrafts"}
 
 
 def transfer_config(config: EngineConfig, pool: PoolEndpoint):

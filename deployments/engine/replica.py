@@ -14,6 +14,10 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from deployments.context.actors import ensure_context
+from deployments.context.config import ContextConfig
+from deployments.context.feed import Feed
+from deployments.context.plan import DraftReport, by_source
 from deployments.engine.config import EngineConfig
 from deployments.engine.runner import EngineRunner
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
@@ -33,19 +37,26 @@ class Engine:
     """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name."""
 
     def __init__(
-        self, config: EngineConfig, weights_version: int = 0, otlp: bool = False, pool: PoolConfig | None = None
+        self,
+        config: EngineConfig,
+        weights_version: int = 0,
+        otlp: bool = False,
+        pool: PoolConfig | None = None,
+        context: ContextConfig | None = None,
     ):
-        context = serve.get_replica_context()
+        here = serve.get_replica_context()
         endpoint, self._pool_problem = None, ""
         if pool is not None:
             try:
-                endpoint = join_pool(pool, context.app_name)
+                endpoint = join_pool(pool, here.app_name)
             except PoolDown as error:  # the pool is a cache: without it every move recomputes
                 self._pool_problem = str(error)
         self._node_id = ray.get_runtime_context().get_node_id()
         # `local_rank` is unique among the running replicas of this deployment on this node.
-        rank = context.rank.local_rank
-        self._runner = EngineRunner(config, context.replica_id.unique_id, weights_version, rank, endpoint)
+        rank, name, feed = here.rank.local_rank, here.replica_id.unique_id, None
+        if context is not None and config.draft.method == "group":
+            feed = Feed(ensure_context(context, here.app_name), context, name)
+        self._runner = EngineRunner(config, name, weights_version, rank, endpoint, feed)
         self._telemetry = Telemetry("tailrace-engine", otlp)
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
@@ -125,8 +136,10 @@ class Engine:
                 "pulled_tokens": result.pulled_tokens,
                 "stored_tokens": result.stored_tokens,
                 "recompute_cause": result.recompute_cause,
+                "verifications": result.verifications,
                 "drafted": result.drafted_tokens,
                 "accepted": result.accepted_tokens,
+                **drafts_of(result.drafts),
             }
         )
         at_ns, version = started_ns, {"weights_version": result.weights_version}
@@ -138,3 +151,11 @@ class Engine:
             span.add_event(name, attributes, timestamp=at_ns)
             at_ns += int(took_s * 1e9)
         span.end(at_ns)
+
+
+def drafts_of(report: DraftReport | None) -> dict[str, int]:
+    """A span's attributes: drafted and accepted tokens by source."""
+    if report is None:
+        return {}
+    drafted, accepted = by_source(report.drafted), by_source(report.accepted)
+    return {f"drafted.{s}": n for s, n in drafted.items()} | {f"accepted.{s}": n for s, n in accepted.items()}

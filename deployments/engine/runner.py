@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
+from deployments.context.feed import Feed
 from deployments.engine.config import EngineConfig
 from deployments.engine.stepper import Stepper
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
@@ -40,6 +41,7 @@ class EngineRunner:
         weights_version: int = 0,
         rank: int = 0,
         pool: PoolEndpoint | None = None,
+        feed: Feed | None = None,
     ):
         self._inbox: SimpleQueue[tuple] = SimpleQueue()
         self._on_done: dict[str, OnDone] = {}
@@ -47,7 +49,7 @@ class EngineRunner:
         self._lock = threading.Lock()  # between `submit` and the end of the thread, which answers what is left
         self._down: EngineDown | None = None
         started: Future[EngineStats] = Future()
-        arguments = (started, config, replica_id, weights_version, rank, pool)
+        arguments = (started, config, replica_id, weights_version, rank, pool, feed)
         self._thread = threading.Thread(target=self._main, args=arguments, daemon=True, name="engine")
         self._thread.start()
         self._stats = started.result()

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deployments.context.feed import Feed
+from deployments.engine import rehearsal
 from deployments.engine.config import EngineConfig
+from deployments.engine.drafts import Drafts
 from deployments.engine.launch import launch
 from deployments.engine.link import PoolLink
 from deployments.engine.speeds import Speeds
-from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats, SamplingParams
+from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats
 from kvpool.config import PoolEndpoint
 from kvpool.keys import cache_salt
 
-WARM_UP_TOKENS = (8, 192)  # a small step and one that tells how fast prompts are computed
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
 
@@ -32,6 +34,7 @@ class Running:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int = 0
+    verifications: int = 0  # steps that made tokens
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -39,7 +42,13 @@ class Stepper:
     """Builds the engine on construction (5 to 10 s); raises what vLLM raises on a bad model folder."""
 
     def __init__(
-        self, config: EngineConfig, replica_id: str, weights_version: int, rank: int, pool: PoolEndpoint | None = None
+        self,
+        config: EngineConfig,
+        replica_id: str,
+        weights_version: int,
+        rank: int,
+        pool: PoolEndpoint | None = None,
+        feed: Feed | None = None,
     ):
         self.weights_version = weights_version
         self._engine = launch(config, rank, pool)
@@ -68,18 +77,25 @@ class Stepper:
         if pool is not None:
             self._link = PoolLink(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
+        self._drafts: Drafts | None = None
+        if config.draft.method == "group":
+            self._drafts = Drafts(config.draft, settings.model_config.max_model_len, feed)
+        self._work = dict.fromkeys(("step_us", "tokens", "verifications"), 0)
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Small chunks first: compiling the sampling kernel (10 s once per machine) must not be a user's wait."""
-        for tokens in WARM_UP_TOKENS:
-            context = np.arange(tokens, dtype=np.int32) % self._vocabulary
-            chunk = ChunkRequest("warm-up", 0, context, tokens, 2, SamplingParams(), self.weights_version)
-            self.add(chunk, time.monotonic())
-            while self.busy:
-                self.step()
+        rehearsal.warm_up(self, self._vocabulary)
+        if self._drafts is not None:
+            rehearsal.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
         self.reset_cache()
         self._steps = 0
+        self._work = dict.fromkeys(self._work, 0)
+
+    def draft_for_all(self, token_ids: list[int]) -> None:
+        """Give every chunk that decodes this draft for the next step."""
+        for running in self._running.values():
+            if running.first_token_s is not None:
+                running.request.spec_token_ids = list(token_ids)
 
     @property
     def busy(self) -> bool:
@@ -114,6 +130,8 @@ class Stepper:
             raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
         request = self._scheduler.requests[request_id]
         self._running[chunk.chunk_id] = Running(chunk, request_id, request, submitted_s)
+        if self._drafts is not None:
+            self._drafts.open(chunk, request)
 
     def _check(self, chunk: ChunkRequest) -> None:
         name, context = f"chunk {chunk.chunk_id}", len(chunk.token_ids)
@@ -143,16 +161,18 @@ class Stepper:
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         """One engine step; the chunks that ended since the last one, by chunk id."""
+        verified_tokens = self._to_verify()
         began_s = time.monotonic()
         outputs = self._engine.step()
         ended_s = time.monotonic()
         self._steps += 1
+        self._work["step_us"] += int((ended_s - began_s) * 1e6)
         for running in self._running.values():
             if running.scheduled_s is None and running.request.num_computed_tokens > 0:
                 running.scheduled_s = began_s
         for output in outputs:
             running = self._running[output.request_id]
-            running.token_ids += output.outputs[0].token_ids
+            self._take(running, output.outputs[0].token_ids)
             if running.first_token_s is None:
                 running.first_token_s = ended_s
                 running.cached_tokens = output.num_cached_tokens
@@ -160,11 +180,32 @@ class Stepper:
                 self._finish(output.request_id, output.outputs[0].finish_reason)
         if not outputs:
             time.sleep(0.001)  # waiting for KV from elsewhere: leave the interpreter to the other threads
+        if self._drafts is not None:
+            if verified_tokens:
+                self._drafts.timed(verified_tokens, ended_s - began_s)
+            self._drafts.propose()
         if self._link is not None:
             self._link.after_step(ended_s - began_s)
             self._ended += self._link.release()
         ended, self._ended = self._ended, []
         return ended
+
+    def _to_verify(self) -> int:
+        """Tokens of the coming step, drafts included, if every chunk only decodes in it; else 0."""
+        tokens = 0
+        for running in self._running.values():
+            if running.first_token_s is None:
+                return 0
+            tokens += 1 + len(running.request.spec_token_ids)
+        return tokens
+
+    def _take(self, running: Running, token_ids: list[int]) -> None:
+        running.token_ids += token_ids
+        running.verifications += bool(token_ids)
+        self._work["tokens"] += len(token_ids)
+        self._work["verifications"] += bool(token_ids)
+        if self._drafts is not None:
+            self._drafts.made(running.chunk.chunk_id, token_ids)
 
     def _finish(self, chunk_id: str, reason: str) -> None:
         running = self._running[chunk_id]
@@ -205,8 +246,10 @@ class Stepper:
             decode_s=now_s - first_token_s,
             cached_tokens=running.cached_tokens,
             computed_tokens=context - running.cached_tokens if running.first_token_s else 0,
+            verifications=running.verifications,
             drafted_tokens=drafted,
             accepted_tokens=accepted,
+            drafts=self._drafts.close(chunk.chunk_id) if self._drafts is not None else None,
         )
 
     def reset_cache(self) -> bool:
@@ -243,8 +286,12 @@ class Stepper:
             running={chunk_id: len(r.token_ids) for chunk_id, r in running.items()},
             kv_counts=self._link.counts() if self._link is not None else {},
             speeds=self._speeds.report(),
+            work=self._work | (self._drafts.counts() if self._drafts is not None else {}),
+            step_cost=self._drafts.step_cost() if self._drafts is not None else None,
         )
 
     def close(self) -> None:
-        """Ends vLLM's workers."""
+        """Ends vLLM's workers, and what the drafts need."""
+        if self._drafts is not None:
+            self._drafts.stop()
         self._engine.engine_core.shutdown()

@@ -1,0 +1,53 @@
+"""Runs chunks on replicas: an action in, what has become of it out, as an event and a way to write it down.
+
+Invariant: every `StartChunk` gives exactly one event, whatever happens to its replica. Called by `Rollouts`.
+"""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from opentelemetry.trace import StatusCode
+
+from deployments.batch import Batch
+from deployments.fleet import ChunkError, Fleet, ReplicaLost
+from deployments.telemetry import Telemetry
+from policies.actions import AbortChunk, StartChunk
+from policies.drafting import Drafting
+from policies.events import ChunkFailed, ChunkFinished, Event, ReplicaLeft
+
+Write = Callable[[], None] | None
+
+
+class Chunks:
+    """`now`: the coordinator's clock, in seconds."""
+
+    def __init__(self, fleet: Fleet, telemetry: Telemetry, now: Callable[[], float]):
+        self._fleet, self._telemetry, self._now = fleet, telemetry, now
+
+    async def run(self, start: StartChunk, batch: Batch, drafting: Drafting) -> tuple[Event, Write]:
+        """ChunkFinished with what writes its tokens down; ChunkFailed; or ReplicaLeft."""
+        sample = batch.samples[start.sample_id]
+        if sample.started_s is None:
+            sample.started_s = self._now() - batch.submitted_s
+        span = batch.chunk_span(self._telemetry, start)
+        try:
+            result = await self._fleet.generate(start.replica_id, batch.request(sample, start, span, drafting))
+        except ReplicaLost as error:
+            event, write = ReplicaLeft(self._now(), start.replica_id, str(error)), None
+        except ChunkError as error:
+            event, write = ChunkFailed(self._now(), start.chunk_id, str(error)), None
+        else:
+            count = len(result.token_ids)
+            span.set_attribute("new_tokens", count)
+            version, stored_tokens = result.weights_version, result.stored_tokens
+            event = ChunkFinished(self._now(), start.chunk_id, count, result.end, version, stored_tokens)
+            write = partial(sample.append, start.start, result, start.replica_id)
+        if write is None:
+            span.set_status(StatusCode.ERROR, event.error)
+        span.end()
+        return event, write
+
+    async def abort(self, action: AbortChunk) -> None:
+        with contextlib.suppress(ReplicaLost, ChunkError):  # the chunk's own call tells what has become of it
+            await self._fleet.abort(action.replica_id, action.chunk_id, action.keep_kv)

@@ -1,0 +1,58 @@
+"""What an engine is told about drafting for a chunk, and what it tells about it afterwards."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deployments.context.types import GroupRef, Source
+from policies.drafting import Drafting
+
+
+def by_source(tokens: np.ndarray) -> dict[str, int]:
+    """Counts i64[4] under the names of their sources, those that are not 0."""
+    return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """Whose tokens a chunk makes, how long its answer may get, and who says how much to draft."""
+
+    group: GroupRef
+    sample_index: int
+    epoch: int
+    expected_tokens: int  # of the whole answer
+    class_starts: tuple[int, int]  # answer tokens from which it is of medium length, and long
+    policy: Drafting
+
+
+@dataclass(slots=True)
+class DraftReport:
+    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K]."""
+
+    verifications: int
+    drafted: np.ndarray
+    accepted: np.ndarray
+    accepted_at: np.ndarray
+
+    @classmethod
+    def none(cls, draft_tokens: int) -> "DraftReport":
+        """Nothing verified yet; no draft is longer than `draft_tokens`."""
+        sources = np.zeros((2, len(Source)), np.int64)
+        return cls(0, *sources, np.zeros(draft_tokens, np.int64))
+
+    def count(self, sources: np.ndarray, accepted: int) -> None:
+        """One verification: of a draft with these sources, u8[n], the first `accepted` tokens were right."""
+        self.verifications += 1
+        if len(sources):
+            self.drafted += np.bincount(sources, minlength=len(Source))
+            self.accepted += np.bincount(sources[:accepted], minlength=len(Source))
+            self.accepted_at[:accepted] += 1
+
+    def add(self, other: "DraftReport") -> None:
+        """Another chunk's, of the same sample; its drafts may have been longer."""
+        self.verifications += other.verifications
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        if len(other.accepted_at) > len(self.accepted_at):
+            self.accepted_at = np.pad(self.accepted_at, (0, len(other.accepted_at) - len(self.accepted_at)))
+        self.accepted_at[: len(other.accepted_at)] += other.accepted_at

@@ -1,0 +1,198 @@
+"""The drafts of one engine: tokens go into their group's index, proposals come out, a policy says how much of each.
+
+Runs beside vLLM's scheduler, on the engine's thread, between two steps: what is set as a request's `spec_token_ids` is
+verified in the next one. Invariant: nothing here waits or changes a token (the exact sampler verifies by equality), and
+a request gets no more drafts than vLLM will verify, so that what is counted here is what was verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deployments.context.index import Proposal, warm_up
+from deployments.context.types import Source
+from deployments.engine.config import DraftConfig
+from deployments.engine.groups import Group, Groups
+from deployments.engine.steptimes import StepTimes
+from deployments.messages import ChunkRequest, DraftReport
+from policies.views import DraftView
+
+if TYPE_CHECKING:  # it brings Ray, which nothing else here needs
+    from deployments.context.feed import Feed
+
+FADE = 0.99
+"""Of the replica's acceptance: a verification 70 ago weighs one half."""
+
+
+@dataclass(slots=True)
+class Drafted:
+    """A chunk that drafts: its request inside vLLM, and how its drafts went."""
+
+    chunk: ChunkRequest
+    request: object  # vLLM's scheduler-side Request
+    group: Group
+    slot: int
+    generated: int  # answer tokens so far
+    until: int  # answer tokens at which the chunk ends
+    report: DraftReport
+    draft: Proposal  # that is being verified, or was in the step that has just ended
+    accepted: int = 0  # of it
+
+
+class Drafts:
+    """`feed`: what mates elsewhere write; None: only this engine's own samples are known."""
+
+    def __init__(self, config: DraftConfig, max_model_len: int, feed: Feed | None):
+        self._draft_tokens, self._max_model_len = config.draft_tokens, max_model_len
+        self._groups, self._feed = Groups(config, feed), feed
+        self._running: dict[str, Drafted] = {}  # by chunk id
+        self._fresh: list[Drafted] = []  # those that have made tokens in this step
+        self._free: list[int] = []
+        self._policy = self._memory = None
+        self._times = StepTimes()
+        self._accepted, self._drafted = 0.5, 1.0  # faded; the guess counts as much as one draft token
+        self._counts: Counter[str] = Counter()
+        warm_up()
+
+    # ---- what the stepper tells it -----------------------------------------------------------------
+
+    def open(self, chunk: ChunkRequest, request) -> None:
+        """A chunk has been added; without a plan it does not draft."""
+        plan = chunk.draft
+        if plan is None:
+            return
+        prompt, answer = chunk.token_ids[: chunk.prompt_tokens], chunk.token_ids[chunk.prompt_tokens :]
+        group = self._groups.open(plan.group, plan.epoch, prompt)
+        group.index.extend(plan.sample_index, 0, answer)
+        slot = self._free.pop() if self._free else len(self._running)
+        report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
+        self._running[chunk.chunk_id] = Drafted(chunk, request, group, slot, len(answer), until, report, NOTHING)
+        if plan.policy != self._policy:
+            self._policy, self._memory = plan.policy, None
+
+    def made(self, chunk_id: str, tokens: list[int]) -> None:
+        """A step has emitted these tokens of a chunk: the accepted part of its draft, and one more."""
+        drafted = self._running.get(chunk_id)
+        if drafted is None or not tokens:
+            return
+        began_s = time.perf_counter()
+        start = drafted.generated
+        drafted.generated += len(tokens)
+        draft = drafted.draft
+        drafted.accepted = accepted = agreed(draft.tokens.tolist(), tokens)
+        drafted.report.count(draft.sources, accepted)
+        if len(draft.tokens):
+            self._accepted = FADE * self._accepted + accepted
+            self._drafted = FADE * self._drafted + len(draft.tokens)
+        plan = drafted.chunk.draft
+        drafted.group.index.extend(plan.sample_index, start, np.array(tokens, np.int32))
+        if self._feed is not None:
+            self._feed.append(plan.group, plan.sample_index, start, tokens)
+        self._fresh.append(drafted)
+        self._counts["draft_us"] += int((time.perf_counter() - began_s) * 1e6)
+
+    def close(self, chunk_id: str) -> DraftReport | None:
+        """A chunk has ended: how its drafts went; None when it had no plan."""
+        drafted = self._running.pop(chunk_id, None)
+        if drafted is None:
+            return None
+        self._groups.close(drafted.group)
+        self._free.append(drafted.slot)
+        for source in Source:
+            self._counts[f"drafted.{source.name.lower()}"] += drafted.report.drafted[source]
+            self._counts[f"accepted.{source.name.lower()}"] += drafted.report.accepted[source]
+        return drafted.report
+
+    def timed(self, tokens: int, took_s: float) -> None:
+        """A step that verified `tokens` tokens, and prefilled none, took so long."""
+        self._times.record(tokens, took_s)
+
+    # ---- what it does ------------------------------------------------------------------------------
+
+    def propose(self) -> None:
+        """After a step: give every request that goes on its draft for the next one."""
+        began_s = time.perf_counter()
+        self._groups.receive()
+        fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
+        self._fresh = []
+        cost = self._times.cost()
+        if fresh and cost is not None and self._policy.most:
+            proposals = [self._proposal(drafted) for drafted in fresh]
+            budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
+            for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
+                drafted.draft = cut(proposal, budget)
+                drafted.request.spec_token_ids = drafted.draft.tokens.tolist()
+        self._counts["draft_us"] += int((time.perf_counter() - began_s) * 1e6)
+
+    def _proposal(self, drafted: Drafted) -> Proposal:
+        # The last token of a chunk is the bonus token, and vLLM computes no position behind its context.
+        room = min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
+        most = min(self._policy.most, self._draft_tokens, room)
+        if most < 1:
+            return NOTHING
+        proposals = drafted.group.index.propose(drafted.chunk.draft.sample_index, most)
+        return proposals[0] if proposals else NOTHING
+
+    def _view(self, fresh: list[Drafted], proposals: list[Proposal], cost) -> DraftView:
+        count = len(fresh)
+        right = np.zeros((count, max(1, *(len(p.tokens) for p in proposals))), np.float32)
+        for row, proposal in zip(right, proposals, strict=True):
+            row[: len(proposal.right)] = proposal.right
+        plans = [drafted.chunk.draft for drafted in fresh]
+
+        def column(values, kind=np.int32):
+            return np.fromiter(values, kind, count)
+
+        return DraftView(
+            right=right,
+            proposed=column(len(p.tokens) for p in proposals),
+            match_tokens=column(p.match_tokens for p in proposals),
+            slot=column((d.slot for d in fresh), np.int64),
+            verifications=column((d.report.verifications - 1 for d in fresh), np.int64),
+            drafted_last=column(len(d.draft.tokens) for d in fresh),
+            accepted_last=column(d.accepted for d in fresh),
+            generated=column(d.generated for d in fresh),
+            expected=column(plan.expected_tokens for plan in plans),
+            medium_at=column(plan.class_starts[0] for plan in plans),
+            long_at=column(plan.class_starts[1] for plan in plans),
+            acceptance=self._accepted / self._drafted,
+            cost=cost,
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Since the start: tokens drafted and accepted by source, microseconds spent here; what the indexes hold."""
+        counts = dict(self._counts) | {"index_tokens": self._groups.tokens, "index_bytes": self._groups.nbytes}
+        return counts | (self._feed.counts() if self._feed is not None else {})
+
+    def step_cost(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """What a step costs by its tokens, as measured: (tokens, seconds); None before two sizes were seen."""
+        cost = self._times.cost()
+        return None if cost is None else (cost.tokens, cost.seconds)
+
+    def stop(self) -> None:
+        self._groups.close_all()
+        if self._feed is not None:
+            self._feed.close()
+
+
+def cut(proposal: Proposal, tokens: int) -> Proposal:
+    """Its first so many tokens."""
+    return proposal._replace(
+        tokens=proposal.tokens[:tokens], right=proposal.right[:tokens], sources=proposal.sources[:tokens]
+    )
+
+
+def agreed(draft: list[int], tokens: list[int]) -> int:
+    """How many tokens of a draft are those that came. Behind a stop token vLLM cuts the rest, the bonus token too."""
+    for place, (guess, token) in enumerate(zip(draft, tokens, strict=False)):
+        if guess != token:
+            return place
+    return min(len(draft), len(tokens))
+
+
+NOTHING = Proposal(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8), 0)

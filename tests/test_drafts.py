@@ -1,0 +1,169 @@
+"""Drafts of one engine: limits, counts and memory. The request stands in for vLLM's, whose two attributes are used."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from deployments.context.plan import DraftPlan, DraftReport
+from deployments.context.types import GroupRef, Source
+from deployments.engine.config import DraftConfig
+from deployments.engine.drafts import Drafts, agreed
+from deployments.messages import ChunkRequest, SamplingParams
+from policies.drafting import Fixed, Goodput
+
+PROMPT = np.arange(100, 120, dtype=np.int32)
+ANSWER = list(range(1000, 1060))
+FIXED = Fixed(tokens=8)
+
+
+@dataclass
+class Request:
+    num_tokens: int
+    spec_token_ids: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Runs chunks of one group that all write ANSWER, a draft's agreeing tokens and one more at a time."""
+
+    def __init__(self, drafts: Drafts, policy=FIXED):
+        self.drafts, self.policy = drafts, policy
+        self.requests: dict[str, tuple[Request, int]] = {}
+        drafts.timed(1, 0.01)
+        drafts.timed(16, 0.011)
+
+    def start(self, sample_index: int, generated: int, max_tokens: int, group: str = "b/p", policy=None) -> str:
+        chunk_id = f"{group}#{sample_index}:{generated}"
+        plan = DraftPlan(GroupRef(group, "key"), sample_index, 0, 60, (0, 0), policy or self.policy)
+        context = np.concatenate([PROMPT, np.array(ANSWER[:generated], np.int32)])
+        chunk = ChunkRequest(chunk_id, 0, context, len(PROMPT), max_tokens, SamplingParams(), 0, draft=plan)
+        self.requests[chunk_id] = Request(len(context)), generated + max_tokens
+        self.drafts.open(chunk, self.requests[chunk_id][0])
+        return chunk_id
+
+    def step(self) -> dict[str, list[int]]:
+        """One step of every chunk; the drafts that it verified."""
+        verified, ended = {}, []
+        for chunk_id, (request, until) in self.requests.items():
+            at = request.num_tokens - len(PROMPT)
+            draft, request.spec_token_ids = request.spec_token_ids, []
+            verified[chunk_id] = draft
+            tokens = ANSWER[at : at + agreed(draft, ANSWER[at:]) + 1]
+            assert at + len(tokens) <= until
+            request.num_tokens += len(tokens)
+            self.drafts.made(chunk_id, tokens)
+            if at + len(tokens) == until:
+                ended.append(chunk_id)
+        for chunk_id in ended:
+            self.end(chunk_id)
+        self.drafts.propose()
+        return verified
+
+    def end(self, chunk_id: str) -> DraftReport:
+        del self.requests[chunk_id]
+        return self.drafts.close(chunk_id)
+
+
+@pytest.fixture
+def drafts():
+    made = Drafts(DraftConfig(method="group", draft_tokens=16), 4096, None)
+    yield made
+    made.stop()
+
+
+def test_a_mate_that_has_written_the_same_is_drafted_from(drafts):
+    engine = Engine(drafts)
+    first = engine.start(0, 0, 60)
+    while first in engine.requests:
+        engine.step()
+    second = engine.start(1, 0, 60)
+    lengths = []
+    while second in engine.requests:
+        lengths.append(len(engine.step()[second]))
+    assert max(lengths) == 8 and len(lengths) < 20
+    assert drafts.counts()["accepted.mate"] > 30
+
+
+def test_no_draft_reaches_behind_the_chunk(drafts):
+    engine = Engine(drafts)
+    first = engine.start(0, 0, 60)
+    while first in engine.requests:
+        engine.step()
+    chunk = engine.start(1, 10, 5)
+    while chunk in engine.requests:  # Engine.step asserts it
+        assert len(engine.step()[chunk]) < 5
+
+
+def test_no_draft_reaches_behind_the_models_context():
+    drafts = Drafts(DraftConfig(method="group"), len(PROMPT) + 20, None)
+    engine = Engine(drafts)
+    first = engine.start(0, 0, 60)
+    while first in engine.requests:
+        engine.step()
+    request, _ = engine.requests[engine.start(1, 0, 60)]
+    while request.num_tokens < len(PROMPT) + 20:
+        engine.step()
+        assert request.num_tokens + len(request.spec_token_ids) <= len(PROMPT) + 20
+    drafts.stop()
+
+
+def test_what_was_drafted_is_counted_by_position_and_source(drafts):
+    engine = Engine(drafts)
+    first = engine.start(0, 0, 60)
+    while first in engine.requests:
+        engine.step()
+    second = engine.start(1, 0, 60)
+    verified = [engine.step()[second] for _ in range(5)]
+    position = engine.requests[second][0].num_tokens - len(PROMPT)
+    report = engine.end(second)
+    assert report.verifications == 5
+    assert report.drafted.sum() == sum(map(len, verified))
+    assert report.accepted.sum() == report.accepted_at.sum() == position - 5
+    assert (np.diff(report.accepted_at) <= 0).all()
+    assert report.accepted[Source.HISTORY] == 0
+
+
+def test_reports_of_a_samples_chunks_add_up():
+    short, long = DraftReport.none(2), DraftReport.none(4)
+    short.count(np.array([Source.OWN, Source.OWN], np.uint8), 1)
+    long.count(np.array([Source.MATE] * 4, np.uint8), 3)
+    short.add(long)
+    assert short.verifications == 2
+    assert short.drafted.tolist() == [2, 4, 0, 0] and short.accepted.tolist() == [1, 3, 0, 0]
+    assert short.accepted_at.tolist() == [2, 1, 1, 0]
+
+
+def test_behind_a_stop_token_the_bonus_token_is_missing():
+    assert agreed([5, 6, 7], [5, 6]) == 2
+    assert agreed([5, 6, 7], [5, 9]) == 1
+    assert agreed([], [5]) == 0
+
+
+def test_slots_are_used_again_and_never_shared(drafts):
+    engine = Engine(drafts, Goodput())
+    for turn in range(5):
+        chunks = [engine.start(index, 0, 60, group=f"b/{turn}") for index in range(7)]
+        slots = [drafts._running[chunk].slot for chunk in chunks]
+        assert sorted(slots) == list(range(7))
+        engine.step()
+        for chunk in chunks:
+            engine.end(chunk)
+
+
+def test_indexes_of_idle_groups_go_when_memory_is_short_and_running_ones_stay():
+    drafts = Drafts(DraftConfig(method="group", index_mib=1), 4096, None)
+    engine = Engine(drafts)
+    kept = engine.start(0, 50, 10, group="b/kept")
+    size = drafts.counts()["index_bytes"]
+    for turn in range(3 * 2**20 // size):
+        engine.end(engine.start(0, 50, 10, group=f"b/{turn}"))
+    assert drafts.counts()["index_bytes"] < 2 * 2**20
+    assert kept in engine.requests and engine.step() is not None
+    drafts.stop()
+
+
+def test_a_chunk_without_a_plan_does_not_draft(drafts):
+    drafts.open(ChunkRequest("c", 0, PROMPT, len(PROMPT), 4, SamplingParams(), 0), Request(len(PROMPT)))
+    drafts.made("c", [1])
+    drafts.propose()
+    assert drafts.close("c") is None

@@ -1,0 +1,47 @@
+"""What a step costs is learned from the steps that were seen, never falls, and follows the machine."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.engine.steptimes import EVERY, StepTimes, rising
+
+
+def test_nothing_is_known_before_two_sizes_were_seen():
+    times = StepTimes()
+    assert times.cost() is None
+    times.record(1, 0.02)
+    assert times.cost() is None
+    times.record(16, 0.04)
+    assert times.cost().at([1, 16]).tolist() == pytest.approx([0.02, 0.04])
+
+
+def test_the_table_follows_a_machine_that_slows_down():
+    times = StepTimes()
+    for _ in range(EVERY):
+        times.record(1, 0.02)
+        times.record(8, 0.03)
+    for _ in range(20 * EVERY):
+        times.record(1, 0.04)
+        times.record(8, 0.06)
+    assert times.cost().at([1, 8]).tolist() == pytest.approx([0.04, 0.06], rel=0.02)
+
+
+def test_steps_larger_than_any_size_are_filed_under_the_largest():
+    times = StepTimes()
+    times.record(1, 0.02)
+    times.record(100_000, 5.0)
+    assert times.cost().at(100_000) == pytest.approx(5.0)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 10), st.floats(0.1, 10)), min_size=1, max_size=20))
+def test_the_nearest_rising_sequence(pairs):
+    values, weights = np.array(pairs).T
+    made = rising(values, weights)
+    assert (np.diff(made) >= -1e-12).all()
+    assert np.average(made, weights=weights) == pytest.approx(np.average(values, weights=weights))
+    if (np.diff(values) > 0).all():
+        assert made.tolist() == values.tolist()
+    again = rising(made, weights)
+    assert again.tolist() == pytest.approx(made.tolist())
