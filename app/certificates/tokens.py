@@ -5,16 +5,15 @@ Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). Call
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
+from app.certificates.runs import RUNS, Run
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
 from app.summary import summarise
-from deployments.engine.config import DraftConfig
 from deployments.messages import GroupResult, RolloutBatch, SampleResult
 from policies.bundle import Policies
 
@@ -23,57 +22,14 @@ TOLERANCE = 1e-4
 REPORTED_S = 1.5
 """The coordinator has heard of everything that its replicas counted before: three polls."""
 
-WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
-
-
-def chunked(tokens: int, placement: str = "least_kv") -> dict:
-    return {"ordering": "seer", "placement": placement, "chunking": {"type": "fixed", "chunk_tokens": tokens}}
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One way to roll out the workload: policies, engine settings that differ, and what is done to it meanwhile."""
-
-    name: str
-    policies: dict
-    engine: tuple[tuple[str, object], ...] = ()
-    disturb: Callable[[RolloutClient, str], Awaitable[str]] | None = None
-    must_pull: bool = False  # nothing moves until it is disturbed; then what had been saved must be pulled elsewhere
-
-
-async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
-    """Kill, in mid-chunk, the replica with the most chunks, once a tenth of the samples has ended."""
-    import ray
-
-    while True:
-        status = await client.status()
-        batch = next((b for b in status.batches if b.batch_id == batch_id), None)
-        if batch and batch.ended >= batch.samples / 10:
-            break
-        await asyncio.sleep(0.1)
-    victim = max(status.replicas, key=lambda replica: replica.running)
-    names = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if victim.replica_id in n["name"]]
-    ray.kill(ray.get_actor(names[0], namespace="serve"))
-    return f"killed replica {victim.replica_id}, which ran {victim.running} chunks"
-
-
-RUNS = (
-    Run("plain", WHOLE),
-    Run("chunks_of_64", chunked(64)),
-    Run("chunks_of_23", chunked(23)),
-    Run("moved", chunked(48, "round_robin")),
-    Run("replica_killed", chunked(96), disturb=kill_a_replica),
-    Run("pulled_after_stop", chunked(32, "pinned"), disturb=kill_a_replica, must_pull=True),
-    Run("batch_cap_5", chunked(64), engine=(("max_running", 5),)),
-    Run("ngram_drafts", chunked(64), engine=(("draft", DraftConfig(method="ngram", lookup_min=1)),)),
-)
-"""The first run is the reference. Runs with the same engine settings share one service."""
-
 
 async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> dict:
     """Roll out the workload once: its groups, what was done to it, and the tokens whose KV came from the pool."""
-    await client.reset_caches()
     await client.set_policies(Policies(**run.policies))
+    if run.after_an_epoch:
+        earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
+        _ = [group async for group in client.rollout(batch.model_copy(update=earlier))]
+    await client.reset_caches()
     before = await pulled_tokens(client)
     batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
@@ -166,16 +122,20 @@ def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, n
 def certificate(rolled: dict[str, dict]) -> dict:
     """Every run against the first."""
     reference = rolled[RUNS[0].name]["groups"]
-    must_pull = {run.name for run in RUNS if run.must_pull}
     kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
     runs = []
-    for name, run in rolled.items():
-        summary, same = summarise(run["groups"]), compare(reference, run["groups"])
-        if name in must_pull and not run["pulled_tokens"] and same["identical"]:
-            what = {"prompt_id": "", "sample_index": 0, "position": 0, "what": "nothing was pulled from the pool"}
-            same |= {"identical": False, "first_difference": what}
-        figures = {k: summary[k] for k in kept} | {k: run[k] for k in ("pulled_tokens", "note")}
-        runs.append({"name": name, **same, **figures})
+    for run in (run for run in RUNS if run.name in rolled):
+        done = rolled[run.name]
+        summary, same = summarise(done["groups"]), compare(reference, done["groups"])
+        for must, did, what in (
+            (run.must_pull, done["pulled_tokens"], "nothing was pulled from the pool"),
+            (run.must_draft, summary["drafted_tokens"], "nothing was drafted"),
+        ):
+            if must and not did and same["identical"]:  # the run has not shown what it is there for
+                first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": what}
+                same |= {"identical": False, "first_difference": first}
+        figures = {k: summary[k] for k in kept} | {k: done[k] for k in ("pulled_tokens", "note")}
+        runs.append({"name": run.name, "drafting": run.policies["drafting"], **same, **figures})
     return {
         "identical": all(run["identical"] for run in runs),
         "tokens": summarise(reference)["tokens"],

@@ -34,7 +34,8 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, corr
     file = load_config(config)
     sampling = {"temperature": 1.0}
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": sampling})
-    from app.certificates.tokens import RUNS, certificate, corrupt, roll_all
+    from app.certificates.runs import RUNS
+    from app.certificates.tokens import certificate, corrupt, roll_all
     from deployments.messages import RolloutBatch
 
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
@@ -99,10 +100,12 @@ def _print(result: dict) -> None:
     if not result["runs"]:
         return
     table = Table(title=f"{result['samples']} samples, {result['tokens']} tokens")
-    for column in ("run", "identical", "chunked", "moved", "pulled", "drafted", "logprob noise", "note"):
+    columns = "run drafting identical chunked moved pulled drafted accepted noise note"
+    for column in columns.split():
         table.add_column(column)
     for run in result["runs"]:
-        kept = ("name", "identical", "chunked_share", "moved_samples", "pulled_tokens", "drafted_tokens")
+        kept = ("name", "drafting", "identical", "chunked_share", "moved_samples", "pulled_tokens", "drafted_tokens")
+        kept += ("accepted_share",)
         cells = [run[key] for key in kept]
         table.add_row(*map(str, cells), f"{run['max_logprob_difference']:.1e}", run["note"] or "")
     Console().print(table)

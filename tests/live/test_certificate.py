@@ -24,7 +24,7 @@ def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     runs = {run["name"]: run for run in result["runs"]}
-    assert len(runs) == 8 and result["tokens"] > 500 and not result["identical"]
+    assert len(runs) == 11 and result["tokens"] > 500 and not result["identical"]
     *others, (last_name, last) = runs.items()
     assert all(run["identical"] for _, run in others), others
     assert last["first_difference"]["what"] == "token"
@@ -32,6 +32,8 @@ def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
     named = f"{last_name} differs: prompt {at['prompt_id']!r} sample {at['sample_index']} position {at['position']}"
     assert named in done.stderr
     assert runs["moved"]["moved_samples"] > 0 and runs["chunks_of_23"]["chunked_share"] > 0
-    assert runs["ngram_drafts"]["drafted_tokens"] > 0
+    assert all(run["drafted_tokens"] > 0 for name, run in runs.items() if name != "plain")
+    assert runs["plain"]["drafted_tokens"] == 0
+    assert "actors of the group context" in runs["context_killed"]["note"]
     assert "killed replica" in runs["replica_killed"]["note"]
     assert "killed replica" in runs["pulled_after_stop"]["note"] and runs["pulled_after_stop"]["pulled_tokens"] > 0
