@@ -7,7 +7,8 @@ exactly one state, its `generated_tokens` never shrinks and never exceeds `max_t
 from enum import Enum
 
 from policies.events import GroupSpec, IllegalEvent
-from policies.views import GroupView, SampleView
+from policies.lengthstats import BatchLengths
+from policies.views import GroupView, LengthsView, SampleView
 
 
 class State(Enum):
@@ -17,16 +18,16 @@ class State(Enum):
 
 
 class Sample:
-    __slots__ = ("asked_nodes", "attempts", "cancelled", "chunks", "first_version", "generated_tokens", "group", "home",
-                 "index", "last_node", "last_replica", "need_tokens", "observed_at", "sample_id", "state",
-                 "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
+    __slots__ = ("asked_nodes", "attempts", "cancelled", "chunks", "expected_tokens", "first_version",
+                 "generated_tokens", "group", "home", "index", "last_node", "last_replica", "need_tokens",
+                 "observed_at", "sample_id", "state", "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
 
     def __init__(self, group: "Group", index: int):
         self.group, self.index = group, index
         self.sample_id = f"{group.spec.group_id}#{index}"
         self.state = State.WAITING
         self.generated_tokens = self.streamed_tokens = self.chunks = self.attempts = 0
-        self.need_tokens = 0
+        self.need_tokens = self.expected_tokens = 0  # the second is `LengthBook`'s
         self.observed_at = 0.0
         self.last_replica: str | None = None
         self.last_node: str | None = None
@@ -42,35 +43,39 @@ class Sample:
         return SampleView(
             self.sample_id, group.spec.group_id, group.arrival, self.index, group.spec.prompt_tokens,
             self.generated_tokens, self.streamed_tokens, self.observed_at, group.spec.max_tokens, self.chunks,
-            self.last_replica, self.stored_tokens,
+            self.last_replica, self.stored_tokens, self.expected_tokens,
         )  # fmt: skip
 
 
 class Group:
-    __slots__ = ("arrival", "batch_id", "chunks", "finished", "home", "longest_finished", "position", "running",
-                 "samples", "spec", "unended")  # fmt: skip
+    __slots__ = ("arrival", "batch_id", "chunks", "class_starts", "expected_tokens", "finished_lengths", "home",
+                 "lengths", "position", "running", "samples", "spec", "unended")  # fmt: skip
 
     def __init__(self, spec: GroupSpec, batch_id: str, arrivals: int, position: int):
         """`position`: among its batch's groups; `arrivals`: groups of all batches before this one."""
         self.spec, self.batch_id, self.position, self.arrival = spec, batch_id, position, arrivals + position
         self.samples = [Sample(self, index) for index in range(spec.samples)]
         self.unended = spec.samples
-        self.running = self.finished = self.chunks = 0
-        self.longest_finished: int | None = None
+        self.running = self.chunks = 0
+        self.finished_lengths: tuple[int, ...] = ()  # sorted; `LengthBook` alone writes these four
+        self.expected_tokens, self.class_starts = spec.max_tokens, (0, 0)
+        self.lengths: LengthsView | None = None  # as of its last finished sample
         self.home: str | None = None
 
     def view(self) -> GroupView:
         return GroupView(
-            self.spec.group_id, self.arrival, self.spec.samples, self.running, self.finished, self.chunks,
-            self.spec.max_tokens, self.longest_finished,
+            self.spec.group_id, self.arrival, self.spec.samples, self.running, len(self.finished_lengths), self.chunks,
+            self.spec.max_tokens, self.expected_tokens,
         )  # fmt: skip
 
 
 class Batch:
-    __slots__ = ("batch_id", "groups", "unemitted")
+    __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "unemitted")
 
     def __init__(self, batch_id: str, groups: list[Group]):
         self.batch_id, self.groups, self.unemitted = batch_id, groups, len(groups)
+        self.lengths: BatchLengths | None = None  # `LengthBook` alone writes it, and how many it has not seen yet
+        self.new_lengths = 0
 
 
 class Chunk:

@@ -21,6 +21,7 @@ from pydantic import (
 from policies.chunking import Chunking, ChunkingPolicy, Fixed
 from policies.drafting import Drafting, DraftingPolicy, Goodput
 from policies.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
+from policies.lengths import Lengths, LengthsPolicy, MaxFinished
 from policies.ordering import Ordering, OrderingPolicy, Seer
 from policies.placement import LeastKv, Placement, PlacementPolicy
 from policies.prefetch import NextUp, Prefetching, PrefetchPolicy
@@ -31,6 +32,7 @@ FAMILIES = {
     "chunking": (ChunkingPolicy, Chunking),
     "kv_on_update": (KvOnUpdatePolicy, KvOnUpdate),
     "prefetch": (PrefetchPolicy, Prefetching),
+    "lengths": (LengthsPolicy, Lengths),
     "drafting": (DraftingPolicy, Drafting),
 }
 
@@ -118,4 +120,5 @@ class Policies(BaseModel):
     chunking: _member("chunking") = Fixed()
     kv_on_update: _member("kv_on_update") = Fresh()
     prefetch: _member("prefetch") = NextUp()
+    lengths: _member("lengths") = MaxFinished()
     drafting: _member("drafting") = Goodput()

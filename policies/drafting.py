@@ -6,7 +6,7 @@ Contract: `decide` is a pure function of view and memory, writes to neither, and
 min(proposed, most) tokens. Memory is None at first, and holds what a policy keeps by slot.
 """
 
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,7 +16,9 @@ from policies.views import DraftView
 
 @runtime_checkable
 class Drafting(Protocol):
-    """What the engine asks of a drafting policy, built in or the user's own."""
+    """What the engine asks of a drafting policy, built in or the user's own; the core, whether it `reads_classes`."""
+
+    reads_classes: bool
 
     @property
     def most(self) -> int:
@@ -31,6 +33,7 @@ class Off(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["off"] = "off"
+    reads_classes: ClassVar[bool] = False
 
     @property
     def most(self) -> int:
@@ -45,6 +48,7 @@ class Fixed(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fixed"] = "fixed"
+    reads_classes: ClassVar[bool] = False
     tokens: int = Field(4, ge=1, le=64, description="draft tokens of a sample in a step")
 
     @property
@@ -68,6 +72,7 @@ class Goodput(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["goodput"] = "goodput"
+    reads_classes: ClassVar[bool] = False
     most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
     margin: float = Field(0.01, ge=0.0, le=1.0, description="least predicted gain over no drafts")
     tail_weight: float = Field(1.0, ge=0.0, le=8.0, description="how much the longest sample counts late; 0: no more")

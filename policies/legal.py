@@ -22,6 +22,8 @@ def check_groups(event: SamplesSubmitted) -> None:
     for spec in event.groups:
         if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
             raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
+        if any(tokens < 0 for epoch in spec.past_lengths for tokens in epoch):
+            raise IllegalEvent(f"{spec.group_id}: no answer had a negative length")
         if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
             raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
 

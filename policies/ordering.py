@@ -1,10 +1,10 @@
 """Who runs next. An ordering gives a waiting sample one key per lane; the core takes the least key that fits.
 
-Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not
-wait) and on its group's finished samples; on anything else of the group only in a lane that is named in
-`growing_lanes`, and so that it grows as a step goes on (the core renews keys when a sample of the group finishes; in
-growing lanes it also looks again at the one it is about to take). Lanes are several orders over the same samples;
-`lane` says which one the n-th decision follows.
+Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not wait),
+on its group's finished samples, and on expected lengths (which change as one finishes); on anything else of the group
+only in a lane that is named in `growing_lanes`, and so that it grows as a step goes on (the core renews keys when a
+sample of the group finishes; in growing lanes it also looks again at the one it is about to take). Lanes are several
+orders over the same samples; `lane` says which one the n-th decision follows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,8 +66,9 @@ class GroupStatic(Fcfs):
 class Seer(OneLane):
     """Seer 4.3, Algorithm 1: probes first, shortest first; then groups by greatest estimated length.
 
-    L_g is the greatest finished length of group g, or max_tokens while none has finished. With probability
-    `explore` a decision goes to the least-run group instead (the paper gives no rate).
+    L_g is what the `lengths` policy expects of group g: by its default, as in the paper, the greatest finished length,
+    or max_tokens while none has finished. With probability `explore` a decision goes to the least-run group instead
+    (the paper gives no rate).
     """
 
     type: Literal["seer"] = "seer"
@@ -83,9 +84,30 @@ class Seer(OneLane):
         if sample.index == 0:
             probe = (0, sample.generated_tokens)
             return probe, probe
-        longest = group.longest_finished_tokens
-        estimate = group.max_tokens if longest is None else longest
-        return (1, -estimate, -sample.generated_tokens), (1, group.chunks, fraction(self.seed, sample.sample_id))
+        key = (1, -group.expected_tokens, -sample.generated_tokens)
+        return key, (1, group.chunks, fraction(self.seed, sample.sample_id))
+
+
+class RemainingFirst(OneLane):
+    """Probes first, shortest first; then whoever has most left to make, by the `lengths` policy.
+
+    What is left, not the whole length, is what a sample still adds to the step. Each `patience`-th decision goes to the
+    sample that has run the fewest chunks instead, so one that has run c waits for at most `patience` decisions per
+    chunk that samples before it in that order still lack: an estimate can delay a sample, and never starve it.
+    """
+
+    type: Literal["remaining_first"] = "remaining_first"
+    lanes: ClassVar[int] = 2
+    patience: int = Field(16, ge=2, description="each so-many-th decision goes to the sample that ran least")
+
+    def lane(self, pick: int) -> int:
+        return int(pick % self.patience == self.patience - 1)
+
+    def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]:
+        least_run = (sample.chunks,)
+        if sample.index == 0:
+            return (0, sample.generated_tokens), least_run
+        return (1, sample.generated_tokens - sample.expected_tokens), least_run
 
 
 class OracleLongestFirst(OneLane):
@@ -100,4 +122,4 @@ class OracleLongestFirst(OneLane):
         return ((-lengths[sample.sample_id],),)
 
 
-OrderingPolicy = Annotated[Fcfs | GroupStatic | Seer | OracleLongestFirst, Field(discriminator="type")]
+OrderingPolicy = Annotated[Fcfs | GroupStatic | Seer | RemainingFirst | OracleLongestFirst, Field(discriminator="type")]

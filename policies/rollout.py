@@ -16,6 +16,7 @@ from policies.bundle import Policies, name_of
 from policies.events import IllegalEvent
 from policies.kvbook import KvBook
 from policies.legal import check_finish, check_groups, check_join, check_measured, check_pool
+from policies.lengthbook import LengthBook
 from policies.running import Running
 from policies.upcoming import Upcoming
 from policies.waiting import Waiting
@@ -32,6 +33,7 @@ class RolloutCore:
         self.board = Board(weights_version)
         self._waiting = Waiting(policies.ordering)
         self._buffer = Buffer()
+        self._lengths = LengthBook(policies, self._buffer)
         self._kv = KvBook(policies.kv_on_update, self.board)
         self._running = Running(self.board, self._kv)
         self._upcoming = Upcoming(policies.prefetch, self.board, self._waiting, self._running)
@@ -52,10 +54,10 @@ class RolloutCore:
     def _submitted(self, event: ev.SamplesSubmitted) -> None:
         check_groups(event)
         self._buffer.check_new(event.batch_id, event.groups)
-        for spec in event.groups:
-            if not self._waiting.may_order(spec):
-                raise IllegalEvent(f"{spec.group_id}: {name_of(self.policies.ordering)} needs true lengths, has none")
-        self._unbound += self._buffer.admit(event.batch_id, event.groups)
+        self._waiting.check_new(event.groups)
+        groups = self._buffer.admit(event.batch_id, event.groups)
+        self._lengths.admit(groups)
+        self._unbound += groups
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
         self._waiting.reveal(event.lengths)
@@ -202,11 +204,11 @@ class RolloutCore:
         chunk = self._running.start(sample, replica_id)
         self._upcoming.seen(chunk)
         pull = self.policies.placement.min_pull_tokens(self.board.speeds(replica_id))
-        expected = max(sample.group.longest_finished or sample.group.spec.max_tokens, sample.generated_tokens + 1)
         self._outbox.append(
             StartChunk(
                 chunk.chunk_id, sample.sample_id, replica_id, sample.generated_tokens, chunk.max_tokens,
-                chunk.weights_version, chunk.kv_version, pull, expected, (0, 0), reason,
+                chunk.weights_version, chunk.kv_version, pull, sample.expected_tokens, sample.group.class_starts,
+                reason,
             )
         )  # fmt: skip
 
@@ -245,6 +247,7 @@ class RolloutCore:
 
     def _put(self, sample: Sample) -> None:
         """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
+        self._lengths.queue(sample)
         view = sample.view()
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + self.policies.chunking.tokens(view)
         self._waiting.put(sample, view)
@@ -257,9 +260,7 @@ class RolloutCore:
         self._outbox.append(EndSample(sample.sample_id, end, error, reason))
         self._outbox += self._kv.end(sample)
         if end in (SampleEnd.STOP, SampleEnd.LENGTH):
-            group.finished += 1
-            group.longest_finished = max(group.longest_finished or 0, sample.generated_tokens)
-            self._waiting.renew(group)
+            self._waiting.renew(group, self._lengths.finish(sample))
         if not group.unended:
             self._emit(group)
 

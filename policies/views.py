@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from policies.lengthstats import BatchLengths
 from policies.stepcost import StepCost
 
 
@@ -24,6 +25,7 @@ class SampleView(NamedTuple):
     chunks: int  # chunks started so far
     last_replica: str | None
     stored_tokens: int = 0  # of its context, whose KV the pool held as its last chunk ended
+    expected_tokens: int = 0  # of the whole answer, by the `lengths` policy, since it waits or a mate has finished
 
 
 class GroupView(NamedTuple):
@@ -34,7 +36,17 @@ class GroupView(NamedTuple):
     finished: int
     chunks: int  # chunks started so far, over all its samples
     max_tokens: int
-    longest_finished_tokens: int | None  # None until one of its samples has finished
+    expected_tokens: int  # of a whole answer, by the `lengths` policy, as of its last finished sample
+
+
+class LengthsView(NamedTuple):
+    """What is known of the lengths of a group's answers, in tokens."""
+
+    finished: tuple[int, ...]  # sorted
+    running: tuple[int, ...]  # made so far of each unfinished sample, at the end of its last chunk; any order
+    history: tuple[tuple[int, ...], ...]  # earlier answers to the prompt, by epoch, newest first
+    batch: BatchLengths
+    max_tokens: int
 
 
 class Speeds(NamedTuple):

@@ -33,11 +33,11 @@ class Waiting:
             raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
-    def may_order(self, spec: GroupSpec) -> bool:
-        """Whether the ordering knows what it needs of a group that is submitted."""
-        if not self._is_oracle:
-            return True
-        return all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples))
+    def check_new(self, specs: tuple[GroupSpec, ...]) -> None:
+        """Raises IllegalEvent when the ordering needs true lengths and has not been told those of a new group."""
+        for spec in specs if self._is_oracle else ():
+            if not all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples)):
+                raise IllegalEvent(f"{spec.group_id}: {name_of(self._ordering)} needs true lengths, has none")
 
     def forget(self, group: Group) -> None:
         """The group has been handed out: its lengths are not needed any more."""
@@ -70,10 +70,10 @@ class Waiting:
             for queue in self._queues[sample.home]:
                 queue.remove(sample.sample_id)
 
-    def renew(self, group: Group) -> None:
+    def renew(self, group: Group, mates: Iterable[Sample]) -> None:
         """A sample of the group has finished: its waiting mates get their present keys."""
         view = group.view()
-        for mate in group.samples:
+        for mate in mates:
             if mate.sample_id in self._samples:
                 for queue, key in zip(self._queues[mate.home], self._keys(mate.view(), view), strict=True):
                     if key != queue.key(mate.sample_id):

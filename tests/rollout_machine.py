@@ -20,7 +20,7 @@ from policies.bundle import Policies, name_of
 from policies.fitqueue import STEP_TOKENS
 from policies.rollout import IllegalEvent, RolloutCore
 
-ORDERINGS = ("fcfs", "group_static", "seer", "oracle_longest_first")
+ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first")
 PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
 KV_ON_UPDATE = ("fresh", "keep")
 CHUNKS = (13, 200, None)
@@ -130,7 +130,7 @@ class Player:
         groups = tuple(
             ev.GroupSpec(
                 f"b{self.batches}.{i}", self.pick((1, 30, 63, 64, 150, 9_000)), 1 + self.take(4),
-                self.pick((1, 5, 64, 130, 400)),
+                self.pick((1, 5, 64, 130, 400)), self.pick(((), (), ((3, 60), (9,)), ((), (0, 900)))),
             )
             for i in range(1 + self.take(3))
         )  # fmt: skip
@@ -335,6 +335,7 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 0, 1),)),
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 1, 0),)),
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1 << 24, 1, 1),)),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 1, 1, ((5, -1),)),)),
         ev.Tick(now),
         "not an event",
     ]

@@ -2,17 +2,18 @@
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from user_policies import HalfADraft, HalfTheQueue, Halving, HighestId, KeepYoung, LastComeFirst
+from user_policies import Doubling, HalfADraft, HalfTheQueue, Halving, HighestId, KeepYoung, LastComeFirst
 
 from policies.bundle import FAMILIES, Policies, load_policy, members, name_of
 from policies.ordering import Fcfs, Seer
 
 BUILT_IN = {
-    "ordering": ["fcfs", "group_static", "seer", "oracle_longest_first"],
+    "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first"],
     "placement": ["least_kv", "round_robin", "pinned", "cost_aware"],
     "chunking": ["fixed"],
     "kv_on_update": ["fresh", "keep"],
     "prefetch": ["off", "next_up"],
+    "lengths": ["max_finished", "history_quantile", "length_class", "shrunk"],
     "drafting": ["off", "fixed", "goodput"],
 }
 USERS_OWN = {
@@ -21,6 +22,7 @@ USERS_OWN = {
     "chunking": {"type": "user_policies:Halving", "args": {}},
     "kv_on_update": {"type": "user_policies:KeepYoung", "args": {"updates": 2}},
     "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
+    "lengths": {"type": "user_policies:Doubling", "args": {}},
     "drafting": {"type": "user_policies:HalfADraft", "args": {"most": 8}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
@@ -69,7 +71,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert policies.model_dump() == USERS_OWN
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
-        LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), HalfADraft(),
+        LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), Doubling(), HalfADraft(),
     ]  # fmt: skip
 
 
@@ -84,9 +86,15 @@ class Subclass(Fcfs):
 def test_the_defaults_are_seer_s():
     policies = Policies()
     names = [name_of(getattr(policies, family)) for family in FAMILIES]
-    assert names == ["seer", "least_kv", "fixed", "fresh", "next_up", "goodput"] and policies.ordering == Seer(
-        explore=0.1, seed=0
-    )
+    assert names == [
+        "seer",
+        "least_kv",
+        "fixed",
+        "fresh",
+        "next_up",
+        "max_finished",
+        "goodput",
+    ] and policies.ordering == Seer(explore=0.1, seed=0)
 
 
 @pytest.mark.parametrize(

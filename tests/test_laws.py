@@ -116,11 +116,13 @@ def test_no_view_has_a_field_for_a_true_length():
     assert named == {
         "SampleView": (
             "sample_id", "group_id", "arrival", "index", "prompt_tokens", "generated_tokens", "streamed_tokens",
-            "observed_at", "max_tokens", "chunks", "last_replica", "stored_tokens",
+            "observed_at", "max_tokens", "chunks", "last_replica", "stored_tokens", "expected_tokens",
         ),
         "GroupView": (
-            "group_id", "arrival", "samples", "running", "finished", "chunks", "max_tokens", "longest_finished_tokens",
+            "group_id", "arrival", "samples", "running", "finished", "chunks", "max_tokens", "expected_tokens",
         ),
+        "LengthsView": ("finished", "running", "history", "batch", "max_tokens"),
+        "BatchLengths": ("answers", "mean_log", "spread_log", "between_share", "classes"),
         "ReplicaView": (
             "replica_id", "kv_capacity_tokens", "kv_free_tokens", "running", "max_running", "weights_version",
             "node_id", "speeds",

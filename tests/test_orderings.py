@@ -9,19 +9,22 @@ from user_policies import LastComeFirst
 from policies import events as ev
 from policies.actions import StartChunk
 from policies.bundle import Policies, members
-from policies.ordering import Fcfs, GroupStatic, OracleLongestFirst, Ordering, Seer
+from policies.ordering import Fcfs, GroupStatic, OracleLongestFirst, Ordering, RemainingFirst, Seer
 from policies.rollout import RolloutCore
 from policies.views import GroupView, SampleView
 
 EVERY = [*(cls() for cls in members("ordering").values()), LastComeFirst(), Seer(explore=1.0), Seer(explore=0.0)]
+EVERY += [RemainingFirst(patience=2)]
 
 
-def sample(index=1, generated=0, group="g", arrival=0) -> SampleView:
-    return SampleView(f"{group}#{index}", group, arrival, index, 10, generated, 0, 0.0, 100, 0, None)
+def sample(index=1, generated=0, group="g", arrival=0, expected=100, chunks=0) -> SampleView:
+    return SampleView(
+        f"{group}#{index}", group, arrival, index, 10, generated, 0, 0.0, 100, chunks, None, 0, expected
+    )  # fmt: skip
 
 
-def group(finished=0, longest=None, chunks=0, name="g") -> GroupView:
-    return GroupView(name, 0, 8, 0, finished, chunks, 100, longest)
+def group(finished=0, expected=100, chunks=0, name="g") -> GroupView:
+    return GroupView(name, 0, 8, 0, finished, chunks, 100, expected)
 
 
 def keys_of(ordering: Ordering, view: SampleView, of: GroupView) -> tuple[tuple, ...]:
@@ -80,9 +83,9 @@ def test_a_group_is_bound_to_a_replica_that_was_offered_or_to_none(ordering):
 @pytest.mark.parametrize("ordering", EVERY, ids=lambda o: type(o).__name__)
 def test_keys_only_grow_as_a_group_runs(ordering):
     """Between two finished samples the core renews no key, so none may get smaller by then."""
-    for finished, longest in ((0, None), (3, 40)):
+    for finished, expected in ((0, 100), (3, 40)):
         for index in (0, 1):
-            keys = [keys_of(ordering, sample(index), group(finished, longest, chunks)) for chunks in range(5)]
+            keys = [keys_of(ordering, sample(index), group(finished, expected, chunks)) for chunks in range(5)]
             assert all(before <= after for before, after in pairwise(keys))
 
 
@@ -183,6 +186,37 @@ def test_exploring_goes_to_the_group_that_ran_least():
     assert sorted(order[:2]) == ["g#0", "h#0"]
     later = [sample_id[0] for sample_id in order[2:]]
     assert later[0] != later[1] and later[2] != later[3]
+
+
+def test_remaining_first_takes_who_has_most_left_and_not_who_is_longest():
+    """Two samples of 90 expected tokens: the one that has made fewer goes first, and before one of 60 with none."""
+    keys = RemainingFirst().keys
+    order = [sample(1, 10, expected=90), sample(2, expected=60), sample(3, 50, expected=90)]
+    assert sorted(order, key=lambda view: keys(view, group())[0]) == order
+    assert keys(sample(0, 99), group())[0] < keys(order[0], group())[0], "probes go first"
+
+
+def test_remaining_first_lets_a_finished_mate_change_who_is_next():
+    """`b` has most left by its probe (80 against 40), until `a#1` ends with 90 while mates of both wait."""
+    core = RolloutCore(Policies(ordering="remaining_first"))
+    core.observe(join("r", 100, max_running=3))
+    submit(core, ev.GroupSpec("a", 10, 4, 95), ev.GroupSpec("b", 10, 4, 95))
+    assert [start.sample_id for start in tick(core)] == ["a#0", "b#0", "a#1"]
+    for sample_id, tokens in (("a#0", 40), ("b#0", 80)):
+        core.observe(ev.ChunkFinished(0.0, f"{sample_id}:0", tokens, ev.ChunkEnd.STOP, 0))
+    assert [a.sample_id for a in tick(core) if isinstance(a, StartChunk)] == ["b#1", "b#2"]
+    core.observe(ev.ChunkFinished(0.0, "a#1:0", 90, ev.ChunkEnd.STOP, 0))
+    assert [a.sample_id for a in tick(core) if isinstance(a, StartChunk)] == ["a#2"]
+
+
+@pytest.mark.parametrize("patience", [2, 3, 8])
+def test_remaining_first_starves_nobody(patience):
+    """The last of eight, and with least to make: it runs within `patience` decisions for each."""
+    groups = [ev.GroupSpec("long", 10, 6, 900), ev.GroupSpec("short", 10, 2, 20)]
+    order = one_by_one(RemainingFirst(patience=patience), *groups, chunk_tokens=10)
+    assert order.index("short#1") < patience * len(set(order))
+    never = one_by_one(RemainingFirst(patience=10_000), *groups, chunk_tokens=10)
+    assert never.index("short#1") > order.index("short#1"), "without patience it waits for all the others"
 
 
 def test_the_oracle_takes_the_longest_first():

@@ -72,8 +72,19 @@ class HalfTheQueue(BaseModel):
         return (waiting + 1) // 2
 
 
+class Doubling(BaseModel):
+    """Twice as long as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    reads_all: ClassVar[bool] = False
+
+    def expected(self, group, generated):
+        return max(generated + 1, min(2 * generated, group.max_tokens))
+
+
 class HalfADraft(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+    reads_classes: ClassVar[bool] = False
     most: int = Field(8, ge=0)
 
     def decide(self, view, memory):

@@ -1,0 +1,119 @@
+"""What is known of the lengths of a batch as a whole: its spread, and the three length classes of DAS.
+
+A value, worked out from all past and finished lengths together; `LengthBook` does so anew as the evidence doubles.
+Logarithms, because lengths are skewed: one runaway answer would else decide every mean.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+PASS_SHARE = 0.4
+"""Forward passes that the longest answer is meant to take, per token of it: one in 2.5 tokens is what suffix drafts
+from group and history reach. DAS measures the passes; with budgets that follow from them that has a second fixed
+point, where nobody drafts because every answer is shorter than the undrafted longest."""
+
+LEAST_SPREAD = 0.2
+"""Of log lengths: less than 22 % is nowhere seen, and a spread of zero would make every estimate certain."""
+
+UNKNOWN_SHARE, ENOUGH = 0.2, 8
+"""Between-prompt share of the spread, until that many prompts' worth of second answers tell it."""
+
+SHORT, MEDIUM, LONG = 0, 1, 2
+
+
+class LengthClasses(NamedTuple):
+    """DAS 4.2: short is below `short_tokens`, the passes a step is meant to take; medium is below `medium_tokens`."""
+
+    short_tokens: float
+    medium_tokens: float
+    starts: tuple[tuple[int, int], ...]  # by first class: answer tokens from which one counts as medium, as long
+    typical_tokens: tuple[int, int, int]  # median length of each class
+
+    def of(self, tokens: int) -> int:
+        return (tokens >= self.short_tokens) + (tokens >= self.medium_tokens)
+
+    def first(self, lengths: Sequence[int]) -> int:
+        """The class of most of a prompt's answers; of two the longer; without any, long: a potential straggler."""
+        counts = [0, 0, 0]
+        for tokens in lengths:
+            counts[self.of(tokens)] += 1
+        return max((LONG, MEDIUM, SHORT), key=counts.__getitem__)
+
+
+class BatchLengths(NamedTuple):
+    """All that is known of the lengths in a batch; `answers` is how many that rests on."""
+
+    answers: int
+    mean_log: float
+    spread_log: float  # standard deviation
+    between_share: float  # of the variance: how much lies between prompts
+    classes: LengthClasses
+
+
+def batch_lengths(prompts: Sequence[tuple[tuple, Sequence[int]]], max_tokens: int) -> BatchLengths:
+    """From each prompt's past lengths (a tuple per epoch, newest first) and its finished ones, in tokens."""
+    pools = [[*(tokens for epoch in past for tokens in epoch), *finished] for past, finished in prompts]
+    pools = [pool for pool in pools if pool]
+    epochs = max((len(past) for past, _ in prompts), default=0)
+    longest = [max((max(past[n], default=0) for past, _ in prompts if n < len(past)), default=0) for n in range(epochs)]
+    longest = [tokens for tokens in longest if tokens] or [max((f[-1] for _, f in prompts if f), default=max_tokens)]
+    classes = length_classes(pools, sum(longest) / len(longest), max_tokens)
+    if not pools:
+        return BatchLengths(0, 0.0, 1.0, UNKNOWN_SHARE, classes)
+    sizes = np.array([len(pool) for pool in pools])
+    logs = np.log(np.maximum(np.concatenate(pools), 1))
+    spread = max(float(logs.std()), LEAST_SPREAD)
+    return BatchLengths(len(logs), float(logs.mean()), spread, _between_share(logs, sizes), classes)
+
+
+def _between_share(logs: np.ndarray, sizes: np.ndarray) -> float:
+    """One-way analysis of variance with groups of unequal size (the method of moments); kept within 0.05 to 0.9."""
+    count, prompts = len(logs), len(sizes)
+    if count - prompts < ENOUGH or prompts < 2:
+        return UNKNOWN_SHARE
+    sums = np.add.reduceat(logs, np.cumsum(sizes) - sizes)
+    explained = float(sums @ (sums / sizes))
+    within = (float(logs @ logs) - explained) / (count - prompts)
+    typical_size = (count - float(sizes @ sizes) / count) / (prompts - 1)
+    between = ((explained - logs.sum() ** 2 / count) / (prompts - 1) - within) / typical_size
+    return min(max(between / (between + within), 0.05), 0.9) if between > 0 else 0.05
+
+
+def length_classes(pools: Sequence[Sequence[int]], longest_tokens: float, max_tokens: int) -> LengthClasses:
+    """`pools`: lengths known of each prompt; `longest_tokens`: of a step's longest answer, averaged over epochs.
+
+    DAS 4.2: an answer is promoted when P(short | so far) < 0.4, and when P(long | so far) > 0.6, both by all answers
+    to prompts whose first class is the same. In the second case that is P(not long | so far) < 0.4.
+    """
+    short = PASS_SHARE * longest_tokens
+    medium = (short + max_tokens) / 2
+    classes = LengthClasses(short, medium, (), (0, 0, 0))
+    by_first: list[list[int]] = [[], [], []]
+    by_class: list[list[int]] = [[], [], []]
+    for pool in pools:
+        by_first[classes.first(pool)] += pool
+        for tokens in pool:
+            by_class[classes.of(tokens)].append(tokens)
+    typical = [sorted(known)[len(known) // 2] if known else 0 for known in by_class]
+    guesses = (int(short), int((short + medium) / 2), max_tokens)
+    medium_at = _start(sorted(by_first[SHORT]), short)
+    late, early = (_start(sorted(by_first[first]), medium) for first in (SHORT, MEDIUM))
+    starts = ((medium_at, max(medium_at, late)), (0, early), (0, 0))
+    return LengthClasses(short, medium, starts, tuple(t or guess for t, guess in zip(typical, guesses, strict=True)))
+
+
+def _start(pool: list[int], threshold: float) -> int:
+    """Answer tokens from which P(below `threshold` | longer than that) < 0.4, by the sorted lengths in `pool`.
+
+    With k of the m answers no longer, that share is (B - k) / (m - k), B below the threshold: solved for the least k.
+    Who reaches the threshold is above it for certain.
+    """
+    passed = max(0, (10 * bisect_left(pool, threshold) - 4 * len(pool)) // 6 + 1)
+    sure = ceil(threshold)
+    if passed > len(pool):
+        return sure
+    return min(pool[passed - 1], sure) if passed else 0
