@@ -8,6 +8,8 @@ import click
 
 COMMANDS = {
     "bench": "Benchmarks: scheduler, sampler, live, kvpool, soak.",
+    "drafts": "What drafts are made from: inspect.",
+    "history": "Answers of earlier epochs, from which later ones draft: import, list, forget.",
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
     "policies": "List policy families, their members and knobs.",
     "pool": "The shared KV pool: status, drain, verify, chaos.",

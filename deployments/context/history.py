@@ -7,7 +7,6 @@ Several of them make an Archive, through which shards and the command line come 
 """
 
 import sqlite3
-import time
 import zlib
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -31,19 +30,19 @@ TABLES = f"""
 CREATE TABLE IF NOT EXISTS answers (
     prompt_key TEXT NOT NULL, epoch INTEGER NOT NULL, sample_index INTEGER NOT NULL, group_id TEXT NOT NULL,
     weights_version INTEGER NOT NULL, reward REAL, length INTEGER NOT NULL, finished INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, at REAL NOT NULL, tokens BLOB NOT NULL,
+    bytes INTEGER NOT NULL, tokens BLOB NOT NULL,
     UNIQUE (prompt_key, epoch, sample_index));
 CREATE INDEX IF NOT EXISTS answers_by_age ON answers (epoch, bytes);
-CREATE INDEX IF NOT EXISTS answers_by_group ON answers (group_id, prompt_key);
+CREATE TABLE IF NOT EXISTS prompts (prompt_key TEXT PRIMARY KEY, group_id TEXT NOT NULL) WITHOUT ROWID;
 PRAGMA application_id = {APPLICATION_ID};
 """
 
 RECORD = """
-INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (prompt_key, epoch, sample_index) DO UPDATE SET
     reward = coalesce(excluded.reward, iif(tokens = excluded.tokens, reward, NULL)),
     group_id = excluded.group_id, weights_version = excluded.weights_version, length = excluded.length,
-    finished = excluded.finished, bytes = excluded.bytes, at = excluded.at, tokens = excluded.tokens
+    finished = excluded.finished, bytes = excluded.bytes, tokens = excluded.tokens
 WHERE tokens != excluded.tokens OR finished != excluded.finished
     OR (excluded.reward IS NOT NULL AND reward IS NOT excluded.reward)
 """
@@ -57,6 +56,8 @@ MAKE_ROOM = """
 DELETE FROM answers WHERE rowid IN (SELECT rowid FROM
     (SELECT rowid, sum(bytes) OVER (ORDER BY epoch DESC, rowid DESC) AS upto FROM answers) WHERE upto > ?)
 """
+
+DROP_PROMPTS = "DELETE FROM prompts WHERE prompt_key NOT IN (SELECT prompt_key FROM answers)"
 
 
 class Answer(NamedTuple):
@@ -118,11 +119,13 @@ class History:
             self._base.executemany(RECORD, rows)
             changed = self._base.total_changes - before
             if changed:
+                self._base.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?)", (prompt_key, group_id))
                 self._base.execute(AGE, (prompt_key, self._epochs))
                 self.nbytes += self._bytes(prompt_key) - bytes_before
         if self.nbytes > self._most_bytes:
             with self._base:
                 self._base.execute(MAKE_ROOM, (self._most_bytes * SLACK,))
+                self._base.execute(DROP_PROMPTS)
             self.nbytes = self._bytes()
         return changed
 
@@ -159,10 +162,9 @@ class History:
         return Totals(*self._base.execute(ask).fetchone())
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """Prompt key, and id of the group told last, of a prompt key, group id or prompt id."""
-        ask = """SELECT prompt_key, group_id FROM answers
-            WHERE prompt_key = ?1 OR group_id = ?1 OR substr(group_id, -length(?1) - 1) = '/' || ?1
-            ORDER BY at DESC LIMIT 1"""
+        """Prompt key, and id of the group told last, of a prompt by its key, its id, or that group's."""
+        ask = """SELECT prompt_key, group_id FROM prompts
+            WHERE prompt_key = ?1 OR group_id = ?1 OR substr(group_id, -length(?1) - 1) = '/' || ?1"""
         return self._base.execute(ask, (name,)).fetchone()
 
     def forget(self, prompt_key: str | None = None) -> int:
@@ -170,6 +172,7 @@ class History:
         where, arguments = ("", ()) if prompt_key is None else (" WHERE prompt_key = ?", (prompt_key,))
         with self._base:
             gone = self._base.execute("DELETE FROM answers" + where, arguments).rowcount
+            self._base.execute(DROP_PROMPTS)
         self._base.execute("VACUUM")
         self.nbytes = self._bytes()
         return gone
@@ -214,4 +217,4 @@ def unpack(packed: bytes) -> np.ndarray:
 def _row(prompt_key: str, group_id: str, epoch: int, answer: Answer) -> tuple:
     packed = pack(answer.tokens)
     told = (answer.weights_version, answer.reward, len(answer.tokens), answer.finished)
-    return (prompt_key, epoch, answer.sample_index, group_id, *told, len(packed), time.time(), packed)
+    return (prompt_key, epoch, answer.sample_index, group_id, *told, len(packed), packed)
