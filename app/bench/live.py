@@ -20,8 +20,10 @@ KEPT = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samp
 def runs(file: ServeFile, chunk_tokens: int, oracle: bool) -> dict[str, Policies]:
     """The baseline, and Seer's ordering in chunks with the placement that the configuration names; then the oracle."""
     placement = file.application.of("Coordinator").user_config.policies.placement
+    off = {"drafting": "off"}  # this is about scheduling
     static = {"ordering": "group_static", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
-    chunked = {"placement": placement, "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}}
+    static |= off
+    chunked = {"placement": placement, "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}} | off
     orderings = ("seer", "oracle_longest_first") if oracle else ("seer",)
     return {"group_static": Policies(**static)} | {name: Policies(ordering=name, **chunked) for name in orderings}
 

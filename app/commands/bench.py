@@ -46,11 +46,14 @@ def sampler(as_json):
 @click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of our run.")
 @click.option("--oracle", is_flag=True, help="Also true longest first: what the best order could bring.")
+@click.option("--drafts", is_flag=True, help="Instead: every draft budget, against none and vLLM's own drafters.")
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="With --drafts: a picture, .png or .svg.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The best of each counts.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
-def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, repeats, config, as_json):
-    """Replay real rollouts on two replicas: static groups against the configured policies."""
+def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot, repeats, config, as_json):
+    """Replay real rollouts on two replicas: static groups against the configured policies, without drafts."""
+    _check_plot(plot, drafts)
     from app.model import resolve_model
     from app.trace_file import read_trace, replay_groups
 
@@ -62,6 +65,11 @@ def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, repeats, con
     engine = file.application.args.engine
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
     groups = replay_groups(lines, encode, prompts=prompts, samples=samples, max_tokens=max_tokens)
+    if drafts:
+        from app.bench.speculation import measure as measure_drafts
+
+        _print(measure_drafts(file, groups, repeats, _say, plot), as_json)
+        return
     named = runs(file, chunk_tokens, oracle)
     _print(measure(file, groups, named, repeats, _say), as_json)
 
@@ -92,6 +100,17 @@ def soak(moves, as_json):
     from app.bench.soak import measure
 
     _print(measure(moves, _say), as_json)
+
+
+def _check_plot(plot: Path | None, drafts: bool) -> None:
+    if plot is None:
+        return
+    if not drafts:
+        raise BadInput("--plot: only with --drafts; add it, or leave --plot out")
+    if plot.suffix not in (".png", ".svg", ".pdf"):
+        raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
+    if not plot.resolve().parent.is_dir():
+        raise BadInput(f"--plot {plot}: its folder does not exist")
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -6,8 +6,6 @@ Called by the stepper, once; about a second.
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -24,29 +22,28 @@ ANSWER, WRONG = 1, 2
 """Tokens that a rehearsed chunk is made to emit, and of its drafts: never the same."""
 
 
-def warm_up(stepper, vocabulary: int) -> None:
+def warm_up(stepper) -> None:
     """Compile, and measure prompts. `stepper`: an idle Stepper."""
     for tokens in CONTEXT_TOKENS:
-        context = np.arange(tokens, dtype=np.int32) % vocabulary
-        stepper.add(_chunk("warm-up", context, 2, stepper.weights_version, None), time.monotonic())
-        _run(stepper, lambda: None)
+        stepper.add(chunk_of("warm-up", tokens, 2, stepper.weights_version), time.monotonic())
+        while stepper.busy:
+            stepper.step()
 
 
 def rehearse(stepper, max_running: int, draft_tokens: int) -> None:
     """Verify wrong drafts; the stepper files what each step took."""
-    forced, context = np.full(STEPS + 1, ANSWER, np.int32), np.full(CONTEXT_TOKENS[0], WRONG, np.int32)
     for chunks, drafts in VERIFIED:
         for number in range(min(chunks, max_running)):
-            chunk = _chunk(f"rehearsal-{number}", context, STEPS + 1, stepper.weights_version, forced)
+            chunk = chunk_of(f"rehearsal-{number}", CONTEXT_TOKENS[0], STEPS + 1, stepper.weights_version)
             stepper.add(chunk, time.monotonic())
-        _run(stepper, partial(stepper.draft_for_all, [WRONG] * min(drafts, draft_tokens)))
+        while stepper.busy:
+            stepper.step()
+            stepper.draft_for_all([WRONG] * min(drafts, draft_tokens))
 
 
-def _run(stepper, between: Callable[[], None]) -> None:
-    while stepper.busy:
-        stepper.step()
-        between()
-
-
-def _chunk(name: str, context: np.ndarray, max_tokens: int, version: int, forced: np.ndarray | None) -> ChunkRequest:
+def chunk_of(name: str, context_tokens: int, max_tokens: int, version: int = 0, first_token: int = 0) -> ChunkRequest:
+    """A chunk that answers ANSWER to a context of `first_token` and others, and does not end before `max_tokens`."""
+    context = np.full(context_tokens, WRONG, np.int32)
+    context[0] = first_token
+    forced = np.full(max_tokens, ANSWER, np.int32)
     return ChunkRequest(name, 0, context, len(context), max_tokens, SamplingParams(), version, forced=forced)

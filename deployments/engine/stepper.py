@@ -84,7 +84,7 @@ class Stepper:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        rehearsal.warm_up(self, self._vocabulary)
+        rehearsal.warm_up(self)
         if self._drafts is not None:
             rehearsal.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
         self.reset_cache()
