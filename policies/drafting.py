@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkabl
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from policies.aimd import Aimd
+from policies.closed_form import ClosedForm
 from policies.views import DraftView
 
 
@@ -59,6 +61,49 @@ class Fixed(BaseModel):
         return np.minimum(view.proposed, self.tokens).astype(np.int32), memory
 
 
+class LengthClass(BaseModel):
+    """DAS 4.2: none for short answers, `medium_tokens` for medium ones, and twice that for long ones.
+
+    An answer is promoted as it grows, at `StartChunk.class_starts`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["length_class"] = "length_class"
+    reads_classes: ClassVar[bool] = True
+    medium_tokens: int = Field(
+        4, ge=1, le=32, description="draft tokens of a medium answer in a step; of a long one 2x"
+    )
+
+    @property
+    def most(self) -> int:
+        return 2 * self.medium_tokens
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        is_medium, is_long = view.generated >= view.medium_at, view.generated >= view.long_at
+        budgets = self.medium_tokens * (is_medium.astype(np.int32) + (is_medium & is_long))
+        return np.minimum(view.proposed, budgets).astype(np.int32), memory
+
+
+class Concurrency(BaseModel):
+    """Seer 4.4: as many for each as a sample may have and the batch's share allows, and only tokens that look right.
+
+    The more samples run, the fewer drafts each gets; none once more than `batch_tokens` run. A draft ends before the
+    first token that is right with less than `least_probability`. The paper gives no thresholds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["concurrency"] = "concurrency"
+    reads_classes: ClassVar[bool] = False
+    most: int = Field(8, ge=1, le=64, description="most draft tokens of a sample in a step")
+    batch_tokens: int = Field(32, ge=1, le=65_536, description="most draft tokens of all samples together in a step")
+    least_probability: float = Field(0.3, ge=0.0, le=1.0, description="chance below which a draft token is dropped")
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        window = min(self.most, self.batch_tokens // max(1, len(view.proposed)))
+        sure = np.cumprod(view.right >= self.least_probability, axis=1).sum(axis=1)
+        return np.minimum(np.minimum(view.proposed, sure), window).astype(np.int32), memory
+
+
 class Goodput(BaseModel):
     """Most expected tokens a second of step time, by measured step costs; late in a step, of the longest samples.
 
@@ -104,4 +149,6 @@ class Goodput(BaseModel):
         return (left / left.max()) ** self.tail_weight
 
 
-DraftingPolicy = Annotated[Off | Fixed | Goodput, Field(discriminator="type")]
+DraftingPolicy = Annotated[
+    Off | Fixed | Aimd | LengthClass | ClosedForm | Concurrency | Goodput, Field(discriminator="type")
+]

@@ -72,7 +72,8 @@ class ReplicaView(NamedTuple):
 
 
 class DraftView(NamedTuple):
-    """The samples that one replica runs in an engine step, one row each; K is the longest proposal of a sample."""
+    """The samples of one replica that the engine step just over has verified and that go on, one row each; K is the
+    longest proposal of a sample."""
 
     right: np.ndarray  # float32[n, K]: estimated chance that draft token j is right if those before it are; 0 behind
     proposed: np.ndarray  # int32[n]: draft tokens at hand

@@ -14,7 +14,7 @@ BUILT_IN = {
     "kv_on_update": ["fresh", "keep"],
     "prefetch": ["off", "next_up"],
     "lengths": ["max_finished", "history_quantile", "length_class", "shrunk"],
-    "drafting": ["off", "fixed", "goodput"],
+    "drafting": ["off", "fixed", "aimd", "length_class", "closed_form", "concurrency", "goodput"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
