@@ -68,14 +68,15 @@ class GroupLog:
         A cursor of another log stands for its reader's first look: then everything, the reader's own too.
         """
         count = len(self._entries) // COLUMNS
-        known = cursor.entries if cursor.era == self._era else 0
+        reads_on = cursor.era == self._era
+        known = cursor.entries if reads_on else 0
         here = Cursor(self._era, count)
         if known >= count:
             return Spans(np.empty((0, 3), np.int32), np.empty(0, np.int32)), here
         entries = np.frombuffer(self._entries, np.int32).reshape(-1, COLUMNS)[known:]
         # Counted from the end, where readers are: a look costs what is new, not what there is.
         offsets = len(self._tokens) - np.cumsum(entries[::-1, 3], dtype=np.int64)[::-1]
-        if known:
+        if reads_on:
             wanted = entries[:, 0] != but_not_of
             entries, offsets = entries[wanted], offsets[wanted]
         return _join(entries[:, 1:], offsets, np.frombuffer(self._tokens, np.int32)), here

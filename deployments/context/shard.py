@@ -6,6 +6,8 @@ operation may be done twice. Knows no Ray: deployments/context/actors.py makes i
 """
 
 import asyncio
+import logging
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -35,10 +37,13 @@ class ContextShard:
         self._problem = ""
 
     async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]]:
-        """Takes what an engine's samples wrote, and gives what others wrote in the groups it runs since its cursors."""
+        """Gives what others wrote since its cursors in the groups an engine runs, and takes what its samples wrote.
+
+        In this order, so that a first look, which gives all there is, does not give back what it brings.
+        """
         now_s = time.monotonic()
-        self._live.append(writer, packet, now_s)
         news, cursors = self._live.fetch(writer, wants, now_s)
+        self._live.append(writer, packet, now_s)
         self._counts["appended_tokens"] += len(packet.tokens)
         self._counts["fetched_tokens"] += len(news.tokens)
         return news, cursors
@@ -89,11 +94,12 @@ class ContextShard:
         """Groups and bytes held, processor time used, what was counted, and why history does not work, if so."""
         self._live.sweep(time.monotonic())
         return {
+            "pid": os.getpid(),
             "groups": len(self._live),
             "live_bytes": self._live.nbytes,
             "cpu_s": time.process_time(),
             "history_bytes": self._archive.nbytes,
-            "problem": self._problem or self._archive.problem,
+            "problem": self._problem,
             "counts": dict(self._counts),
         }
 
@@ -104,8 +110,16 @@ class ContextShard:
             return await asyncio.get_running_loop().run_in_executor(self._disk, work)
         except sqlite3.Error as error:
             self._counts["history_failures"] += 1
-            self._problem = f"history: {error}"
+            self._note(f"history: {error}")
             return otherwise
+        finally:
+            self._note(self._archive.problem)
+
+    def _note(self, problem: str) -> None:
+        """Say what is wrong once, in one line."""
+        if problem and problem != self._problem:
+            logging.getLogger(__name__).warning(problem)
+            self._problem = problem
 
     def _past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
         return [self._archive.of(key).answers(key, but_not_of=group_id) for group_id, key in groups]
