@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from app.certificates.tokens import REPORTED_S, chunked, compare
+from app.certificates.runs import chunked
+from app.certificates.tokens import REPORTED_S, compare
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
@@ -20,7 +21,7 @@ from deployments.messages import PoolView, RolloutBatch
 from kvpool.config import PoolConfig
 from policies.bundle import Policies
 
-POLICIES = chunked(16, "round_robin")
+POLICIES = chunked(16, "off", "round_robin")
 
 HEAL_S = 30.0
 """Longest wait for the pool to be whole before a disturbance: a store that was lost mounts again within 4 s."""

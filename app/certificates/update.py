@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from app.certificates.tokens import chunked, with_engine
+from app.certificates.runs import chunked
+from app.certificates.tokens import with_engine
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
@@ -25,7 +26,7 @@ def measure(file: ServeFile, batch: RolloutBatch, weights: Path, kv_on_update: s
     """Roll out a sample of each prompt over an update to `weights` (a folder), then the rest on fresh engines."""
     groups = tuple(group.model_copy(update={"samples": 1}) for group in batch.groups)
     batch = batch.model_copy(update={"groups": groups, "batch_id": "verify-update", "keep_trace": True})
-    policies = Policies(**chunked(CHUNK_TOKENS, "round_robin"), kv_on_update=kv_on_update)
+    policies = Policies(**chunked(CHUNK_TOKENS, "goodput", "round_robin"), kv_on_update=kv_on_update)
     say(f"starting two replicas, to change their weights under way (kv_on_update: {kv_on_update})")
     with service(file, None) as client:
         crossed, spans = asyncio.run(_cross(client, batch, policies, weights))

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from app.certificates.leftovers import processes_of
-from app.certificates.tokens import kill_a_replica
+from app.certificates.runs import kill_a_replica
 from app.certificates.update import crossing, first_chunks
 from app.client import RolloutClient, WeightsRejected
 from app.cluster import service
