@@ -1,6 +1,8 @@
 """`python -m app bench ...`: benchmarks that can be run again."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -10,6 +12,8 @@ from app.errors import BadInput
 
 LEAST_LENGTH, MOST_LENGTH = 64, 8064
 """Two blocks of KV, of which one is always computed again, and what the models of `bench kvpool` can hold."""
+
+WORDS_AND_MARKS = re.compile(r"\w+|[^\w\s]")
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 
@@ -111,6 +115,33 @@ def _check_plot(plot: Path | None, drafts: bool) -> None:
         raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
     if not plot.resolve().parent.is_dir():
         raise BadInput(f"--plot {plot}: its folder does not exist")
+
+
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--samples", type=click.IntRange(min=9), default=16, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=4096, show_default=True, help="Per sample.")
+@click.option("--tokenizer", help="A model's folder, or demo: lengths in its tokens, else in words and marks.")
+@AS_JSON
+def lengths(trace, samples, max_tokens, tokenizer, as_json):
+    """Who has most left to make, by every length policy: the last checkpoint of a trace, with the others as history."""
+    from app.trace_file import read_trace
+
+    lines = read_trace(trace)
+    from app.bench.lengths import measure, read_batches
+
+    _print(measure(read_batches(lines, _counter(tokenizer), samples, max_tokens), max_tokens), as_json)
+
+
+def _counter(tokenizer: str | None) -> Callable[[str], int]:
+    """How many tokens a text has."""
+    if tokenizer is None:
+        return lambda text: len(WORDS_AND_MARKS.findall(text))
+    from app.model import resolve_model
+    from deployments.prompts import Prompts
+
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    return lambda text: len(encode(text))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
