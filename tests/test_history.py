@@ -67,6 +67,8 @@ def test_telling_twice_changes_nothing_and_a_reward_stays():
     size = history.nbytes
     assert history.record("k", "b/p", 1, [answer(1), answer(0)]) == 0
     assert history.nbytes == size and [a.reward for a in history.answers("k", "")] == [1.0, None]
+    assert history.record("k", "b/p", 1, [answer(0, finished=False)]) == 1
+    assert [a.reward for a in history.answers("k", "")] == [1.0, None]
     assert history.record("k", "b/p", 1, [answer(0, seed=9)]) == 1, "another answer under its name takes its place"
     assert [a.reward for a in history.answers("k", "")] == [None, None], "and the old one's reward is not its own"
 
