@@ -90,12 +90,24 @@ def test_pieces_of_a_sample_come_joined_and_a_gap_stays_one():
     groups = of_groups()
     for start, end in ((0, 5), (5, 9), (20, 30), (30, 31)):
         groups.append("a", Packet.of([piece(0, start, end)]), 0.0)
-    groups.append("b", Packet.of([piece(1, 0, 3)]), 0.0)
+    groups.append("b", Packet.of([piece(1, 31, 34)]), 0.0)
     found = Reader(groups, "c").read()
-    assert [(p.sample_index, p.start, len(p.tokens)) for p in found] == [(0, 0, 9), (0, 20, 11), (1, 0, 3)]
+    assert [(p.sample_index, p.start, len(p.tokens)) for p in found] == [(0, 0, 9), (0, 20, 11), (1, 31, 3)]
     groups.append("b", Packet.of([piece(0, 4, 25)]), 0.0)
     again = Reader(groups, "d").read()
     assert [(p.start, p.tokens.tolist()) for p in again if p.sample_index == 0] == [(0, answer(0)[:31].tolist())]
+
+
+def test_groups_read_at_once_stay_apart():
+    groups, other = of_groups(), GroupRef("other", "k")
+    groups.append("a", Packet.of([piece(0, 0, 5), piece(0, 5, 9, other), piece(1, 0, 2, other)]), 0.0)
+    packet, _ = groups.fetch("b", [Want(other, NOWHERE), Want(GROUP, NOWHERE)], 0.0)
+    found = [(p.group, p.sample_index, p.start, p.tokens.tolist()) for p in packet.pieces()]
+    assert found == [
+        (other, 0, 5, answer(0)[5:9].tolist()),
+        (other, 1, 0, answer(1)[:2].tolist()),
+        (GROUP, 0, 0, answer(0)[:5].tolist()),
+    ]
 
 
 def test_what_is_read_is_the_readers_own():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deployments.context.log import Cursor, GroupLog
+from deployments.context.log import NO_ENTRIES, NO_TOKENS, Cursor, GroupLog
 from deployments.context.types import GroupRef, Piece
 
 COORDINATOR = ""
@@ -76,16 +76,16 @@ class LiveGroups:
         """What is new in each group since its cursor, and the cursors after it. `reader` gets nothing that it wrote
         itself as `writer`, but for a first look."""
         number = self._writers.setdefault(reader, len(self._writers))
-        cursors, rows, tokens = [], [], []
-        for place, want in enumerate(wants):
-            spans, cursor = self._touch(want.group, now_s).fetch(want.cursor, number)
-            cursors.append(cursor)
-            if len(spans.rows):
-                rows.append(np.insert(spans.rows, 0, place, axis=1))
-                tokens.append(spans.tokens)
-        none = np.empty((0, 4), np.int32), np.empty(0, np.int32)
-        columns = (np.concatenate(rows), np.concatenate(tokens)) if rows else none
-        return Packet([want.group for want in wants], *columns), cursors
+        looks = [self._touch(want.group, now_s).since(want.cursor) for want in wants]
+        counts = [len(entries) for entries, _, _ in looks]
+        places = np.repeat(np.arange(len(wants), dtype=np.int32), counts)
+        entries = np.concatenate([NO_ENTRIES, *(entries for entries, _, _ in looks)])
+        tokens = np.concatenate([NO_TOKENS, *(tokens for _, tokens, _ in looks)])
+        offsets = np.cumsum(entries[:, 3]) - entries[:, 3]
+        wanted = entries[:, 0] != number
+        entries[:, 0] = places
+        joined = _joined(entries[wanted], offsets[wanted], tokens)
+        return Packet([want.group for want in wants], *joined), [cursor for _, _, cursor in looks]
 
     def finish(self, group: GroupRef, lengths: dict[int, int], now_s: float) -> None:
         """These samples have ended, at these lengths in tokens."""
@@ -121,3 +121,17 @@ class LiveGroups:
         self._logs[group] = log, now_s
         self._logs.move_to_end(group)
         return log
+
+
+def _joined(rows: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as in a Packet, and their tokens in that order: sorted, those of a sample that follow each other as one."""
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
+    rows, offsets = rows[order], offsets[order]
+    lengths = rows[:, 3]
+    ends = np.cumsum(lengths)
+    picked = tokens[np.repeat(offsets - (ends - lengths), lengths) + np.arange(lengths.sum())]
+    same, follows = (rows[1:, :2] == rows[:-1, :2]).all(axis=1), rows[1:, 2] == rows[:-1, 2] + lengths[:-1]
+    first = np.flatnonzero(np.concatenate(([True], ~(same & follows)))[: len(rows)])
+    joined = rows[first]
+    joined[:, 3] = np.add.reduceat(lengths, first) if len(rows) else 0
+    return joined, picked

@@ -24,11 +24,10 @@ class Cursor(NamedTuple):
 NOWHERE = Cursor(0, 0)
 
 
-class Spans(NamedTuple):
-    """Runs of tokens: row i is sample `rows[i, 0]` from position `rows[i, 1]`, `rows[i, 2]` tokens; all int32."""
+NOBODY = -1
+"""The writer of entries that every reader is given."""
 
-    rows: np.ndarray
-    tokens: np.ndarray
+NO_ENTRIES, NO_TOKENS = np.empty((0, COLUMNS), np.int32), np.empty(0, np.int32)
 
 
 class GroupLog:
@@ -62,24 +61,21 @@ class GroupLog:
         if end > start:
             self._runs[sample_index] = _joined(runs, start, end)
 
-    def fetch(self, cursor: Cursor, but_not_of: int) -> tuple[Spans, Cursor]:
-        """What has come since `cursor`, except from one writer, a sample's pieces joined; and the cursor after it.
+    def since(self, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, Cursor]:
+        """The entries after `cursor`, int32[n, COLUMNS], their tokens, in the same order, and the cursor after them.
 
-        A cursor of another log stands for its reader's first look: then everything, the reader's own too.
+        A cursor of another log stands for its reader's first look: all there is, by NOBODY, so that a reader that
+        leaves out its own entries gets them back. Copies; what a look costs is what is new.
         """
-        count = len(self._entries) // COLUMNS
         reads_on = cursor.era == self._era
         known = cursor.entries if reads_on else 0
-        here = Cursor(self._era, count)
-        if known >= count:
-            return Spans(np.empty((0, 3), np.int32), np.empty(0, np.int32)), here
-        entries = np.frombuffer(self._entries, np.int32).reshape(-1, COLUMNS)[known:]
-        # Counted from the end, where readers are: a look costs what is new, not what there is.
-        offsets = len(self._tokens) - np.cumsum(entries[::-1, 3], dtype=np.int64)[::-1]
-        if reads_on:
-            wanted = entries[:, 0] != but_not_of
-            entries, offsets = entries[wanted], offsets[wanted]
-        return _join(entries[:, 1:], offsets, np.frombuffer(self._tokens, np.int32)), here
+        if known * COLUMNS == len(self._entries):
+            return NO_ENTRIES, NO_TOKENS, Cursor(self._era, known)
+        entries = np.frombuffer(self._entries[known * COLUMNS :], np.int32).reshape(-1, COLUMNS)
+        if not reads_on:
+            entries[:, 0] = NOBODY
+        tokens = np.frombuffer(self._tokens[len(self._tokens) - int(entries[:, 3].sum()) :], np.int32)
+        return entries, tokens, Cursor(self._era, known + len(entries))
 
     def finish(self, sample_index: int, length: int) -> None:
         self.finished[sample_index] = length
@@ -99,17 +95,3 @@ def _joined(runs: list[tuple[int, int]], start: int, end: int) -> list[tuple[int
     touched = [run for run in runs if run not in apart]
     whole = (min([start, *(run[0] for run in touched)]), max([end, *(run[1] for run in touched)]))
     return sorted([*apart, whole])
-
-
-def _join(rows: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> Spans:
-    """The rows (sample, start, length), sorted, those of one sample that follow each other as one; copies."""
-    order = np.lexsort((rows[:, 1], rows[:, 0]))
-    rows, offsets = rows[order], offsets[order]
-    lengths, total = rows[:, 2], int(rows[:, 2].sum())
-    ends = np.cumsum(lengths)
-    picked = tokens[np.repeat(offsets - (ends - lengths), lengths) + np.arange(total)]
-    follows = (rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] == rows[:-1, 1] + lengths[:-1])
-    first = np.flatnonzero(np.concatenate(([True], ~follows)))[: len(rows)]
-    joined = rows[first].copy()
-    joined[:, 2] = np.add.reduceat(lengths, first) if len(rows) else lengths
-    return Spans(joined, picked)
