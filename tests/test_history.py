@@ -234,8 +234,10 @@ def test_a_history_that_breaks_under_way_is_counted_and_costs_nothing_else(tmp_p
         base.execute("DROP TABLE answers")
         base.commit()
         await shard.finish(GROUP, 2, [answer(0)])
-        return await shard.past([GROUP]), await shard.lengths([GROUP.prompt_key]), await shard.status()
+        past, lengths = await shard.past([GROUP]), await shard.lengths([GROUP.prompt_key])
+        return past, lengths, await shard.inspect("p"), await shard.status()
 
-    past, lengths, status = asyncio.run(work())
+    past, lengths, seen, status = asyncio.run(work())
     assert (past, lengths) == ([[]], {}) and status["groups"] == 1
-    assert status["counts"]["history_failures"] == 3 and status["problem"].startswith("history: ")
+    assert status["counts"]["history_failures"] == 4 and status["problem"].startswith("history: ")
+    assert seen["problem"] == status["problem"] and seen["samples"] and seen["history"] == []

@@ -54,7 +54,7 @@ def _offline(group: str, history_dir: Path) -> dict | None:
         epochs = [epoch._asdict() for epoch in archive.of(prompt_key).epochs(prompt_key)]
     except sqlite3.Error as error:
         raise Failed(f"history: {error}") from error
-    return {"group_id": group_id, "prompt_key": prompt_key, "samples": [], "history": epochs}
+    return {"group_id": group_id, "prompt_key": prompt_key, "samples": [], "history": epochs, "problem": ""}
 
 
 def _print(known: dict) -> None:
@@ -63,6 +63,8 @@ def _print(known: dict) -> None:
 
     console = Console()
     console.print(f"group {known['group_id']}, prompt key {known['prompt_key']}", highlight=False)
+    if known["problem"]:
+        console.print(known["problem"], style="red", highlight=False)
     running = [sample for sample in known["samples"] if not sample["finished"]]
     total_tokens = sum(sample["tokens"] for sample in known["samples"])
     ended = len(known["samples"]) - len(running)

@@ -56,10 +56,6 @@ class ContextService:
         known = [answer for answer in answers or () if answer is not None]
         return max(known, key=lambda answer: len(answer["samples"]), default=None)
 
-    async def status(self) -> list[dict] | None:
-        """Of every shard, see ContextShard.status; None while one is away."""
-        return await self._within(CALL_S, "status", asyncio.gather(*(shard.status.remote() for shard in self._shards)))
-
     def counts(self) -> dict[str, int]:
         """What was told and asked, and what came to nothing, by `WHAT` and `WHAT_failed.CAUSE`."""
         return dict(self._counts)

@@ -88,7 +88,8 @@ class ContextShard:
             for index, tokens in (sorted(log.reach().items()) if log else ())
         ]
         epochs = await self._on_disk(lambda: self._archive.of(group.prompt_key).epochs(group.prompt_key), [])
-        return group._asdict() | {"samples": samples, "history": [epoch._asdict() for epoch in epochs]}
+        past_epochs = [epoch._asdict() for epoch in epochs]
+        return group._asdict() | {"samples": samples, "history": past_epochs, "problem": self._problem}
 
     async def status(self) -> dict:
         """Groups and bytes held, processor time used, what was counted, and why history does not work, if so."""
