@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from policies.aimd import Aimd
 from policies.closed_form import ClosedForm
+from policies.goodput import Goodput
 from policies.views import DraftView
 
 
@@ -102,51 +103,6 @@ class Concurrency(BaseModel):
         window = min(self.most, self.batch_tokens // max(1, len(view.proposed)))
         sure = np.cumprod(view.right >= self.least_probability, axis=1).sum(axis=1)
         return np.minimum(np.minimum(view.proposed, sure), window).astype(np.int32), memory
-
-
-class Goodput(BaseModel):
-    """Most expected tokens a second of step time, by measured step costs; late in a step, of the longest samples.
-
-    Draft token j of sample i is kept with the product of the chances of tokens 1 to j. Taking tokens in falling order
-    of that product, the expected tokens of the step over its time, (n + sum of products) / t(n + taken), is best at
-    one of the prefixes: products fall along a sample, so each prefix is a choice of budgets, and the best one of its
-    size. Budget 0 is among them and wins unless another gains `margin`. When few samples run, nothing waits for their
-    places and the longest decides when the step ends: each one's tokens then count by its share of the longest
-    expected remainder, to the power of `tail_weight`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    type: Literal["goodput"] = "goodput"
-    reads_classes: ClassVar[bool] = False
-    most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
-    margin: float = Field(0.01, ge=0.0, le=1.0, description="least predicted gain over no drafts")
-    tail_weight: float = Field(1.0, ge=0.0, le=8.0, description="how much the longest sample counts late; 0: no more")
-    tail_running: int = Field(4, ge=0, le=4096, description="late is when at most so many samples run here")
-
-    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
-        count = len(view.proposed)
-        window = min(self.most, view.right.shape[1])
-        if not count or not window:
-            return np.zeros(count, np.int32), memory
-        weights = self._weights(view)
-        at_hand = np.arange(window) < view.proposed[:, None]
-        gains = np.cumprod(np.where(at_hand, view.right[:, :window], 0.0), axis=1, dtype=np.float64)
-        gains = (gains * weights[:, None]).T.ravel()  # token by token, so that of equals the earlier ones come first
-        order = np.argsort(-gains, kind="stable")
-        order = order[: np.count_nonzero(gains)]
-        tokens = weights.sum() + np.concatenate(([0.0], np.cumsum(gains[order])))
-        rates = tokens / view.cost.at(count + np.arange(len(tokens)))
-        best = int(np.argmax(rates))
-        if rates[best] < rates[0] * (1.0 + self.margin):
-            best = 0
-        return np.bincount(order[:best] % count, minlength=count).astype(np.int32), memory
-
-    def _weights(self, view: DraftView) -> np.ndarray:
-        count = len(view.proposed)
-        if count > self.tail_running:
-            return np.ones(count)
-        left = np.maximum(view.expected - view.generated, 1).astype(np.float64)
-        return (left / left.max()) ** self.tail_weight
 
 
 DraftingPolicy = Annotated[

@@ -206,6 +206,51 @@ def test_goodput_drafts_less_the_more_samples_run():
     assert shares == sorted(shares, reverse=True) and shares[0] >= 8 and shares[-1] == 0
 
 
+def test_goodput_corrects_chances_that_do_not_come_true():
+    """Claims of 0.9 of which none comes true: drafts end, are tried again, and go on once they are right."""
+    policy, memory, seen = Goodput(), None, view([[0.9] * 8] * 6, CPU)
+    drafted = [sum(tokens_of(policy, seen))]
+    tokens = np.zeros(6, np.int32)
+    for turn in range(600):
+        accepted = np.zeros(6, np.int32) if turn < 300 else tokens
+        verifications = np.full(6, turn)
+        last = seen._replace(drafted_last=tokens, accepted_last=accepted, verifications=verifications)
+        tokens, memory = policy.decide(last, memory)
+        drafted.append(int(tokens.sum()))
+    assert drafted[0] >= 6 and drafted[30] == 0 and 0 < np.mean(drafted[30:300]) < drafted[0] / 4
+    assert drafted[-1] >= drafted[0]
+
+
+@pytest.mark.parametrize("samples", [1, 4, 16])
+@pytest.mark.parametrize("truth", [0.0, 0.2, 0.5, 0.8])
+def test_goodput_loses_little_to_no_drafts_and_to_the_best_fixed_budget_however_wrong_the_claims(samples, truth):
+    """1,500 steps by the CPU's costs; every token is claimed with 0.9, and right with `truth`."""
+    rng, memory, tokens = np.random.default_rng(0), None, np.zeros(samples, np.int32)
+    seen, spent_s, made = view([[0.9] * 8] * samples, CPU), 0.0, 0
+    for turn in range(1500):
+        lucky = np.cumprod(rng.random((samples, 8)) < truth, axis=1).sum(axis=1)
+        accepted = np.minimum(lucky, tokens)
+        spent_s += float(CPU.at(samples + tokens.sum()))
+        made += samples + accepted.sum()
+        last = {"drafted_last": tokens, "accepted_last": accepted, "verifications": np.full(samples, turn)}
+        tokens, memory = Goodput().decide(seen._replace(**last), memory)
+    fixed = [
+        samples * sum(truth**place for place in range(budget + 1)) / CPU.at(samples * (1 + budget))
+        for budget in range(9)
+    ]
+    assert made / spent_s >= 0.98 * fixed[0] and made / spent_s >= 0.97 * max(fixed)
+
+
+def test_goodput_drafts_more_of_what_is_right_more_often_than_claimed():
+    seen, memory, tokens = view([[0.45] * 8] * 3, CPU), None, np.ones(3, np.int32)
+    first = sum(tokens_of(Goodput(), seen))
+    for turn in range(200):
+        last = seen._replace(drafted_last=tokens, accepted_last=tokens, verifications=np.full(3, turn))
+        tokens, memory = Goodput().decide(last, memory)
+        tokens = np.maximum(tokens, 1)
+    assert tokens.sum() > first
+
+
 def test_goodput_favours_the_longest_in_the_tail_only():
     right = [[0.7] * 8] * 3
     lengths = {"generated": [100, 100, 100], "expected": [110, 150, 1100]}
