@@ -167,3 +167,24 @@ def test_a_chunk_without_a_plan_does_not_draft(drafts):
     drafts.made("c", [1])
     drafts.propose()
     assert drafts.close("c") is None
+
+
+def test_what_a_lost_chunk_had_made_is_drafted_for_the_one_that_follows_it(drafts):
+    engine = Engine(drafts)
+    lost = engine.start(0, 0, 60)
+    for _ in range(20):
+        engine.step()
+    engine.end(lost)
+    again = engine.start(0, 10, 50)
+    engine.step()
+    verified = engine.step()[again]
+    assert verified == ANSWER[11:19]
+
+
+def test_what_a_copy_has_made_is_drafted(drafts):
+    engine = Engine(drafts, Goodput())
+    chunk_id = engine.start(0, 0, 60)
+    engine.step()
+    drafts.heard(drafts._running[chunk_id].chunk, 1, ANSWER[1:6])
+    engine.step()
+    assert engine.step()[chunk_id][:4] == ANSWER[2:6]

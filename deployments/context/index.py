@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deployments.context.evidence import Evidence, IndexSettings
-from deployments.context.kernels import BLOCK, BLOCK_BITS, COLUMNS, PROMPT, append, propose, relink
+from deployments.context.kernels import BLOCK, BLOCK_BITS, COLUMNS, PROMPT, append, context, propose, relink
 from deployments.context.types import PastAnswer
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -136,6 +136,16 @@ class GroupIndex:
         self._last[sample_index] = self._arena.append(last, fresh, self._run[sample_index], tokens)
         self._known[sample_index] = max(start, known) + len(tokens)
 
+    def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
+        """Answer tokens [start, start + most) of a sample that are known, int32; none where they are known with a gap."""
+        count = self._known.get(sample_index, 0) - start
+        if count <= 0 or start < 0:
+            return _NO_TOKENS
+        window = np.empty(count, np.int32)
+        arena = self._arena
+        found = context(arena.rows, arena.blocks, self._last[sample_index], window)
+        return window[::-1][:most] if found == count else _NO_TOKENS
+
     def propose(self, sample_index: int, most: int, paths: int = 1) -> list[Proposal]:
         """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first."""
         if most < 1 or paths < 1:
@@ -158,6 +168,7 @@ def warm_up() -> None:
     index.attach(HistoryIndex.build([PastAnswer("", 0, 0, None, np.arange(9, dtype=np.int32))], 1, _NO_TOKENS, _PLAIN))
     index.extend(0, 0, np.arange(4, dtype=np.int32))
     index.propose(0, 4, 2)
+    index.ahead(0, 2, 2)
     index.extend(1, 0, np.arange(2000, dtype=np.int32))
 
 

@@ -51,8 +51,8 @@ def _mix(value, token):
     return value ^ (value >> _SHIFT)
 
 
-@njit(nogil=True)
-def _context(rows, blocks, last, window):
+@njit(nogil=True, cache=True)
+def context(rows, blocks, last, window):
     """Fill window with the tokens up to and including `last`, newest first; returns how many."""
     count = 0
     while last >= 0 and count < window.size:
@@ -86,7 +86,7 @@ def append(rows, heads, blocks, used, last, fresh, run, tokens):
     Returns the last place. `used[0]` counts blocks; the caller has seen to room for all.
     """
     window = np.empty(_DEEPEST, np.int32)
-    known = _context(rows, blocks, last, window)
+    known = context(rows, blocks, last, window)
     for token in tokens:
         if fresh or (last & (BLOCK - 1)) == BLOCK - 1:
             block = used[0]
@@ -114,7 +114,7 @@ def relink(rows, heads, blocks, used):
     heads[:] = -1
     for block in range(used[0]):
         place = block << BLOCK_BITS
-        known = _context(rows, blocks, blocks[block, BEFORE], window)
+        known = context(rows, blocks, blocks[block, BEFORE], window)
         for place in range(place, place + BLOCK):
             if rows[place, 0] < 0:
                 break
@@ -210,7 +210,7 @@ def propose(
 ):
     """Fill tokens, right, origin (rows: paths) with drafts; returns (paths, their lengths, longest match)."""
     window = np.empty(REACH, np.int32)
-    known = _context(rows, blocks, last, window)
+    known = context(rows, blocks, last, window)
     start = np.empty((LIMIT, 4), np.int32)
     count = _collect(rows, heads, blocks, owners, me, 0, window, known, start, 0, LIMIT)
     count = _collect(past_rows, past_heads, past_blocks, owners, me, 1, window, known, start, count, LIMIT)

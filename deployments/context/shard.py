@@ -33,6 +33,7 @@ class ContextShard:
         self._live = LiveGroups(config.ttl_s, config.live_mib * 2**20, first_era=time.time_ns())
         self._archive = Archive(config, shards_files(index, config.shards))
         self._disk = ThreadPoolExecutor(1, f"history-{index}")
+        self._late_s = 2 * (config.linger_s + config.flush_s)
         self._counts: Counter[str] = Counter()
         self._problem = ""
 
@@ -62,7 +63,8 @@ class ContextShard:
         self._counts["recorded_answers"] += await self._on_disk(record, 0)
 
     async def end(self, group: GroupRef) -> None:
-        """No sample of this group runs any more."""
+        """No sample of this group runs any more; what engines are still bringing of it goes with the rest."""
+        await asyncio.sleep(self._late_s)
         self._live.forget(group)
 
     async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:

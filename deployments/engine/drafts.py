@@ -22,8 +22,12 @@ from deployments.engine.steptimes import StepTimes
 from deployments.messages import ChunkRequest, DraftReport
 from policies.views import DraftView
 
-if TYPE_CHECKING:  # it brings Ray, which nothing else here needs
+if TYPE_CHECKING:  # the feed brings Ray, which nothing else here needs
     from deployments.context.feed import Feed
+    from deployments.engine.forks import Fork, Forks
+
+CERTAIN = 0.999
+"""That a token which a copy of the sample has made comes here too: copies share their noise; floating point remains."""
 
 FADE = 0.99
 """Of the replica's acceptance: a verification 70 ago weighs one half."""
@@ -114,8 +118,16 @@ class Drafts:
 
     # ---- what it does ------------------------------------------------------------------------------
 
-    def propose(self) -> None:
-        """After a step: give every request that goes on its draft for the next one."""
+    def heard(self, chunk: ChunkRequest, start: int, tokens: list[int]) -> None:
+        """A copy of the chunk has made these tokens: the chunk will too."""
+        if (drafted := self._running.get(chunk.chunk_id)) is not None and tokens:
+            plan = chunk.draft
+            drafted.group.index.extend(plan.sample_index, start, np.array(tokens, np.int32))
+            if self._feed is not None:
+                self._feed.append(plan.group, plan.sample_index, start, tokens)
+
+    def propose(self, forks: Forks | None = None) -> None:
+        """After a step: give every request that goes on its draft for the next one, its forks the other branches."""
         began_s = time.perf_counter()
         self._groups.receive()
         fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
@@ -127,6 +139,8 @@ class Drafts:
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
                 drafted.draft = cut(proposal, budget)
                 drafted.request.spec_token_ids = drafted.draft.tokens.tolist()
+                if forks is not None and budget:
+                    self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
         self._counts["draft_us"] += int((time.perf_counter() - began_s) * 1e6)
 
     def _proposal(self, drafted: Drafted) -> Proposal:
@@ -135,8 +149,25 @@ class Drafts:
         most = min(self._policy.most, self._draft_tokens, room)
         if most < 1:
             return NOTHING
-        proposals = drafted.group.index.propose(drafted.chunk.draft.sample_index, most)
-        return proposals[0] if proposals else NOTHING
+        index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
+        known = index.ahead(sample_index, drafted.generated, most)  # what a copy has made, or a chunk that was lost
+        if not len(known) and index.known(sample_index) > drafted.generated:
+            return NOTHING
+        proposals = index.propose(sample_index, most - len(known)) if len(known) < most else []
+        guess = proposals[0] if proposals else NOTHING
+        return guess if not len(known) else behind(known, guess)
+
+    def _branch(self, drafted: Drafted, forks: list[Fork], budget: int) -> None:
+        """Each fork catches up with what is known of the sample, and goes on along a branch of its own."""
+        if not forks:
+            return
+        index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
+        branches = index.propose(sample_index, budget, 1 + max(fork.path for fork in forks))
+        for fork in forks:
+            known = index.ahead(sample_index, fork.generated, self._draft_tokens).tolist()
+            branch = branches[fork.path].tokens.tolist() if fork.path < len(branches) else []
+            room = min(drafted.until - fork.generated, self._max_model_len - fork.request.num_tokens) - 1
+            fork.request.spec_token_ids = (known + branch)[: max(0, min(self._draft_tokens, room))]
 
     def _view(self, fresh: list[Drafted], proposals: list[Proposal], cost) -> DraftView:
         count = len(fresh)
@@ -178,6 +209,17 @@ class Drafts:
         self._groups.close_all()
         if self._feed is not None:
             self._feed.close()
+
+
+def behind(known: np.ndarray, guess: Proposal) -> Proposal:
+    """A proposal for what follows known tokens, with them before it."""
+    count = len(known)
+    return Proposal(
+        tokens=np.concatenate([known, guess.tokens]),
+        right=np.concatenate([np.full(count, CERTAIN, np.float32), guess.right]),
+        sources=np.concatenate([np.full(count, Source.OWN, np.uint8), guess.sources]),
+        match_tokens=count + guess.match_tokens,
+    )
 
 
 def cut(proposal: Proposal, tokens: int) -> Proposal:

@@ -13,12 +13,13 @@ from deployments.context.feed import Feed
 from deployments.engine import rehearsal
 from deployments.engine.config import EngineConfig
 from deployments.engine.drafts import Drafts
+from deployments.engine.forks import Forks
 from deployments.engine.launch import launch
 from deployments.engine.link import PoolLink
+from deployments.engine.requests import Requests
 from deployments.engine.speeds import Speeds
 from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats
 from kvpool.config import PoolEndpoint
-from kvpool.keys import cache_salt
 
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
@@ -57,11 +58,10 @@ class Stepper:
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self._steps = 0
         self._past_preemptions = 0
-        self.eos_token_id = self._engine.get_tokenizer().eos_token_id
-        if self.eos_token_id is None:
+        self._requests = Requests(self._engine)
+        if self._requests.eos_token_id is None:
             raise ValueError(f"model {config.model}: its tokenizer names no end-of-sequence token")
         settings = self._engine.vllm_config
-        self._vocabulary = settings.model_config.get_vocab_size()
         self._constant = {
             "replica_id": replica_id,
             "weights_version": weights_version,
@@ -80,6 +80,11 @@ class Stepper:
         self._drafts: Drafts | None = None
         if config.draft.method == "group":
             self._drafts = Drafts(config.draft, settings.model_config.max_model_len, feed)
+        self._forks: Forks | None = None
+        if config.draft.method == "group" and config.draft.paths > 1:
+            draft = config.draft
+            room = (draft.paths, draft.fork_running, self._constant, pool is not None)
+            self._forks = Forks(self._requests, *room, self._forget)
         self._work = dict.fromkeys(("step_us", "tokens", "verifications"), 0)
         self._warm_up()
 
@@ -104,50 +109,16 @@ class Stepper:
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM; ValueError, one line, when it cannot be run here."""
-        from vllm import SamplingParams as VllmParams
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        from deployments.engine.sampler import ARGS_KEY, extra_args
-
-        self._check(chunk)
-        params = VllmParams(
-            max_tokens=chunk.max_tokens,
-            temperature=0.0,  # unused: the exact sampler draws, by `extra_args`
-            stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id)},
-        )
-        if self._link is not None:
-            params.extra_args["kv_transfer_params"] = self._link.wish(chunk)
-        kv_version = chunk.weights_version if chunk.kv is None else chunk.kv.version
-        prompt = tokens_input(chunk.token_ids.tolist(), cache_salt=cache_salt(kv_version))
-        try:
-            request_id = self._engine.add_request(chunk.chunk_id, prompt, params)
-        except VLLMClientError as error:  # the edge to vLLM: its refusals are of several kinds
-            raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
-        request = self._scheduler.requests[request_id]
-        self._running[chunk.chunk_id] = Running(chunk, request_id, request, submitted_s)
+        refusal = "already running here" if chunk.chunk_id in self._running else self._requests.refusal(chunk)
+        if chunk.weights_version != self.weights_version:
+            refusal = f"wants weights version {chunk.weights_version}, this is {self.weights_version}"
+        if refusal is not None:
+            raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
+        wish = self._link.wish(chunk) if self._link is not None else None
+        request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, wish)
+        self._running[chunk.chunk_id] = Running(chunk, request.request_id, request, submitted_s)
         if self._drafts is not None:
             self._drafts.open(chunk, request)
-
-    def _check(self, chunk: ChunkRequest) -> None:
-        name, context = f"chunk {chunk.chunk_id}", len(chunk.token_ids)
-        if chunk.chunk_id in self._running:
-            raise ValueError(f"{name}: already running here")
-        if chunk.weights_version != self.weights_version:
-            raise ValueError(f"{name}: wants weights version {chunk.weights_version}, this is {self.weights_version}")
-        if not 1 <= context < self._constant["max_model_len"]:
-            raise ValueError(f"{name}: context of {context} tokens, max_model_len is {self._constant['max_model_len']}")
-        if not 1 <= chunk.prompt_tokens <= context:
-            raise ValueError(f"{name}: prompt_tokens is {chunk.prompt_tokens} in a context of {context} tokens")
-        if chunk.max_tokens < 1:
-            raise ValueError(f"{name}: max_tokens is {chunk.max_tokens}, at least 1 is needed")
-        if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
-            # Inside a step it would fail everybody's chunks; vLLM itself checks the context only.
-            raise ValueError(f"{name}: forced has a token outside the vocabulary of {self._vocabulary}")
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk, if it runs, with the tokens it has; `step` hands out its result, after the saves of its KV."""
@@ -156,12 +127,14 @@ class Stepper:
         running = self._running[chunk_id]
         if self._link is not None and not keep_kv:
             self._link.forgo(running.request_id)
-        self._engine.abort_request([running.request_id], internal=True)
+        self._requests.abort(running.request_id)
         self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED))
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         """One engine step; the chunks that ended since the last one, by chunk id."""
         verified_tokens = self._to_verify()
+        if self._forks is not None:
+            self._forks.fit(self._chunks())
         began_s = time.monotonic()
         outputs = self._engine.step()
         ended_s = time.monotonic()
@@ -171,6 +144,8 @@ class Stepper:
             if running.scheduled_s is None and running.request.num_computed_tokens > 0:
                 running.scheduled_s = began_s
         for output in outputs:
+            if self._forks is not None and self._is_forks(output):
+                continue
             running = self._running[output.request_id]
             self._take(running, output.outputs[0].token_ids)
             if running.first_token_s is None:
@@ -183,7 +158,9 @@ class Stepper:
         if self._drafts is not None:
             if verified_tokens:
                 self._drafts.timed(verified_tokens, ended_s - began_s)
-            self._drafts.propose()
+            self._drafts.propose(self._forks)
+            if self._forks is not None:
+                self._branch()
         if self._link is not None:
             self._link.after_step(ended_s - began_s)
             self._ended += self._link.release()
@@ -198,6 +175,30 @@ class Stepper:
                 return 0
             tokens += 1 + len(running.request.spec_token_ids)
         return tokens
+
+    def _is_forks(self, output) -> bool:
+        """Whether it was a fork that made these tokens; then its chunk is drafted from them."""
+        token_ids = output.outputs[0].token_ids
+        taken = self._forks.take(output.request_id, token_ids, output.finished)
+        if taken is not None:
+            self._drafts.heard(*taken, token_ids)
+        return taken is not None
+
+    def _branch(self) -> None:
+        chunks = self._chunks()
+        for running in self._running.values():
+            if running.first_token_s is not None:
+                answer = running.chunk.token_ids[running.chunk.prompt_tokens :].tolist() + running.token_ids
+                self._forks.branch(running.chunk, answer, chunks)
+
+    def _chunks(self) -> dict[str, ChunkRequest]:
+        return {chunk_id: running.chunk for chunk_id, running in self._running.items()}
+
+    def _forget(self, request_id: str) -> None:
+        """A request that is no chunk's has ended: nobody takes what is kept for it."""
+        self._engine.collective_rpc("take_record", args=(request_id, 0, 0))
+        if self._link is not None:
+            self._link.forget(request_id)
 
     def _take(self, running: Running, token_ids: list[int]) -> None:
         running.token_ids += token_ids
