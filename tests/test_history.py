@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from deployments.context.archive import EVERY, FILES, Archive, file_of, shard_of, shards_files
 from deployments.context.config import ContextConfig
+from deployments.context.groups import Packet
 from deployments.context.history import Answer, History, PastLength, pack, prompt_key, unpack
 from deployments.context.shard import ContextShard
-from deployments.context.types import GroupRef
+from deployments.context.types import GroupRef, Piece
 
 PLENTY = 2**30
 
@@ -208,7 +209,10 @@ def test_a_shard_keeps_what_is_finished_over_a_restart(tmp_path):
         await shard.finish(GROUP, 4, [answer(0)])
         await shard.reward(GROUP.prompt_key, 4, {1: 0.25})
         seen = await shard.inspect("p")
-        await shard.end(GROUP)
+        late = asyncio.create_task(shard.end(GROUP))
+        await asyncio.sleep(0)
+        await shard.exchange("engine", Packet.of([Piece(GROUP, 2, 0, answer(2).tokens)]), [])
+        await late
         return seen, await shard.inspect("p"), await shard.status()
 
     async def second():
@@ -219,7 +223,7 @@ def test_a_shard_keeps_what_is_finished_over_a_restart(tmp_path):
     running, over, status = asyncio.run(first())
     assert [sample["finished"] for sample in running["samples"]] == [True, True] and over["samples"] == []
     assert running["history"] == over["history"] and over["history"][0]["mean_reward"] == 0.25
-    assert status["counts"] == {"recorded_answers": 2, "rewarded_answers": 1}
+    assert (status["counts"]["recorded_answers"], status["counts"]["rewarded_answers"]) == (2, 1)
     (past, own), lengths = asyncio.run(second())
     assert [a.reward for a in past] == [None, 0.25] and own == []
     assert lengths == {GROUP.prompt_key: [PastLength(4, 20, True), PastLength(4, 30, False)]}

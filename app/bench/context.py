@@ -65,8 +65,7 @@ def _run(ray, shard, tokens: np.ndarray, name: str) -> dict[str, float]:
     total = len(tokens) * GROUPS * SAMPLES
     fetched = sum(len(piece.tokens) for news, _ in replies for piece in news.pieces())
     assert fetched == total, f"{total} tokens appended, {fetched} fetched"
-    for group in groups:
-        ray.get(shard.end.remote(group))
+    ray.get([shard.end.remote(group) for group in groups])
     return {
         "append_tokens_per_s": total / append_s,
         "fetch_tokens_per_s": total / fetch_s,
