@@ -66,7 +66,8 @@ class Goodput(BaseModel):
         weights = self._weights(view)
         # Token by token, not sample by sample, so that of equals the earlier ones of a sample come first.
         gains = (np.cumprod(chances, axis=1) * weights[:, None]).T.ravel()
-        order = np.argsort(-gains, kind="stable")[: np.count_nonzero(gains)]
+        order = np.flatnonzero(gains)
+        order = order[np.argsort(-gains[order], kind="stable")]
         tokens = weights.sum() + np.concatenate(([0.0], np.cumsum(gains[order])))
         rates = tokens / view.cost.at(count + np.arange(len(tokens)))
         best = int(np.argmax(rates))
@@ -86,19 +87,16 @@ class Goodput(BaseModel):
         track = memory or Track(np.zeros(BINS), np.zeros(BINS), np.zeros((0, self.most), np.float32))
         last = np.zeros((max(len(track.last), int(view.slot.max()) + 1), self.most), np.float32)
         last[: len(track.last)] = track.last
-        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.most), 0)[:, None]
-        accepted, place = view.accepted_last[:, None], np.arange(self.most)
-        chances = last[view.slot]
-        tested = (place < drafted) & (place <= accepted)
-        claims, bins = chances[tested], _bins(chances[tested])
-        hits = np.broadcast_to(place < accepted, tested.shape)[tested]
+        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.most), 0)
+        accepted = np.minimum(view.accepted_last, drafted)
+        chances, place = last[view.slot], np.arange(self.most)
+        tested = place < np.minimum(accepted + 1, drafted)[:, None]
+        bins = _bins(chances).ravel()
+        claimed_now = np.bincount(bins, (chances * tested).ravel(), BINS)
+        right_now = np.bincount(bins, (place < accepted[:, None]).ravel(), BINS)
         last[view.slot] = 0.0
         last[view.slot, : claimed.shape[1]] = claimed
-        return Track(
-            FADE * track.claimed + np.bincount(bins, claims, BINS),
-            FADE * track.right + np.bincount(bins, hits, BINS),
-            last,
-        )
+        return Track(FADE * track.claimed + claimed_now, FADE * track.right + right_now, last)
 
 
 def _bins(chances: np.ndarray) -> np.ndarray:
