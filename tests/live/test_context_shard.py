@@ -59,8 +59,8 @@ def shards(application, config):
 def feeds(shards, config):
     with contextlib.ExitStack() as stack:
 
-        def made(writer: str) -> Feed:
-            feed = Feed(shards, config, writer)
+        def made(writer: str, **knobs) -> Feed:
+            feed = Feed(shards, config.model_copy(update=knobs), writer)
             stack.callback(feed.close)
             return feed
 
@@ -155,19 +155,23 @@ def test_a_frozen_actor_delays_nobody(shards, config, feeds):
     key = next(key for key in KEYS if shard_of(key, len(shards)) == 0)
     group = GroupRef("frozen/p", key)
     service = ContextService(shards, config.model_copy(update={"lengths_deadline_s": 0.2}))
-    a, b = Engine(feeds("a")), Engine(feeds("b"))
-    a.feed.hold(group)
-    b.feed.hold(group)
+    a, b, full = Engine(feeds("a")), Engine(feeds("b")), Engine(feeds("full", unsent_tokens=10))
+    for engine in (a, b, full):
+        engine.feed.hold(group)
     pid = pid_of(shards[0])
     os.kill(pid, signal.SIGSTOP)
     try:
         a.feed.append(group, 0, 0, [1, 2, 3])
+        for sample_index in (1, 2, 3):
+            full.feed.append(group, sample_index, 0, list(range(8)))
         assert asyncio.run(service.lengths([key])) == {}
         assert service.counts()["lengths_failed.TimeoutError"] == 1
         until(lambda: any(name.startswith("exchange_failed.") for name in a.feed.counts()))
+        until(lambda: full.feed.counts().get("dropped_tokens") == 16)
     finally:
         os.kill(pid, signal.SIGCONT)
-    until(lambda: b.knows(group, 0, 0, [1, 2, 3]))
+    until(lambda: b.knows(group, 0, 0, [1, 2, 3]) and b.knows(group, 3, 0, list(range(8))))
+    assert full.feed.counts()["dropped_tokens"] == 16, "the newest are kept"
 
 
 def test_history_outlives_its_actor_and_reaches_engines(shards, config, feeds):
