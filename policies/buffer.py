@@ -17,6 +17,10 @@ class State(Enum):
     ENDED = "ended"
 
 
+WAITING, RUNNING, ENDED = State
+"""A member takes a quarter of a microsecond to look up in its class; the core would do so several times per event."""
+
+
 class Sample:
     __slots__ = ("asked_nodes", "attempts", "cancelled", "chunks", "expected_tokens", "first_version",
                  "generated_tokens", "group", "home", "index", "last_node", "last_replica", "need_tokens",
@@ -25,7 +29,7 @@ class Sample:
     def __init__(self, group: "Group", index: int):
         self.group, self.index = group, index
         self.sample_id = f"{group.spec.group_id}#{index}"
-        self.state = State.WAITING
+        self.state = WAITING
         self.generated_tokens = self.streamed_tokens = self.chunks = self.attempts = 0
         self.need_tokens = self.expected_tokens = 0  # the second is `LengthBook`'s
         self.observed_at = 0.0

@@ -5,7 +5,7 @@ whichever came later; a batch's summary is renewed as the evidence doubles, so t
 samples there are. Called by `RolloutCore` alone.
 """
 
-from policies.buffer import Batch, Buffer, Group, Sample, State
+from policies.buffer import ENDED, WAITING, Batch, Buffer, Group, Sample
 from policies.bundle import Policies
 from policies.lengths import class_starts
 from policies.lengthstats import batch_lengths
@@ -44,16 +44,15 @@ class LengthBook:
         if self._sums_up and batch.new_lengths > batch.lengths.answers:
             self._summarise(batch)
         view = self._renew(group, batch)
-        expected, is_waiting = self._expected, State.WAITING  # an enum's member is slow to look up
-        waiting = [mate for mate in group.samples if mate.state is is_waiting]
+        waiting = [mate for mate in group.samples if mate.state is WAITING]
         for mate in waiting:
-            mate.expected_tokens = expected(view, mate.generated_tokens)
+            mate.expected_tokens = self._expected(view, mate.generated_tokens)
         return waiting
 
     def _view(self, group: Group, batch: Batch) -> LengthsView:
-        running, ended = (), State.ENDED
+        running = ()
         if self._reads_all:
-            running = tuple(mate.generated_tokens for mate in group.samples if mate.state is not ended)
+            running = tuple(mate.generated_tokens for mate in group.samples if mate.state is not ENDED)
         spec = group.spec
         return LengthsView(group.finished_lengths, running, spec.past_lengths, batch.lengths, spec.max_tokens)
 

@@ -11,7 +11,7 @@ The live coordinator and the simulator drive this same object. An illegal event 
 from policies import events as ev
 from policies.actions import Action, EmitGroup, EndSample, SampleEnd, StartChunk
 from policies.board import Board
-from policies.buffer import Buffer, Chunk, Group, Sample, State
+from policies.buffer import ENDED, WAITING, Buffer, Chunk, Group, Sample
 from policies.bundle import Policies, name_of
 from policies.events import IllegalEvent
 from policies.kvbook import KvBook
@@ -21,6 +21,7 @@ from policies.running import Running
 from policies.upcoming import Upcoming
 from policies.waiting import Waiting
 
+BY_ITSELF = (SampleEnd.STOP, SampleEnd.LENGTH)
 MAX_ATTEMPTS = 5
 """Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
 
@@ -64,9 +65,9 @@ class RolloutCore:
 
     def _cancelled(self, event: ev.BatchCancelled) -> None:
         batch = self._buffer.batch(event.batch_id)
-        for sample in [s for group in batch.groups for s in group.samples if s.state is not State.ENDED]:
+        for sample in [s for group in batch.groups for s in group.samples if s.state is not ENDED]:
             sample.cancelled = True
-            if sample.state is State.WAITING:
+            if sample.state is WAITING:
                 self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
         for chunk in self._running.chunks.values():
             if chunk.sample.group.batch_id == event.batch_id:
@@ -169,7 +170,7 @@ class RolloutCore:
             groups = len(self._buffer.batch(group.batch_id).groups)
             group.home = self.policies.ordering.bind(group.position, groups, ready)
             for sample in group.samples:
-                if sample.state is State.WAITING:
+                if sample.state is WAITING:
                     sample.home = group.home
                     self._put(sample)
         self._unbound = []
@@ -228,7 +229,7 @@ class RolloutCore:
             self._end(sample, SampleEnd.FAILED, error, "given up")
 
     def _wait_again(self, sample: Sample) -> None:
-        sample.state = State.WAITING
+        sample.state = WAITING
         if sample.cancelled:
             self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
         else:
@@ -254,12 +255,12 @@ class RolloutCore:
 
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
         self._waiting.drop(sample)
-        sample.state = State.ENDED
+        sample.state = ENDED
         group = sample.group
         group.unended -= 1
         self._outbox.append(EndSample(sample.sample_id, end, error, reason))
         self._outbox += self._kv.end(sample)
-        if end in (SampleEnd.STOP, SampleEnd.LENGTH):
+        if end in BY_ITSELF:
             self._waiting.renew(group, self._lengths.finish(sample))
         if not group.unended:
             self._emit(group)
@@ -278,7 +279,7 @@ class RolloutCore:
     def counts(self) -> dict[str, int]:
         """Samples that wait and run, and batches not handed out in full."""
         running = len(self._running)
-        unended = sum(sample.state is not State.ENDED for sample in self._buffer.samples.values())
+        unended = sum(sample.state is not ENDED for sample in self._buffer.samples.values())
         return {"waiting": unended - running, "running": running, "batches": len(self._buffer.batches)}
 
 

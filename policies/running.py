@@ -6,7 +6,7 @@ once. Called by `RolloutCore` alone; `Upcoming` reads.
 
 from policies.actions import AbortChunk
 from policies.board import Board
-from policies.buffer import Chunk, Sample, State
+from policies.buffer import RUNNING, Chunk, Sample
 from policies.events import IllegalEvent
 from policies.kvbook import KvBook
 
@@ -35,7 +35,7 @@ class Running:
         max_tokens = sample.need_tokens - sample.group.spec.prompt_tokens - sample.generated_tokens
         versions = self._board.weights_version, self._kv.version(sample)
         chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, *versions)
-        sample.state, sample.streamed_tokens = State.RUNNING, 0
+        sample.state, sample.streamed_tokens = RUNNING, 0
         sample.last_replica, sample.last_node, sample.asked_nodes = replica_id, self._board.node(replica_id), ()
         sample.chunks += 1
         sample.group.chunks += 1
