@@ -13,6 +13,7 @@ COMMANDS = {
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
     "policies": "List policy families, their members and knobs.",
     "pool": "The shared KV pool: status, drain, verify, chaos.",
+    "profile": "Time the steps of the configured engine on this machine.",
     "rollout": "Roll out a file of prompts and write the samples.",
     "serve": "Start a local cluster and deploy the service on it.",
     "verify": "Show that scheduling never changes a token.",

@@ -1,0 +1,85 @@
+"""One engine that drafts from its groups, with branches verified by copies: the same tokens, and the drafts counted."""
+
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from deployments.context.plan import DraftPlan
+from deployments.context.types import GroupRef, Source
+from deployments.engine.config import DraftConfig, EngineConfig
+from deployments.engine.runner import EngineRunner
+from deployments.messages import ChunkRequest, SamplingParams, sample_key
+from policies.drafting import Fixed
+from policies.goodput import Goodput
+
+TOKENS = 64
+PROMPT = np.tile(np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32), 3)
+GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.6, top_p=0.9)
+PATHS = 3
+
+
+def chunk(group: str, sample: int, sampling, policy, done=()) -> ChunkRequest:
+    plan = policy and DraftPlan(GroupRef(f"b/{group}", group), sample, 0, TOKENS, (0, 0), policy)
+    return ChunkRequest(
+        f"{group}#{sample}:{len(done)}", sample_key(7, 0, "p", sample),
+        np.concatenate([PROMPT, np.asarray(done, np.int32)]), len(PROMPT), TOKENS - len(done), sampling, 0, draft=plan,
+    )  # fmt: skip
+
+
+def run(engine, *chunks):
+    boxes = [Queue() for _ in chunks]
+    for one, box in zip(chunks, boxes, strict=True):
+        engine.submit(one, box.put)
+    results = [box.get(timeout=120) for box in boxes]
+    assert not [result for result in results if isinstance(result, Exception)], results
+    return results
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    draft = DraftConfig(method="group", draft_tokens=8, paths=PATHS, fork_running=2)
+    config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
+    engine = EngineRunner(config, "drafting")
+    yield engine
+    assert engine.stats().preemptions == 0
+    engine.stop()
+
+
+@pytest.mark.parametrize("policy", [Fixed(tokens=6), Goodput()], ids=lambda policy: policy.type)
+def test_drafts_and_branches_change_no_token(engine, policy):
+    for sampling in (GREEDY, WARM):
+        plain = [run(engine, chunk("plain", sample, sampling, None))[0] for sample in (0, 1, 2)]
+        group = f"{policy.type}-{sampling.temperature}"
+        before = engine.stats().work.get("forks", 0)
+        drafted = [run(engine, chunk(group, sample, sampling, policy))[0] for sample in (0, 1, 2)]
+        for expected, got in zip(plain, drafted, strict=True):
+            np.testing.assert_array_equal(got.token_ids, expected.token_ids)
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-4)
+            np.testing.assert_allclose(got.raw_logprobs, expected.raw_logprobs, atol=1e-4)
+        assert sum(result.drafted_tokens for result in drafted) > 0
+        assert engine.stats().work["forks"] > before
+
+
+def test_every_drafted_token_is_counted_once_by_source_and_position(engine):
+    results = run(engine, *(chunk("counted", sample, WARM, Fixed(tokens=4)) for sample in range(3)))
+    for result in results:
+        report = result.drafts
+        assert report.drafted.sum() == result.drafted_tokens
+        assert report.accepted.sum() == report.accepted_at.sum() == result.accepted_tokens
+        assert report.verifications == result.verifications
+        assert len(result.token_ids) in (result.verifications + result.accepted_tokens - stop for stop in (0, 1))
+
+
+def test_a_greedy_sample_is_drafted_from_its_mate(engine):
+    first, second = (run(engine, chunk("mates", sample, GREEDY, Fixed(tokens=8)))[0] for sample in (0, 1))
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
+    assert first.drafts.accepted[Source.MATE] == 0 < second.drafts.accepted[Source.MATE]
+    assert second.verifications <= first.verifications < len(first.token_ids)
+
+
+def test_what_a_lost_chunk_had_made_is_drafted(engine):
+    (whole,) = run(engine, chunk("lost", 0, WARM, Fixed(tokens=8)))
+    (again,) = run(engine, chunk("lost", 0, WARM, Fixed(tokens=8), done=whole.token_ids[:8]))
+    np.testing.assert_array_equal(again.token_ids, whole.token_ids[8:])
+    assert again.verifications <= -(-len(again.token_ids) // 9) + 2
