@@ -1,0 +1,91 @@
+"""What the benchmarks of drafts and of steps make of their observations."""
+
+import pytest
+
+from app.bench.pictures import acceptance_over_time
+from app.bench.speculation import BUDGETS, Look, ratios, shares
+from app.bench.stepcost import MOST_TOKENS, fit, points
+from app.commands.bench import command
+from app.errors import BadInput
+from deployments.messages import ReplicaStatus, ServiceStatus
+from policies.bundle import Policies, members
+
+
+def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> Look:
+    replicas = tuple(
+        ReplicaStatus(
+            replica_id=str(i), ready=True, running=count, max_running=16, kv_used_share=0.0, weights_version=0,
+            preemptions=0, work=work if i == 0 else {},
+        )
+        for i, count in enumerate(running)
+    )  # fmt: skip
+    known = {"waiting": waiting, "running": sum(running), "replicas": replicas}
+    return Look(at_s, ServiceStatus(**known, batches=(), observed_s=0.0, waits_for=None, policies={}))
+
+
+def test_the_tail_is_where_nothing_waits_and_no_replica_runs_more_than_two():
+    looks = [
+        look(0, 3, (2, 2), tokens=0, verifications=0, step_us=0),
+        look(1, 0, (3, 2), tokens=100, verifications=50, step_us=900_000, draft_us=10_000),
+        look(2, 0, (2, 1), tokens=150, verifications=60, step_us=1_800_000, draft_us=20_000),
+        look(4, 0, (1, 1), tokens=190, verifications=70, step_us=2_700_000, draft_us=27_000),
+        look(5, 0, (0, 0), tokens=200, verifications=80, step_us=3_600_000, draft_us=36_000),
+    ]
+    found = shares(looks)
+    assert found["tail_tokens_per_s"] == 20.0
+    assert found["acceptance_length"] == 2.5
+    assert found["draft_share"] == pytest.approx(36 / 3636, abs=1e-4)
+
+
+def test_a_run_without_a_tail_or_tokens_says_so():
+    found = shares([look(0, 0, (0,)), look(1, 0, (0,), tokens=0, verifications=0, step_us=0)])
+    assert found == {"acceptance_length": None, "draft_share": None, "tail_tokens_per_s": None}
+
+
+def test_ratios_are_above_one_where_goodput_is_faster():
+    runs = {name: {"makespan_s": 20.0, "tail_tokens_per_s": 10.0} for name in BUDGETS}
+    runs["goodput"] = {"makespan_s": 10.0, "tail_tokens_per_s": 15.0}
+    runs["fixed_4"]["makespan_s"] = 12.0
+    found = ratios(runs)
+    assert found["goodput_to_best_fixed"] == 1.2 and found["tail_speedup"] == 1.5 and found["speedup"]["off"] == 2.0
+    runs["off"]["tail_tokens_per_s"] = None
+    assert ratios(runs)["tail_speedup"] is None
+
+
+def test_every_drafting_policy_is_benchmarked():
+    tried = {Policies(drafting=budget).drafting.type for budget in BUDGETS.values()}
+    assert tried == set(members("drafting"))
+
+
+def test_the_picture_is_drawn(tmp_path):
+    looks = [look(i, 0, (2,), tokens=20 * i, verifications=10 * i, step_us=i) for i in range(1, 30)]
+    runs = {"off": {"makespan_s": 30.0, "tail_s": 3.0}, "goodput": {"makespan_s": 20.0, "tail_s": 2.0}}
+    for name in ("picture.png", "picture.svg"):
+        acceptance_over_time(tmp_path / name, runs, {"goodput": looks, "off": looks[:2]})
+        assert (tmp_path / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("plot", "drafts", "mend"),
+    [("a.png", False, "--drafts"), ("a.jpeg", True, ".png"), ("nowhere/a.png", True, "folder")],
+)
+def test_a_bad_plot_is_refused_before_anything_starts(plot, drafts, mend, tmp_path):
+    arguments = ["live", "--trace", "none.jsonl", "--plot", str(tmp_path / plot)] + ["--drafts"] * drafts
+    with pytest.raises(BadInput, match=mend):
+        command.main(arguments, standalone_mode=False)
+
+
+def test_points_stay_within_what_the_engine_runs():
+    for max_running, max_context in ((1, 256), (16, 4096)):
+        grid = points(max_running, max_context)
+        assert all(chunks <= max_running and context < max_context for chunks, _, context in grid)
+        assert all(chunks * (1 + drafts) <= MOST_TOKENS for chunks, drafts, _ in grid)
+        assert len(set(grid)) == len(grid) and (1, 0, 32) in grid
+
+
+def test_the_fit_finds_the_line_behind_the_points():
+    steps = [
+        {"chunks": c, "draft_tokens": d, "context_tokens": x, "step_ms": 20 + 2 * c * (1 + d) + 0.01 * c * x}
+        for c, d, x in points(16, 4096)
+    ]
+    assert fit(steps) == pytest.approx({"base_ms": 20, "per_token_ms": 2, "per_context_token_us": 10}, rel=1e-3)
