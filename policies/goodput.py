@@ -90,10 +90,10 @@ class Goodput(BaseModel):
         drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.most), 0)
         accepted = np.minimum(view.accepted_last, drafted)
         chances, place = last[view.slot], np.arange(self.most)
-        tested = place < np.minimum(accepted + 1, drafted)[:, None]
+        tested = (place < np.minimum(accepted + 1, drafted)[:, None]) & (chances > 0)  # 0: drafted before this memory
         bins = _bins(chances).ravel()
         claimed_now = np.bincount(bins, (chances * tested).ravel(), BINS)
-        right_now = np.bincount(bins, (place < accepted[:, None]).ravel(), BINS)
+        right_now = np.bincount(bins, (tested & (place < accepted[:, None])).ravel(), BINS)
         last[view.slot] = 0.0
         last[view.slot, : claimed.shape[1]] = claimed
         return Track(FADE * track.claimed + claimed_now, FADE * track.right + right_now, last)

@@ -78,8 +78,8 @@ def scores(moments) -> list[dict]:
 
 
 def test_where_prompts_differ_history_tells_and_mates_tell_more():
-    """Mean over five batches: our estimate is no worse than Seer's or a quantile, and grows with what is known."""
-    results = [measure(scattered(seed), max_tokens=4096) for seed in range(5)]
+    """Mean over four batches: our estimate is no worse than Seer's or a quantile, and grows with what is known."""
+    results = [measure(scattered(seed), max_tokens=4096) for seed in range(4)]
 
     def mean(name, kind, moment, table="policies"):
         return np.mean([result[table][name][kind][moment]["rank_correlation"] for result in results])
@@ -98,7 +98,7 @@ def test_nobody_left_to_guess_is_no_number():
 
 
 def test_where_prompts_do_not_differ_nobody_claims_to_know():
-    results = [measure(scattered(seed, between=0.0), max_tokens=4096) for seed in range(5)]
+    results = [measure(scattered(seed, between=0.0), max_tokens=4096) for seed in range(4)]
     found = [result["policies"]["shrunk"]["after_mates"]["8"]["rank_correlation"] for result in results]
     assert abs(np.mean(found)) < 0.1
 

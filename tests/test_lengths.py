@@ -43,7 +43,7 @@ def views(draw):
 
 
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
-@settings(max_examples=150, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(seen=views(), generated=st.integers(0, MAX_TOKENS - 1))
 def test_an_expected_length_is_more_than_there_is_and_never_more_than_may_be(policy, seen, generated):
     assert isinstance(policy, Lengths)
@@ -130,7 +130,7 @@ def test_ours_trusts_older_epochs_less():
 # ---- the classes of DAS ------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, derandomize=True, database=None)
+@settings(max_examples=80, derandomize=True, database=None)
 @given(pools=st.lists(st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=15), min_size=1, max_size=6))
 def test_promotions_are_where_the_shares_say(pools):
     """By definition: medium once P(short | longer) < 0.4, long once P(long | longer) > 0.6, and no sooner."""

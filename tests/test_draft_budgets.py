@@ -95,8 +95,8 @@ def tokens_of(policy, seen: DraftView, memory=None) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
-@settings(max_examples=60, derandomize=True, database=None)
-@given(steps=st.lists(views(), min_size=1, max_size=4))
+@settings(max_examples=30, derandomize=True, database=None)
+@given(steps=st.lists(views(), min_size=1, max_size=3))
 def test_every_member_keeps_the_contract(policy, steps):
     """Budgets within 0 to min(proposed, most); the same for the same; neither view nor memory is written to."""
     assert isinstance(policy, Drafting)
@@ -179,8 +179,8 @@ def rate(seen: DraftView, tokens, weights) -> float:
     return float(np.dot(weights, gains) / seen.cost.at(sum(tokens) + len(tokens)))
 
 
-@settings(max_examples=150, derandomize=True, database=None)
-@given(seen=views(3, 4), tail_weight=st.sampled_from((0.0, 1.0, 2.5)), margin=st.sampled_from((0.0, 0.05)))
+@settings(max_examples=100, derandomize=True, database=None)
+@given(seen=views(3, 3), tail_weight=st.sampled_from((0.0, 1.0, 2.5)), margin=st.sampled_from((0.0, 0.05)))
 def test_goodput_is_the_best_of_all_budgets(seen, tail_weight, margin):
     """Brute force: no choice of budgets makes more expected tokens a second; without a gain, none is drafted."""
     policy = Goodput(tail_weight=tail_weight, margin=margin)
@@ -239,6 +239,12 @@ def test_goodput_loses_little_to_no_drafts_and_to_the_best_fixed_budget_however_
         for budget in range(9)
     ]
     assert made / spent_s >= 0.98 * fixed[0] and made / spent_s >= 0.97 * max(fixed)
+
+
+def test_goodput_learns_nothing_from_drafts_that_it_did_not_see_proposed():
+    """Another policy's, before it was chosen: they were right, and their chances are not known."""
+    seen = view([[0.05] * 8] * 3, CPU, drafted_last=[8] * 3, accepted_last=[8] * 3, verifications=[9] * 3)
+    assert (Goodput().decide(seen, None)[1].factors() == 1).all()
 
 
 def test_goodput_drafts_more_of_what_is_right_more_often_than_claimed():
