@@ -1,16 +1,20 @@
 """The draft index of a group: what its prompt, its samples and their history say comes next.
 
-Owns the tokens of one group as an arena of places (kernels.py). Invariant: the index never raises on well-typed input
-and never knows a token that was not handed to it; what it proposes may be wrong, since drafts never change tokens.
-Called by one thread of an engine (deployments/engine/drafts.py); `HistoryIndex.build` by the feed's.
+Owns the tokens of one group (arena.py) and, for each sample drafted for, the places that it is followed along.
+Invariant: the index never raises on well-typed input and never knows a token that was not handed to it; what it
+proposes may be wrong, since drafts never change tokens. Called by one thread of an engine (deployments/engine/
+drafts.py); `HistoryIndex.build` by the feed's.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from deployments.context.evidence import Evidence, IndexSettings
-from deployments.context.kernels import BLOCK, BLOCK_BITS, COLUMNS, PROMPT, append, context, propose, relink
+from deployments.context.arena import Arena
+from deployments.context.choice import draft
+from deployments.context.evidence import LESSONS, MOST_TOKENS, Evidence, Lesson
+from deployments.context.kernels import NOBODY, PAST, PROMPT, TRACKS, WEIGHT_ONE, context, follow
+from deployments.context.settings import IndexSettings
 from deployments.context.types import PastAnswer
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -26,50 +30,6 @@ class Proposal(NamedTuple):
     match_tokens: int
 
 
-class Arena:
-    """Token runs and the chains over them; grows by doubling."""
-
-    def __init__(self, tokens: int = 512):
-        blocks = max(2, tokens // BLOCK)
-        self.rows = np.full((blocks << BLOCK_BITS, COLUMNS), -1, np.int32)
-        self.heads = np.full(_heads(len(self.rows)), -1, np.int32)
-        self.blocks = np.full((blocks, 3), -1, np.int32)
-        self.owners = np.full(16, -1, np.int32)
-        self.used = np.zeros(1, np.int64)
-        self.runs = 0
-        self.tokens = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.rows.nbytes + self.heads.nbytes + self.blocks.nbytes + self.owners.nbytes
-
-    def start(self, owner: int) -> int:
-        """A new run's number; `owner` is the sample it belongs to."""
-        if self.runs == len(self.owners):
-            self.owners = np.concatenate([self.owners, np.full_like(self.owners, -1)])
-        self.owners[self.runs] = owner
-        self.runs += 1
-        return self.runs - 1
-
-    def append(self, last: int, fresh: bool, run: int, tokens: np.ndarray) -> int:
-        """Append tokens to a run after the place `last`; returns the last place."""
-        need = int(self.used[0]) + len(tokens) // BLOCK + 2
-        if need > len(self.blocks):
-            self._grow(max(need, 2 * len(self.blocks)))
-        self.tokens += len(tokens)
-        return append(self.rows, self.heads, self.blocks, self.used, last, fresh, run, tokens)
-
-    def _grow(self, blocks: int) -> None:
-        rows, table = self.rows, self.blocks
-        self.rows = np.full((blocks << BLOCK_BITS, COLUMNS), -1, np.int32)
-        self.rows[: len(rows)] = rows
-        self.blocks = np.full((blocks, 3), -1, np.int32)
-        self.blocks[: len(table)] = table
-        self.heads = np.full(_heads(len(self.rows)), -1, np.int32)
-        relink(self.rows, self.heads, self.blocks, self.used)
-
-
 class HistoryIndex:
     """Answers to one prompt in earlier epochs; built before the step, never changed."""
 
@@ -80,14 +40,39 @@ class HistoryIndex:
     def build(
         cls, answers: list[PastAnswer], now_epoch: int, prompt: np.ndarray, settings: IndexSettings
     ) -> "HistoryIndex":
-        """Index the answers; the loops run without the GIL."""
-        arena = Arena(sum(len(answer.tokens) + BLOCK for answer in answers) + len(prompt) + BLOCK)
-        end = _add_prompt(arena, prompt)
-        for answer in answers if settings.history else []:
-            tokens = np.ascontiguousarray(answer.tokens, np.int32)
-            if len(tokens):
-                arena.append(end, True, arena.start(0), tokens)
+        """Index the answers, best evidence last; the loops run without the GIL."""
+        arena = Arena(sum(len(answer.tokens) for answer in answers) + len(prompt), 1 + len(answers))
+        end = arena.append(-1, arena.start(NOBODY, 0), -len(prompt), prompt)
+        weighed = sorted(
+            ((_weight(answer, now_epoch, settings), answer) for answer in answers), key=lambda pair: pair[0]
+        )
+        for weight, answer in weighed:
+            arena.append(end, arena.start(PAST, weight), 0, answer.tokens)
         return cls(arena)
+
+
+def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
+    """An answer's weight in 1/WEIGHT_ONE: 1 for the last epoch and an unknown reward."""
+    age = max(0, now_epoch - answer.epoch - 1)
+    reward = 0.5 if answer.reward is None else min(1.0, max(0.0, answer.reward))
+    return round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5)))
+
+
+class Follower:
+    """A sample that is drafted for: its tracks through the group and through history, and its latest draft's lesson."""
+
+    __slots__ = ("known", "lesson", "tracks")
+
+    def __init__(self):
+        self.lesson, self.known = Lesson(), 0
+        self.tracks = [[np.zeros((TRACKS, 2), np.int32), np.zeros((TRACKS, 2), np.float32), 0] for _ in range(2)]
+
+
+class _Sample:
+    __slots__ = ("follower", "known", "last", "run")
+
+    def __init__(self, last: int):
+        self.known, self.last, self.run, self.follower = 0, last, -1, None
 
 
 class GroupIndex:
@@ -95,12 +80,12 @@ class GroupIndex:
 
     def __init__(self, evidence: Evidence, prompt: np.ndarray):
         self._evidence = evidence
-        self._arena = Arena(len(prompt) + 512)
-        self._prompt_end = _add_prompt(self._arena, prompt)
-        self._past = _EMPTY
-        self._last: dict[int, int] = {}
-        self._run: dict[int, int] = {}
-        self._known: dict[int, int] = {}
+        self._arena = Arena(len(prompt) + 1024)
+        self._prompt_end = self._arena.append(-1, self._arena.start(PROMPT, WEIGHT_ONE), -len(prompt), prompt)
+        self._past: Arena | None = None
+        self._samples: dict[int, _Sample] = {}
+        self._mates = evidence.settings.group_context
+        self._drafts = 0
 
     @property
     def tokens(self) -> int:
@@ -114,73 +99,91 @@ class GroupIndex:
 
     def known(self, sample_index: int) -> int:
         """Answer tokens known of a sample: the end of what `extend` was given."""
-        return self._known.get(sample_index, 0)
+        sample = self._samples.get(sample_index)
+        return sample.known if sample else 0
 
     def attach(self, history: HistoryIndex | None) -> None:
         """Draft from this history from now on; None: from none."""
-        self._past = _EMPTY if history is None or not self._evidence.settings.history else history.arena
+        self._past = history.arena if history is not None and self._evidence.settings.history else None
+        for sample in self._samples.values():
+            if sample.follower is not None:
+                sample.follower.tracks[1][2] = 0
 
     def extend(self, sample_index: int, start: int, tokens: np.ndarray) -> None:
         """Take answer tokens [start, start + n) of a sample; known ones are skipped, a gap starts a new run."""
-        known = self._known.get(sample_index, 0)
-        tokens = np.ascontiguousarray(tokens, np.int32)[max(0, known - start) :]
+        sample = self._samples.get(sample_index)
+        if sample is None:
+            sample = self._samples[sample_index] = _Sample(self._prompt_end)
+        tokens = np.array(
+            tokens[max(0, sample.known - start) :], np.int32
+        )  # its own: numba compiles for read-only ones apart
+        start = max(start, sample.known)
         if not len(tokens):
             return
-        last, fresh = self._last.get(sample_index, self._prompt_end), False
-        if start > known:
-            last, fresh = -1, True
-        elif sample_index not in self._run:
-            fresh = True
+        follower = sample.follower
+        if follower is not None and follower.lesson.position == start:
+            self._evidence.learn(follower.lesson, tokens)
+            follower.lesson.position = -1
+        gap = start > sample.known
+        fresh = gap or sample.run < 0
         if fresh:
-            self._run[sample_index] = self._arena.start(sample_index)
-        self._last[sample_index] = self._arena.append(last, fresh, self._run[sample_index], tokens)
-        self._known[sample_index] = max(start, known) + len(tokens)
+            sample.run = self._arena.start(sample_index, WEIGHT_ONE)
+        last = -1 if gap else sample.last
+        sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
+        sample.known = start + len(tokens)
 
     def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
-        """Answer tokens [start, start + most) of a sample that are known, int32; none where they are known with a gap."""
-        count = self._known.get(sample_index, 0) - start
-        if count <= 0 or start < 0:
+        """Answer tokens [start, start + most) of a sample that are known, int32; none where they have a gap."""
+        sample = self._samples.get(sample_index)
+        count = sample.known - start if sample is not None and start >= 0 else 0
+        if count <= 0:
             return _NO_TOKENS
         window = np.empty(count, np.int32)
-        arena = self._arena
-        found = context(arena.rows, arena.blocks, self._last[sample_index], window)
+        rows, _, blocks, _ = self._arena.arrays
+        found = context(rows, blocks, sample.last, window)
         return window[::-1][:most] if found == count else _NO_TOKENS
 
     def propose(self, sample_index: int, most: int, paths: int = 1) -> list[Proposal]:
         """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first."""
+        most = min(most, MOST_TOKENS)
         if most < 1 or paths < 1:
             return []
-        arena, past = self._arena, self._past
+        sample = self._samples.get(sample_index)
+        if sample is None:
+            sample = self._samples[sample_index] = _Sample(self._prompt_end)
+        if sample.follower is None:
+            sample.follower = Follower()
+        follower, evidence = sample.follower, self._evidence
+        fresh, follower.known = sample.known - follower.known, sample.known
+        rows = 0
+        for arena, tracks in zip((self._arena, self._past), follower.tracks, strict=True):
+            if arena is not None:
+                rows, tracks[2] = follow(
+                    arena.arrays, self._arena.arrays, sample.last, sample_index, fresh, self._mates, most,
+                    tracks[0], tracks[1], tracks[2], evidence.found, evidence.ahead, evidence.scores, rows,
+                )  # fmt: skip
+        if not rows:
+            return []
         tokens, right = np.empty((paths, most), np.int32), np.empty((paths, most), np.float32)
         sources = np.empty((paths, most), np.uint8)
-        last = self._last.get(sample_index, self._prompt_end)
-        done, lengths, match = propose(
-            arena.rows, arena.heads, arena.blocks, arena.owners, past.rows, past.heads, past.blocks,
-            last, sample_index, self._evidence.table, most, tokens, right, sources,
+        lesson = follower.lesson
+        done, lengths = draft(
+            rows, evidence.found, evidence.scores, evidence.ahead, evidence.norm, evidence.net,
+            tokens, right, sources, lesson.features, lesson.seen,
         )  # fmt: skip
+        self._drafts += 1
+        lesson.position = sample.known if self._drafts % LESSONS == 0 else -1
+        match = int(evidence.found[:rows, 0].max())
         ends = lengths.tolist()
         return [Proposal(tokens[i, :n], right[i, :n], sources[i, :n], match) for i, n in enumerate(ends[:done])]
 
 
 def warm_up() -> None:
     """Compile (or load from numba's cache) all that a decode step would otherwise wait for."""
-    index = GroupIndex(Evidence(), np.arange(4, dtype=np.int32))
-    index.attach(HistoryIndex.build([PastAnswer("", 0, 0, None, np.arange(9, dtype=np.int32))], 1, _NO_TOKENS, _PLAIN))
-    index.extend(0, 0, np.arange(4, dtype=np.int32))
-    index.propose(0, 4, 2)
+    evidence, tokens = Evidence(), np.arange(40, dtype=np.int32) % 7
+    index = GroupIndex(evidence, tokens)
+    index.attach(HistoryIndex.build([PastAnswer("", 0, 0, None, tokens)], 1, tokens, evidence.settings))
+    for start in range(0, 4000, 40):
+        index.propose(0, 4, 2)
+        index.extend(0, start, tokens)
     index.ahead(0, 2, 2)
-    index.extend(1, 0, np.arange(2000, dtype=np.int32))
-
-
-def _add_prompt(arena: Arena, prompt: np.ndarray) -> int:
-    """The prompt's last place; -1 where the prompt is empty."""
-    prompt = np.ascontiguousarray(prompt, np.int32)
-    return arena.append(-1, True, arena.start(PROMPT), prompt) if len(prompt) else -1
-
-
-def _heads(rows: int) -> int:
-    return 1 << (2 * rows - 1).bit_length()
-
-
-_PLAIN = IndexSettings()
-_EMPTY = Arena(0)

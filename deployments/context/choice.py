@@ -1,0 +1,297 @@
+"""Which tokens come next, and how sure that is, from the places that a sample may go on from (numba).
+
+Each candidate for a token gets a score from what speaks for it (`FEATURES`), by a network of one hidden layer that all
+groups share; the scores and that of "none of these" give probabilities (softmax). Drafting goes on greedily, with the
+places moved along; other paths leave an earlier one where that is likeliest to be right. What is compiled together
+stays in this file. Called by index.py; evidence.py owns the network.
+"""
+
+from math import exp, sqrt
+
+import numpy as np
+from numba import njit
+
+LENGTH, SOURCE, FROM_RUN, AHEAD, WORTH = 0, 1, 2, 3, 4  # as in kernels.py
+OWN, HISTORY = 0, 2
+WEIGHT_ONE = 1024
+FAST, SLOW = np.float32(0.9), np.float32(0.96)
+
+FEATURES = 22
+HIDDEN = 16
+CANDIDATES = 6
+TOKENS = 96
+"""Candidates that are scored, and distinct tokens that are looked at, at most."""
+
+LEAVE = np.float32(4.0)
+"""A place that disagrees with a drafted token is followed on only if it aligned better than this before."""
+
+FAINT = np.float32(1.2)
+ALTERNATIVES = 2
+_MATCHES = (2, 3, 5, 8)
+_STEPS = 16
+_BY_SCORE = np.exp(np.arange(256) / (2 * _STEPS)).astype(np.float32)
+_BY_LENGTH = np.exp(0.5 * np.minimum(np.arange(64), 10)).astype(np.float32)
+_LAST = 63
+
+
+@njit(nogil=True)
+def _bits(x):
+    count = 0
+    while x:
+        x &= x - np.uint64(1)
+        count += 1
+    return count
+
+
+@njit(nogil=True, inline="always")
+def _ln(x):
+    """The logarithm of a normal float32, right within 2e-5: the library's costs more than all else here."""
+    bits = np.float32(x).view(np.int32)
+    m = np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F800000)).view(np.float32)
+    p = np.float32(0.03010639)
+    for c in (-0.28066616, 1.10492445, -2.42100773, 3.49838763, -1.93172262):
+        p = p * m + np.float32(c)
+    return p + np.float32((bits >> np.int32(23)) - np.int32(127)) * np.float32(0.6931472)
+
+
+@njit(nogil=True)
+def _slot(token, tokens, many):
+    j = 0
+    while j < many and tokens[j] != token:
+        j += 1
+    return j
+
+
+@njit(nogil=True)
+def _gather(n, found, scores, token, tokens, sums, runs, total):
+    """Sum up for each distinct next token what speaks for it; returns how many tokens there are."""
+    many = 0
+    total[:] = 0
+    for i in range(n):
+        if found[i, LENGTH] == 0 and scores[i, 0] < FAINT:
+            continue
+        j = _slot(token[i], tokens, many)
+        if j == TOKENS:
+            continue
+        if j == many:
+            tokens[j] = token[i]
+            sums[j] = 0
+            runs[j] = 0
+            many += 1
+        _credit(found[i], scores[i, 0], scores[i, 1], sums[j], runs[j], total)
+    return many
+
+
+@njit(nogil=True)
+def _credit(place, fast, slow, s, runs, total):
+    """Add one place's evidence to its token's sums."""
+    length = place[LENGTH]
+    own, history = place[SOURCE] == OWN, place[SOURCE] == HISTORY
+    run = np.uint64(1) << np.uint64(place[FROM_RUN] & _LAST)
+    for m in range(4):
+        s[m] += length >= _MATCHES[m]
+        total[m] += length >= _MATCHES[m]
+    if length >= 2:
+        runs[0] |= run
+    if length >= 5:
+        runs[1] |= run
+    if fast >= 3:
+        runs[2] |= run
+    if own:
+        s[4], s[9] = max(s[4], np.float32(length)), max(s[9], fast)
+    else:
+        s[5] = max(s[5], np.float32(length))
+    s[7] = max(s[7], min(s[6], fast))
+    s[6] = max(s[6], fast)
+    s[8] = max(s[8], slow)
+    s[13] = max(s[13], np.float32(20) / np.float32(20 + abs(place[AHEAD])))
+    worth = np.float32(place[WORTH]) * np.float32(1 / WEIGHT_ONE)
+    aligned, exact = _BY_SCORE[min(int(fast * _STEPS), 255)], _BY_LENGTH[min(length, _LAST)]
+    strong, prior = aligned * aligned * worth, aligned * exact * worth
+    s[14] += strong
+    s[15] += aligned * worth
+    s[16] += exact * exact * worth
+    s[17] += prior
+    s[19] += strong if own else np.float32(0)
+    s[20] += 1
+    s[21] += prior if history else np.float32(0)
+    total[4] += strong
+    total[5] += aligned * worth
+    total[6] += exact * exact * worth
+    total[7] += prior
+
+
+@njit(nogil=True)
+def _features(s, runs, total, mean, scale, x):
+    """One candidate's evidence as numbers of mean 0 and deviation 1, roughly."""
+    few, some, one = np.float32(0.02), np.float32(0.05), np.float32(1)
+    for m in range(4):
+        x[m] = _ln(s[m] + some) - _ln(total[m] + np.float32(0.3))
+        x[14 + m] = _ln(s[14 + m] + few) - _ln(total[4 + m] + one)
+    x[4], x[5] = sqrt(s[4]), sqrt(s[5])
+    x[6], x[7], x[8], x[9] = s[6], s[7], s[8], s[9]
+    for r in range(3):
+        x[10 + r] = _ln(one + np.float32(_bits(runs[r])))
+    x[13] = s[13]
+    x[18] = _ln(s[14] + few)
+    x[19] = _ln(s[19] + few) - _ln(total[4] + one)
+    x[20], x[21] = _ln(s[20]), s[21] / s[17]
+    for f in range(FEATURES):
+        x[f] = (x[f] - mean[f]) * scale[f]
+
+
+@njit(nogil=True)
+def _hidden(x, net, h):
+    """Fill h with the hidden layer's values; returns the score."""
+    inner, offset, outer = net[0], net[1], net[2]
+    h[:] = offset[0]
+    for f in range(FEATURES):
+        for i in range(HIDDEN):
+            h[i] += x[f] * inner[f, i]
+    score = np.float32(0)
+    for i in range(HIDDEN):
+        h[i] = max(h[i], np.float32(0))
+        score += h[i] * outer[0, i]
+    return score
+
+
+@njit(nogil=True)
+def _candidates(many, tokens, sums, runs, total, norm, net, xs, out):
+    """Score the candidates with most evidence; fills xs and out (their tokens); returns (how many, probabilities)."""
+    count = min(many, CANDIDATES)
+    shares, h = np.empty(CANDIDATES, np.float32), np.empty(HIDDEN, np.float32)
+    most = net[3][0, 0]
+    for c in range(count):
+        best = -1
+        for j in range(many):
+            if sums[j, 20] > 0 and (best < 0 or sums[j, 17] > sums[best, 17]):
+                best = j
+        _features(sums[best], runs[best], total, norm[0], norm[1], xs[c])
+        out[c] = tokens[best]
+        sums[best, 20] = 0  # taken
+        shares[c] = _hidden(xs[c], net, h)
+        most = max(most, shares[c])
+    whole = exp(net[3][0, 0] - most)
+    for c in range(count):
+        shares[c] = exp(shares[c] - most)
+        whole += shares[c]
+    for c in range(count):
+        shares[c] /= whole
+    return count, shares
+
+
+@njit(nogil=True)
+def _move(n, k, most, found, scores, ahead, at, token, chosen):
+    """Move the places over the chosen token, the k-th drafted; returns how many can go on."""
+    kept = 0
+    for i in range(n):
+        hit = token[i] == chosen
+        fast = FAST * scores[i, 0]
+        follows = ahead[at[i], k + 1] if k + 1 < most else -1
+        if follows < 0 or (not hit and fast < LEAVE):
+            continue
+        slow = SLOW * scores[i, 1]
+        found[kept, LENGTH] = found[i, LENGTH] + 1 if hit else 0
+        for column in range(SOURCE, WORTH + 1):
+            found[kept, column] = found[i, column]
+        scores[kept, 0], scores[kept, 1] = fast + hit, slow + hit
+        at[kept], token[kept] = at[i], follows
+        kept += 1
+    return kept
+
+
+@njit(nogil=True)
+def _branch(path, lengths, chances):
+    """Where the next path leaves an earlier one, (path, position, alternative): where that is likeliest to be right."""
+    parent, stem, which, chance = -1, -1, 0, np.float32(0)
+    for p in range(path):
+        for k in range(lengths[p]):
+            for a in range(ALTERNATIVES):
+                if chances[p, k, a] > chance:
+                    parent, stem, which, chance = p, k, a, chances[p, k, a]
+    if parent >= 0:
+        chances[parent, stem, which] = 0
+    return parent, stem, which
+
+
+@njit(nogil=True)
+def _rank(count, shares, out, best, prefix, others, chances):
+    """Note the next best candidates, and how likely it is that the draft and then they are right."""
+    for a in range(ALTERNATIVES):
+        second = -1
+        for c in range(count):
+            taken = c == best
+            for b in range(a):
+                taken |= out[c] == others[b]
+            if not taken and (second < 0 or shares[c] > shares[second]):
+                second = c
+        others[a] = out[second] if second >= 0 else -1
+        chances[a] = prefix * shares[second] if second >= 0 else np.float32(0)
+
+
+@njit(nogil=True)
+def _best(count, shares, out, wanted):
+    """The likeliest candidate, or that of the wanted token (>= 0)."""
+    best = 0
+    for c in range(count):
+        if out[c] == wanted:
+            return c
+        if shares[c] > shares[best]:
+            best = c
+    return best
+
+
+@njit(nogil=True)
+def _source(n, places, marks, token, chosen):
+    """Where the place comes from that speaks for the chosen token most strongly."""
+    source, most = 0, np.float32(-1)
+    for i in range(n):
+        if token[i] == chosen and marks[i, 0] > most:
+            most, source = marks[i, 0], places[i, SOURCE]
+    return source
+
+
+@njit(nogil=True, cache=True)
+def draft(n, found, scores, ahead, norm, net, tokens, right, origin, xs, seen):
+    """Draft from n places: paths into the rows of tokens, right and origin; returns (paths, their lengths).
+
+    `xs` and `seen` take the first path's features and candidates, for `learn`; seen[k, -1] = how many there were.
+    """
+    paths, most = tokens.shape
+    lengths = np.zeros(paths, np.int64)
+    others, chances = np.empty((paths, most, ALTERNATIVES), np.int32), np.zeros((paths, most, ALTERNATIVES), np.float32)
+    distinct, runs = np.empty(TOKENS, np.int32), np.empty((TOKENS, 3), np.uint64)
+    sums, total = np.empty((TOKENS, FEATURES), np.float32), np.empty(8, np.float32)
+    spare, spare_seen = np.empty((CANDIDATES, FEATURES), np.float32), np.empty(CANDIDATES + 1, np.int32)
+    places, marks = np.empty_like(found[:n]), np.empty_like(scores[:n])
+    at, token = np.empty(n, np.int64), np.empty(n, np.int32)
+    seen[:, CANDIDATES] = 0
+    for path in range(paths):
+        parent, stem, which = _branch(path, lengths, chances)
+        if path and parent < 0:
+            return path, lengths
+        places[:], marks[:], token[:] = found[:n], scores[:n], ahead[:n, 0]
+        for i in range(n):
+            at[i] = i
+        here, prefix = n, np.float32(1)
+        for k in range(most):
+            if k < stem:
+                chosen, share, source = tokens[parent, k], right[parent, k], origin[parent, k]
+            else:
+                many = _gather(here, places, marks, token, distinct, sums, runs, total)
+                if not many:
+                    break
+                noted = path == 0 and k < seen.shape[0]
+                x, out = (xs[k], seen[k]) if noted else (spare, spare_seen)
+                count, shares = _candidates(many, distinct, sums, runs, total, norm, net, x, out)
+                out[CANDIDATES] = count
+                best = _best(count, shares, out, others[parent, k, which] if k == stem else -1)
+                if k > stem:
+                    _rank(count, shares, out, best, prefix, others[path, k], chances[path, k])
+                chosen, share = out[best], shares[best]
+                source = np.uint8(_source(here, places, marks, token, chosen))
+            tokens[path, k], right[path, k], origin[path, k] = chosen, share, source
+            prefix *= share
+            lengths[path] = k + 1
+            here = _move(here, k, most, places, marks, ahead, at, token, chosen)
+    return paths if lengths[0] else 0, lengths
