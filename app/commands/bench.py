@@ -144,6 +144,35 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
     return lambda text: len(encode(text))
 
 
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--tokenizer", default="demo", show_default=True, help="A model's folder, or demo.")
+@click.option(
+    "--ablation", is_flag=True, help="Ratios instead: each of the index's parts against the index without it."
+)
+@AS_JSON
+def drafts(trace, tokenizer, ablation, as_json):
+    """Tokens per verification that the draft index brings, beside Arctic's rule; what its service takes and gives."""
+    from app.model import resolve_model
+    from app.trace_file import read_trace
+
+    lines = read_trace(trace)
+    from app.bench.drafts import measure, read_rollouts
+    from deployments.prompts import Prompts
+
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    rollouts = read_rollouts(lines, encode)
+    if ablation:
+        from app.bench.drafts_ablation import measure as measure_ablation
+
+        _print(measure_ablation(rollouts, _say), as_json)
+        return
+    result = measure(rollouts, _say)
+    from app.bench.context import measure as measure_context
+
+    _print(result | measure_context([mate for prompt in rollouts for mate in prompt.mates]), as_json)
+
+
 def _lengths(text: str) -> tuple[int, ...]:
     try:
         lengths = sorted({int(part) for part in text.split(",")})
