@@ -44,8 +44,7 @@ def drift(prompt: Rollouts, window: int) -> list[PastAnswer]:
     epochs, answers = WINDOWS[-1], []
     for number in range(epochs * ANSWERS_AN_EPOCH):
         epoch = number // ANSWERS_AN_EPOCH
-        share_before, share = (number * epoch // epochs // 2 for number in (number, number + 1))
-        source = new if new and (share > share_before or not old) else old
+        source = new if number * 7 % epochs < epoch and new else old or new  # 7 spreads them
         if not source:
             break
         if epoch >= epochs - window:
