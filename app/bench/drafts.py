@@ -213,9 +213,8 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict:
     ours, theirs = {}, {}
     for name, setting in SETTINGS.items():
         ours[name], theirs[name] = replay(rollouts, setting), replay_arctic(rollouts, setting)
-        say(
-            f"{name}: {ours[name].tokens_per_step:.3f} tokens per step, Arctic's rule {theirs[name].tokens_per_step:.3f}"
-        )
+        pair = ours[name].tokens_per_step, theirs[name].tokens_per_step
+        say(f"{name}: {pair[0]:.3f} tokens per step, Arctic's rule {pair[1]:.3f}")
     main = ours["mates_15"]
     sure = replay(rollouts, SETTINGS["mates_15"], least=SURE)
     us = np.array(main.propose_s) * 1e6
