@@ -84,6 +84,10 @@ class RolloutClient:
         known = dict(rewards) if isinstance(rewards, Mapping) else dict(enumerate(rewards))
         await self._handle.record_rewards.remote(group.prompt_key, group.step, known)
 
+    async def forget_history(self) -> int:
+        """Forget the answers of all earlier epochs, on disk too; the number there were."""
+        return await self._handle.forget_history.remote()
+
     async def inspect_group(self, name: str) -> dict | None:
         """What the group context knows of a group id, prompt id or prompt key; None: nothing."""
         return await self._handle.inspect_group.remote(name)

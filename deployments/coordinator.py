@@ -77,6 +77,9 @@ class Coordinator:
         if self._context is not None:
             self._context.reward(prompt_key, epoch, rewards)
 
+    async def forget_history(self) -> int:
+        return 0 if self._context is None else await self._context.forget_history()
+
     async def inspect_group(self, name: str) -> dict | None:
         return None if self._context is None else await self._context.inspect(name)
 

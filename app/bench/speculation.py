@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from app.certificates.runs import NO_HISTORY, Engine, drafts
+from app.certificates.runs import GROUP, Engine, drafts
 from app.certificates.tokens import with_engine
 from app.client import RolloutClient
 from app.cluster import service
@@ -56,7 +56,7 @@ def measure(
     """Of each run the repeat with the shortest makespan; ratios are of makespans, `tail_speedup` of tokens a second."""
     runs: dict[str, dict] = {}
     series: dict[str, list[Look]] = {}
-    for engine, budgets in [(NO_HISTORY, BUDGETS), *((engine, {name: "off"}) for name, engine in OF_VLLM.items())]:
+    for engine, budgets in [(GROUP, BUDGETS), *((engine, {name: "off"}) for name, engine in OF_VLLM.items())]:
         say(f"starting two replicas for {', '.join(budgets)}")
         with service(with_engine(file, dict(engine)), None) as client:
             for turn in range(repeats):
@@ -88,6 +88,7 @@ def ratios(runs: dict[str, dict]) -> dict:
 
 async def _roll(client: RolloutClient, name: str, policies: Policies, groups) -> tuple[dict, list[Look]]:
     await client.reset_caches()
+    await client.forget_history()
     await client.set_policies(policies)
     await asyncio.sleep(4 * LOOK_S)  # until the replicas' reports hold what they did before
     batch = RolloutBatch(batch_id=f"bench-{name}", groups=groups)

@@ -69,26 +69,22 @@ def drafts(**changes) -> Engine:
     return (("draft", DraftConfig(**changes)),)
 
 
-NO_HISTORY = drafts(index=IndexSettings(history=False))
-"""The runs sample under the same keys: with history, each would be drafted from the one before, all of it right."""
+GROUP = drafts(method="group")
+OWN_CAP_5 = (*drafts(index=IndexSettings(group_context=False, history=False)), ("max_running", 5))
 
 WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
 
 RUNS = (
-    Run("plain", WHOLE | {"drafting": "off"}, NO_HISTORY, must_draft=False),
-    Run("chunks_of_64", chunked(64, "length_class"), NO_HISTORY),
-    Run("chunks_of_23", chunked(23, "aimd"), NO_HISTORY),
-    Run("moved", chunked(48, "fixed", "round_robin"), NO_HISTORY),
-    Run("context_killed", chunked(64, "closed_form"), NO_HISTORY, disturb=kill_the_context),
-    Run("replica_killed", chunked(96, "concurrency"), NO_HISTORY, disturb=kill_a_replica),
-    Run("pulled_after_stop", chunked(32, "goodput", "pinned"), NO_HISTORY, disturb=kill_a_replica, must_pull=True),
-    Run(
-        "own_drafts_cap_5",
-        chunked(64, "goodput"),
-        (*drafts(index=IndexSettings(group_context=False, history=False)), ("max_running", 5)),
-    ),
-    Run("history_drafts", chunked(64, "goodput"), drafts(), after_an_epoch=True),
+    Run("plain", WHOLE | {"drafting": "off"}, GROUP, must_draft=False),
+    Run("chunks_of_64", chunked(64, "length_class"), GROUP),
+    Run("chunks_of_23", chunked(23, "aimd"), GROUP),
+    Run("moved", chunked(48, "fixed", "round_robin"), GROUP),
+    Run("context_killed", chunked(64, "closed_form"), GROUP, disturb=kill_the_context),
+    Run("replica_killed", chunked(96, "concurrency"), GROUP, disturb=kill_a_replica),
+    Run("pulled_after_stop", chunked(32, "goodput", "pinned"), GROUP, disturb=kill_a_replica, must_pull=True),
+    Run("history_drafts", chunked(64, "goodput"), GROUP, after_an_epoch=True),
+    Run("own_drafts_cap_5", chunked(64, "goodput"), OWN_CAP_5),
     Run("ngram_drafts", chunked(64, "off"), drafts(method="ngram", draft_tokens=4, lookup_min=1)),
-    Run("suffix_drafts", chunked(64, "off"), drafts(method="suffix")),
 )
-"""Runs with the same engine settings share one service."""
+"""Runs with the same engine settings share one service. History is forgotten before each: they sample under the same
+keys, so each would be drafted from the one before, and all of it would be right."""

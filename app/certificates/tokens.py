@@ -26,6 +26,7 @@ REPORTED_S = 1.5
 async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> dict:
     """Roll out the workload once: its groups, what was done to it, and the tokens whose KV came from the pool."""
     await client.set_policies(Policies(**run.policies))
+    await client.forget_history()
     if run.after_an_epoch:
         earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
         _ = [group async for group in client.rollout(batch.model_copy(update=earlier))]
@@ -60,9 +61,11 @@ def roll_all(file: ServeFile, batch: RolloutBatch, say: Callable[[str], None]) -
 
 
 def with_engine(file: ServeFile, changes: dict) -> ServeFile:
-    """The configuration with other engine settings."""
+    """The configuration with other engine settings, and with history in memory only: nobody's answers are forgotten."""
     application = file.application
     args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
+    if args.context is not None:
+        args = args.model_copy(update={"context": args.context.model_copy(update={"history_dir": None})})
     return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
 
 

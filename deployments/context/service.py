@@ -49,6 +49,11 @@ class ContextService:
         """Rewards of answers that have been finished before, by sample index."""
         self._tell("reward", prompt_key, prompt_key, epoch, rewards)
 
+    async def forget_history(self) -> int:
+        """Every answer of earlier epochs, on disk too; the number there were."""
+        asked = asyncio.gather(*(shard.forget_history.remote() for shard in self._shards))
+        return sum(await self._within(CALL_S, "forget_history", asked) or ())
+
     async def inspect(self, name: str) -> dict | None:
         """What is known of a group id, prompt id or prompt key, see ContextShard.inspect; None: nothing."""
         asked = asyncio.gather(*(shard.inspect.remote(name) for shard in self._shards))

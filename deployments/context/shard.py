@@ -72,6 +72,10 @@ class ContextShard:
         tell = partial(self._tell, prompt_key, epoch, rewards)
         self._counts["rewarded_answers"] += await self._on_disk(tell, 0)
 
+    async def forget_history(self) -> int:
+        """Every answer of earlier epochs that this shard keeps, on disk too; the number there were."""
+        return await self._on_disk(lambda: sum(file.forget() for file in self._archive.files()), 0)
+
     async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]]:
         """Past lengths of each prompt, newest epochs first; prompts without are left out."""
         found = await self._on_disk(partial(self._lengths, prompt_keys), {})
