@@ -43,7 +43,7 @@ class Goodput(BaseModel):
     one of the prefixes: products fall along a sample, so each prefix is a choice of budgets, and the best one of its
     size. Budget 0 is among them and wins unless another gains `margin`. When few samples run, nothing waits for their
     places and the longest decides when the step ends: each one's tokens then count by its share of the longest
-    expected remainder, to the power of `tail_weight`.
+    expected remainder, to the power of `tail_weight`; a sample that has outlived its expectation counts in full.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,7 +79,9 @@ class Goodput(BaseModel):
         count = len(view.proposed)
         if count > self.tail_running:
             return np.ones(count)
-        left = np.maximum(view.expected - view.generated, 1).astype(np.float64)
+        left = (view.expected - view.generated).astype(np.float64)
+        outlived = left <= 1  # it is not about to end: nobody knows when it does
+        left[outlived] = max(1.0, left.max())
         return (left / left.max()) ** self.tail_weight
 
     def _learn(self, view: DraftView, claimed: np.ndarray, memory: Track | None) -> Track:

@@ -185,7 +185,8 @@ def test_goodput_is_the_best_of_all_budgets(seen, tail_weight, margin):
     """Brute force: no choice of budgets makes more expected tokens a second; without a gain, none is drafted."""
     policy = Goodput(tail_weight=tail_weight, margin=margin)
     tokens = tokens_of(policy, seen)
-    left = np.maximum(seen.expected - seen.generated, 1)
+    left = seen.expected - seen.generated
+    left = np.where(left <= 1, left.max(initial=1), left)
     weights = (left / left.max(initial=1)) ** tail_weight
     choices = product(*(range(proposed + 1) for proposed in seen.proposed))
     if not len(tokens):
@@ -255,6 +256,12 @@ def test_goodput_drafts_more_of_what_is_right_more_often_than_claimed():
         tokens, memory = Goodput().decide(last, memory)
         tokens = np.maximum(tokens, 1)
     assert tokens.sum() > first
+
+
+def test_a_sample_that_has_outlived_its_expectation_is_no_short_one():
+    lengths = {"generated": [900, 100], "expected": [800, 1100]}
+    outlived, other = tokens_of(Goodput(), view([[0.7] * 8] * 2, CPU, **lengths))
+    assert outlived == other > 0
 
 
 def test_goodput_favours_the_longest_in_the_tail_only():

@@ -173,6 +173,28 @@ def drafts(trace, tokenizer, ablation, as_json):
     _print(result | measure_context([mate for prompt in rollouts for mate in prompt.mates]), as_json)
 
 
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--tokenizer", default="demo", show_default=True, help="A model's folder, or demo.")
+@click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--running", type=click.IntRange(min=1), default=16, show_default=True, help="Most samples at once.")
+@click.option("--profile", type=click.Path(path_type=Path), default=None, help="A file of `app profile --out`.")
+@AS_JSON
+def budgets(trace, tokenizer, prompts, running, profile, as_json):
+    """Every draft budget on one modelled replica: its own drafting code over recorded rollouts, no engine, no noise."""
+    from app.model import resolve_model
+    from app.trace_file import read_trace
+
+    lines = read_trace(trace)[:prompts]
+    from app.bench.budgets import CPU, cost_of, measure
+    from app.bench.drafts import read_rollouts
+    from deployments.prompts import Prompts
+
+    cost = CPU if profile is None else cost_of(profile)
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    _print(measure(read_rollouts(lines, encode), cost, running, _say), as_json)
+
+
 def _lengths(text: str) -> tuple[int, ...]:
     try:
         lengths = sorted({int(part) for part in text.split(",")})

@@ -13,8 +13,8 @@ from ray.actor import ActorHandle
 
 from deployments.context.archive import shard_of
 from deployments.context.config import ContextConfig
-from deployments.context.lane import Fetched, Lane
-from deployments.context.types import GroupRef
+from deployments.context.lane import Lane
+from deployments.context.types import Fetched, GroupRef
 from kvpool.counts import Counts
 
 

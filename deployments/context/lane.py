@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import ray
@@ -19,19 +18,11 @@ from ray.actor import ActorHandle
 from deployments.context.config import ContextConfig
 from deployments.context.groups import Packet, Want
 from deployments.context.log import NOWHERE, Cursor
-from deployments.context.types import GroupRef, PastAnswer, Piece
+from deployments.context.types import Fetched, GroupRef, Piece
 from kvpool.counts import Counts
 
 IDLE_S = 1.0
 """Between looks while there is nothing to ask or to say; a group that is held ends it at once."""
-
-
-class Fetched(NamedTuple):
-    """News of a group: pieces of its samples, or its history, newest epochs first. Arrays are the receiver's own."""
-
-    group: GroupRef
-    pieces: list[Piece]
-    history: list[PastAnswer]
 
 
 class Lane:

@@ -43,3 +43,11 @@ class PastAnswer(NamedTuple):
     weights_version: int
     reward: float | None
     tokens: np.ndarray
+
+
+class Fetched(NamedTuple):
+    """News of a group: pieces of its samples, or its history, newest epochs first. Arrays are the receiver's own."""
+
+    group: GroupRef
+    pieces: list[Piece]
+    history: list[PastAnswer]

@@ -79,6 +79,10 @@ class Drafts:
         if plan.policy != self._policy:
             self._policy, self._memory = plan.policy, None
 
+    def settle(self) -> None:
+        """Wait for the histories of open groups; an engine never does, a replay on a modelled clock does."""
+        self._groups.settle()
+
     def made(self, chunk_id: str, tokens: list[int]) -> None:
         """A step has emitted these tokens of a chunk: the accepted part of its draft, and one more."""
         drafted = self._running.get(chunk_id)

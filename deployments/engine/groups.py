@@ -78,6 +78,13 @@ class Groups:
             for ref, future in ready:
                 self._attach(ref, future)
 
+    def settle(self) -> None:
+        """Wait until every history that has come is indexed, and attach it: a replay repeats itself only so."""
+        self.receive()
+        for _, future in self._building:
+            future.exception()
+        self.receive()
+
     def _build(self, group: Group, answers: list[PastAnswer]) -> None:
         arguments = answers, group.epoch, group.prompt, self._settings
         self._building.append((group.ref, self._builder.submit(HistoryIndex.build, *arguments)))
