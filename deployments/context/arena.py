@@ -5,7 +5,7 @@ Used by index.py: one arena for a live group, one for its history.
 
 import numpy as np
 
-from deployments.context.kernels import BLOCK, BLOCK_BITS, COLUMNS, append, relink
+from deployments.context.kernels import BLOCK, BLOCK_BITS, COLUMNS, ORDERS, append, relink
 
 
 class Arena:
@@ -47,7 +47,7 @@ class Arena:
     def _allocate(self, blocks: int) -> None:
         self._rows = np.full((blocks << BLOCK_BITS, COLUMNS), -1, np.int32)
         self._blocks = np.full((blocks, 4), -1, np.int32)
-        self._heads = np.full(1 << (2 * len(self._rows) - 1).bit_length(), -1, np.int32)
+        self._heads = np.full(len(ORDERS) << (len(self._rows) - 1).bit_length(), -1, np.int32)
 
     def _grow(self, blocks: int) -> None:
         rows, table = self._rows, self._blocks

@@ -18,7 +18,7 @@ FAST, SLOW = np.float32(0.9), np.float32(0.96)
 
 FEATURES = 22
 HIDDEN = 16
-CANDIDATES = 6
+CANDIDATES = 12
 TOKENS = 96
 """Candidates that are scored, and distinct tokens that are looked at, at most."""
 
@@ -252,8 +252,9 @@ def _source(n, places, marks, token, chosen):
 
 
 @njit(nogil=True, cache=True)
-def draft(n, found, scores, ahead, norm, net, tokens, right, origin, xs, seen):
-    """Draft from n places: paths into the rows of tokens, right and origin; returns (paths, their lengths).
+def draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, xs, seen):
+    """Draft from n places: paths into the rows of tokens, right and origin; returns (paths, their lengths). A path ends
+    where the chance that all of it is right falls below `least`.
 
     `xs` and `seen` take the first path's features and candidates, for `learn`; seen[k, -1] = how many there were.
     """
@@ -289,6 +290,8 @@ def draft(n, found, scores, ahead, norm, net, tokens, right, origin, xs, seen):
                 if k > stem:
                     _rank(count, shares, out, best, prefix, others[path, k], chances[path, k])
                 chosen, share = out[best], shares[best]
+                if k > stem and prefix * share < least:
+                    break
                 source = np.uint8(_source(here, places, marks, token, chosen))
             tokens[path, k], right[path, k], origin[path, k] = chosen, share, source
             prefix *= share

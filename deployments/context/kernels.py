@@ -3,8 +3,7 @@
 A place is a row of an arena: its token, then for each order the previous place whose last `ORDERS[o]` tokens hash
 alike (chains as in LZ77). Rows come in blocks of 32 that belong to one run; a block knows its neighbours. A *track* is
 a place that a sample's context aligns with, gaps allowed: an online local alignment, of which the best cells are kept.
-Invariant: only places whose token is known are in chains or tracks. What is compiled together stays in one file.
-"""
+Invariant: only places whose token is known are in chains or tracks. What is compiled together stays in one file."""
 
 import numpy as np
 from numba import njit
@@ -76,8 +75,9 @@ def context(rows, blocks, last, window):
 
 
 @njit(nogil=True)
-def _hashes(window, known, mask, slots):
-    """Fill slots with those of the window's orders; returns how many orders there are."""
+def _hashes(window, known, heads, slots):
+    """Fill slots with those of the window's orders, a table for each; returns how many orders there are."""
+    size = heads.size // ORDERS.size
     value, depth = np.uint64(0), 0
     for o in range(ORDERS.size):
         if ORDERS[o] > known:
@@ -85,14 +85,14 @@ def _hashes(window, known, mask, slots):
         while depth < ORDERS[o]:
             value = _mix(value, window[depth])
             depth += 1
-        slots[o] = np.int64(_mix(value, o)) & mask
+        slots[o] = o * size + (np.int64(value) & (size - 1))
     return ORDERS.size
 
 
 @njit(nogil=True)
 def _link(rows, heads, place, window, known, slots):
     """Put a place into the chains of its context, then its token into the window."""
-    orders = _hashes(window, known, heads.size - 1, slots)
+    orders = _hashes(window, known, heads, slots)
     for o in range(ORDERS.size):
         rows[place, 1 + o] = heads[slots[o]] if o < orders else -1
         if o < orders:
@@ -229,7 +229,7 @@ def _seed(arena, window, known, slots, tracks, limit):
     rows, heads, blocks, _ = arena
     places, lengths, scores, count = tracks
     chains = np.empty(ORDERS.size, np.int64)
-    orders = _hashes(window, known, heads.size - 1, chains)
+    orders = _hashes(window, known, heads, chains)
     above = 1 << 30
     for o in range(orders - 1, -1, -1):
         place, tries = heads[chains[o]], 0

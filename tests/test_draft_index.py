@@ -1,0 +1,201 @@
+"""Laws of the draft index: what it knows, what it proposes, and that it forgets and invents nothing."""
+
+import numpy as np
+import pytest
+
+from deployments.context.evidence import MOST_TOKENS, Evidence
+from deployments.context.index import GroupIndex, HistoryIndex
+from deployments.context.settings import IndexSettings
+from deployments.context.types import PastAnswer, Source
+
+PROMPT = np.arange(1000, 1012, dtype=np.int32)
+ANSWER = np.random.default_rng(7).permutation(500).astype(np.int32)[:200]
+"""No token twice, so that one context says exactly what follows."""
+
+
+def index_with(*mates, settings=IndexSettings(), prompt=PROMPT) -> GroupIndex:  # noqa: B008 -- frozen
+    index = GroupIndex(Evidence(settings), prompt)
+    for number, mate in enumerate(mates):
+        index.extend(number, 0, mate)
+    return index
+
+
+def first(index, sample=9, most=8, paths=1):
+    return index.propose(sample, most, paths)[0]
+
+
+def history(*answers, epoch=0, reward=None, settings=IndexSettings()):  # noqa: B008 -- frozen
+    past = [PastAnswer("p", epoch, 0, reward, answer) for answer in answers]
+    return HistoryIndex.build(past, epoch + 1, PROMPT, settings)
+
+
+def test_an_empty_index_has_nothing_to_say():
+    assert GroupIndex(Evidence(), np.empty(0, np.int32)).propose(0, 8) == []
+    assert index_with().propose(0, 0) == []
+    assert index_with(ANSWER).propose(0, 8, paths=0) == []
+
+
+def test_an_answer_begins_as_a_mates_did():
+    proposal = first(index_with(ANSWER))
+    assert proposal.tokens.tolist() == ANSWER[:8].tolist()
+    assert proposal.sources.tolist() == [Source.MATE] * 8
+    assert proposal.match_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("cut", [1, 31, 32, 33, 100])
+def test_a_mates_text_is_followed_to_its_end(cut):
+    index = index_with(ANSWER)
+    index.extend(9, 0, ANSWER[:cut])
+    assert first(index, most=64).tokens.tolist() == ANSWER[cut : cut + 64].tolist()
+    index.extend(9, cut, ANSWER[cut:-3])
+    assert first(index).tokens.tolist() == ANSWER[-3:].tolist()
+
+
+def test_a_repetition_of_the_sample_itself_is_its_own_evidence():
+    index = index_with()
+    index.extend(9, 0, np.concatenate([ANSWER[:40], ANSWER[:10]]))
+    proposal = first(index)
+    assert proposal.tokens.tolist() == ANSWER[10:18].tolist()
+    assert set(proposal.sources.tolist()) == {Source.OWN}
+
+
+def test_the_prompt_is_evidence():
+    index = index_with()
+    index.extend(9, 0, PROMPT[2:6])
+    assert first(index, most=3).tokens.tolist() == PROMPT[6:9].tolist()
+
+
+@pytest.mark.parametrize("edit", ["another", "one more", "one less"])
+def test_a_sample_is_found_again_behind_a_difference(edit):
+    """The token after the difference stands in the mate alone: only the alignment knows the place."""
+    other = np.array([777], np.int32)
+    index = index_with(ANSWER)
+    mine = {"another": [ANSWER[:50], other], "one more": [ANSWER[:50], other], "one less": [ANSWER[:49], ANSWER[50:51]]}
+    index.extend(9, 0, ANSWER[:48])
+    index.propose(9, 8)
+    mine = np.concatenate(mine[edit])
+    index.extend(9, 48, mine[48:])
+    drafted = [proposal.tokens[0] for proposal in index.propose(9, 4, paths=4)]
+    assert (ANSWER[51] if edit != "one more" else ANSWER[50]) in drafted
+
+
+def test_known_tokens_are_skipped_whatever_the_pieces():
+    whole, pieces = index_with(ANSWER), index_with()
+    for start in range(0, 200, 7):
+        pieces.extend(0, max(0, start - 5), ANSWER[max(0, start - 5) : start + 7])
+    pieces.extend(0, 3, ANSWER[3:50])
+    assert pieces.known(0) == whole.known(0) == len(ANSWER)
+    assert pieces.tokens == whole.tokens
+    for index in (whole, pieces):
+        index.extend(9, 0, ANSWER[:20])
+    assert first(whole).tokens.tolist() == first(pieces).tokens.tolist()
+
+
+def test_a_gap_starts_a_new_run_and_nothing_is_matched_across_it():
+    index = index_with()
+    index.extend(0, 0, ANSWER[:20])
+    index.extend(0, 60, ANSWER[60:100])
+    assert index.known(0) == 100
+    index.extend(9, 0, ANSWER[:15])
+    assert first(index).tokens.tolist() == ANSWER[15:20].tolist()
+    assert index.ahead(0, 90, 4).tolist() == ANSWER[90:94].tolist()
+    assert index.ahead(0, 50, 4).tolist() == []
+
+
+def test_what_is_ahead_of_a_position_is_told():
+    index = index_with(ANSWER)
+    assert index.ahead(0, 10, 5).tolist() == ANSWER[10:15].tolist()
+    assert index.ahead(0, 198, 5).tolist() == ANSWER[198:].tolist()
+    assert index.ahead(0, 200, 5).tolist() == index.ahead(5, 0, 5).tolist() == []
+
+
+def test_history_is_attached_detached_and_told_by_source():
+    index = index_with()
+    index.attach(history(ANSWER))
+    proposal = first(index)
+    assert proposal.tokens.tolist() == ANSWER[:8].tolist()
+    assert set(proposal.sources.tolist()) == {Source.HISTORY}
+    index.attach(None)
+    assert not np.isin(first(index).tokens, ANSWER).any() if index.propose(9, 8) else True
+
+
+def test_reward_and_age_decide_between_answers_that_differ():
+    good, bad = (np.concatenate([ANSWER[:20], tail]) for tail in (ANSWER[100:110], ANSWER[120:130]))
+    for better in (
+        [PastAnswer("p", 5, 0, 1.0, good), PastAnswer("p", 5, 0, 0.0, bad)],
+        [PastAnswer("p", 5, 0, None, good), PastAnswer("p", 0, 0, None, bad)],
+    ):
+        for answers in (better, better[::-1]):
+            settings = IndexSettings(reward_weight=1.9, epoch_decay=0.5)
+            index = index_with(settings=settings)
+            index.attach(HistoryIndex.build(answers, 6, PROMPT, settings))
+            index.extend(9, 0, ANSWER[:20])
+            assert first(index).tokens.tolist() == ANSWER[100:108].tolist()
+
+
+def test_each_source_can_be_switched_off():
+    alone = index_with(ANSWER, settings=IndexSettings(group_context=False))
+    assert all(Source.MATE not in proposal.sources for proposal in alone.propose(9, 8))
+    settings = IndexSettings(history=False)
+    index = index_with(settings=settings)
+    index.attach(history(ANSWER, settings=settings))
+    assert all(Source.HISTORY not in proposal.sources for proposal in index.propose(9, 8))
+
+
+def test_paths_are_distinct_and_best_first():
+    mates = [np.concatenate([ANSWER[:20], ANSWER[k : k + 10]]) for k in (50, 50, 50, 80, 80, 110)]
+    index = index_with(*mates)
+    index.extend(9, 0, ANSWER[:20])
+    paths = index.propose(9, 8, paths=4)
+    assert [path.tokens[0] for path in paths[:3]] == [ANSWER[50], ANSWER[80], ANSWER[110]]
+    assert len({tuple(path.tokens.tolist()) for path in paths}) == len(paths)
+    assert first(index).tokens.tolist() == paths[0].tokens.tolist()
+
+
+def test_probabilities_are_probabilities_and_lengths_agree():
+    rng = np.random.default_rng(3)
+    mates = [rng.integers(0, 30, 300).astype(np.int32) for _ in range(6)]
+    index = index_with(*mates, prompt=rng.integers(0, 30, 20).astype(np.int32))
+    for at in range(0, 200, 5):
+        for path in index.propose(9, 12, paths=3):
+            assert 0 < len(path.tokens) == len(path.right) == len(path.sources) <= 12
+            assert ((path.right >= 0) & (path.right <= 1)).all()
+        index.extend(9, at, rng.integers(0, 30, 5).astype(np.int32))
+
+
+def test_it_grows_without_forgetting_and_stays_small():
+    rng = np.random.default_rng(5)
+    answers = [rng.integers(0, 40_000, 3000).astype(np.int32) for _ in range(16)]
+    index = index_with()
+    for start in range(0, 3000, 50):
+        for sample, answer in enumerate(answers):
+            index.extend(sample, start, answer[start : start + 50])
+    assert index.tokens == 16 * 3000 + len(PROMPT)
+    assert index.nbytes / index.tokens <= 100
+    for sample, answer in enumerate(answers):
+        index.extend(100 + sample, 0, answer[:30])
+        assert first(index, 100 + sample).tokens.tolist() == answer[30:38].tolist()
+
+
+def test_drafts_are_a_function_of_what_was_told():
+    """No state but the tokens and the lessons: two indexes that are told the same say the same."""
+    rng = np.random.default_rng(11)
+    mates = [rng.integers(0, 50, 200).astype(np.int32) for _ in range(4)]
+    one, two = index_with(*mates), index_with(*mates)
+    for at in range(0, 100, 4):
+        a, b = one.propose(9, 8, 2), two.propose(9, 8, 2)
+        assert [p.tokens.tolist() for p in a] == [p.tokens.tolist() for p in b]
+        assert [p.right.tolist() for p in a] == [p.right.tolist() for p in b]
+        for index in (one, two):
+            index.extend(9, at, mates[0][at : at + 4])
+
+
+def test_odd_input_is_taken():
+    index = index_with(ANSWER)
+    index.extend(0, 0, np.empty(0, np.int32))
+    index.extend(5, 400, ANSWER[:3])
+    frozen = ANSWER.copy()
+    frozen.flags.writeable = False
+    index.extend(6, 0, frozen[::2])
+    assert index.known(6) == 100
+    assert len(first(index, most=10_000).tokens) <= MOST_TOKENS
