@@ -184,6 +184,7 @@ def replay_arctic(rollouts: list[Rollouts], setting: Setting) -> Tally:
             whole, truth, at = np.concatenate([prompt, target]), target.tolist(), 0
             while at < len(truth):
                 end = len(prompt) + at
+                began_s = time.perf_counter()
                 draft = cache.speculate(
                     "target",
                     whole[max(0, end - ARCTIC_DEPTH) : end],
@@ -191,6 +192,7 @@ def replay_arctic(rollouts: list[Rollouts], setting: Setting) -> Tally:
                     max_spec_factor=ARCTIC_FACTOR,
                     use_tree_spec=setting.paths > 1,
                 )
+                tally.propose_s.append(time.perf_counter() - began_s)
                 accepted = _agreed_in_tree(draft.token_ids, draft.parents, truth, at)
                 emitted = min(accepted + 1, len(truth) - at)
                 tally.add([draft.token_ids], accepted, emitted)
@@ -217,7 +219,7 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict:
         say(f"{name}: {pair[0]:.3f} tokens per step, Arctic's rule {pair[1]:.3f}")
     main = ours["mates_15"]
     sure = replay(rollouts, SETTINGS["mates_15"], least=SURE)
-    us = np.array(main.propose_s) * 1e6
+    us, arctic_us = (np.array(tallies["mates_15"].propose_s) * 1e6 for tallies in (ours, theirs))
     return {
         "tokens_per_step": {name: round(tally.tokens_per_step, 3) for name, tally in ours.items()},
         "arctic_tokens_per_step": {name: round(tally.tokens_per_step, 3) for name, tally in theirs.items()},
@@ -231,6 +233,7 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict:
         "calibration_gap": round(main.calibration_gap, 4),
         "propose_us_p50": round(float(np.quantile(us, 0.5)), 1),
         "propose_us_p99": round(float(np.quantile(us, 0.99)), 1),
+        "arctic_propose_us_p50": round(float(np.quantile(arctic_us, 0.5)), 1),
         "bytes_per_token": round(main.index_bytes / main.index_tokens, 1),
         "prompts": len(rollouts),
         "targets": sum(len(prompt.targets) for prompt in rollouts),

@@ -80,7 +80,7 @@ class GroupIndex:
 
     def __init__(self, evidence: Evidence, prompt: np.ndarray):
         self._evidence = evidence
-        self._arena = Arena(len(prompt) + 1024)
+        self._arena = Arena(len(prompt) + 512, 8)
         self._prompt_end = self._arena.append(-1, self._arena.start(PROMPT, WEIGHT_ONE), -len(prompt), prompt)
         self._past: Arena | None = None
         self._samples: dict[int, _Sample] = {}
@@ -143,8 +143,9 @@ class GroupIndex:
         found = context(rows, blocks, sample.last, window)
         return window[::-1][:most] if found == count else _NO_TOKENS
 
-    def propose(self, sample_index: int, most: int, paths: int = 1) -> list[Proposal]:
-        """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first."""
+    def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
+        """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first; each ends where
+        the chance that all of it is right falls below `least`."""
         most = min(most, MOST_TOKENS)
         if most < 1 or paths < 1:
             return []
@@ -168,7 +169,7 @@ class GroupIndex:
         sources = np.empty((paths, most), np.uint8)
         lesson = follower.lesson
         done, lengths = draft(
-            rows, evidence.found, evidence.scores, evidence.ahead, evidence.norm, evidence.net,
+            rows, evidence.found, evidence.scores, evidence.ahead, evidence.norm, evidence.net, np.float32(least),
             tokens, right, sources, lesson.features, lesson.seen,
         )  # fmt: skip
         self._drafts += 1
