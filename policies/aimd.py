@@ -22,6 +22,7 @@ class Aimd(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["aimd"] = "aimd"
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
     most: int = Field(32, ge=1, le=64, description="most draft tokens of a sample in a step")
     start_tokens: int = Field(2, ge=1, le=64, description="first window, and the one after a wrong token")
     grow_tokens: int = Field(2, ge=1, le=64, description="growth of the window when the whole draft was right")

@@ -42,6 +42,7 @@ class ClosedForm(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["closed_form"] = "closed_form"
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
     most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:

@@ -19,9 +19,13 @@ from policies.views import DraftView
 
 @runtime_checkable
 class Drafting(Protocol):
-    """What the engine asks of a drafting policy, built in or the user's own; the core, whether it `reads_classes`."""
+    """What the engine asks of a drafting policy, built in or the user's own; the core, whether it `reads_classes`.
+
+    `by_worth`: it drafts a token only where its chance is worth the time, so proposals may end where none can be.
+    """
 
     reads_classes: bool
+    by_worth: bool
 
     @property
     def most(self) -> int:
@@ -37,6 +41,7 @@ class Off(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["off"] = "off"
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
 
     @property
     def most(self) -> int:
@@ -52,6 +57,7 @@ class Fixed(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fixed"] = "fixed"
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
     tokens: int = Field(4, ge=1, le=64, description="draft tokens of a sample in a step")
 
     @property
@@ -71,6 +77,7 @@ class LengthClass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["length_class"] = "length_class"
     reads_classes: ClassVar[bool] = True
+    by_worth: ClassVar[bool] = False
     medium_tokens: int = Field(
         4, ge=1, le=32, description="draft tokens of a medium answer in a step; of a long one 2x"
     )
@@ -95,6 +102,7 @@ class Concurrency(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["concurrency"] = "concurrency"
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
     most: int = Field(8, ge=1, le=64, description="most draft tokens of a sample in a step")
     batch_tokens: int = Field(32, ge=1, le=65_536, description="most draft tokens of all samples together in a step")
     least_probability: float = Field(0.3, ge=0.0, le=1.0, description="chance below which a draft token is dropped")

@@ -49,6 +49,7 @@ class Goodput(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["goodput"] = "goodput"
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = True
     most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
     margin: float = Field(0.01, ge=0.0, le=1.0, description="least predicted gain over no drafts")
     tail_weight: float = Field(1.0, ge=0.0, le=8.0, description="how much the longest sample counts late; 0: no more")

@@ -40,3 +40,16 @@ class StepCost:
         tokens = np.asarray(tokens, np.float64)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.interp(tokens, x, y) + slope * np.maximum(tokens - x[-1], 0.0)
+
+    def least_chance(self, running: int) -> float:
+        """Below it a draft token of one of `running` samples brings less than its time: half of (tokens a second
+        without drafts) * (least seconds that one more token takes, over the points within reach).
+
+        k tokens of chance c pay where (n + k c) / t(n + k) > n / t(n). Half, because chances and costs are estimates.
+        """
+        ahead = (self._x > running) & (self._x <= 4 * running + 64)
+        if not ahead.any():
+            return 0.0
+        now_s = float(self.at(running))
+        slope = float(((self._y[ahead] - now_s) / (self._x[ahead] - running)).min())
+        return 0.5 * running / now_s * max(0.0, slope)

@@ -258,6 +258,13 @@ def test_goodput_drafts_more_of_what_is_right_more_often_than_claimed():
     assert tokens.sum() > first
 
 
+@given(running=st.integers(1, 100), chance=st.floats(0.0, 1.0), tokens=st.integers(1, 60))
+def test_tokens_below_the_least_chance_never_pay(running, chance, tokens):
+    cost = StepCost((4, 8, 16, 32, 64, 128), (0.041, 0.050, 0.072, 0.112, 0.203, 0.395))
+    if chance < cost.least_chance(running):
+        assert (running + tokens * chance) / cost.at(running + tokens) <= running / cost.at(running)
+
+
 def test_a_sample_that_has_outlived_its_expectation_is_no_short_one():
     lengths = {"generated": [900, 100], "expected": [800, 1100]}
     outlived, other = tokens_of(Goodput(), view([[0.7] * 8] * 2, CPU, **lengths))

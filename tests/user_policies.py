@@ -85,6 +85,7 @@ class Doubling(BaseModel):
 class HalfADraft(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
     most: int = Field(8, ge=0)
 
     def decide(self, view, memory):

@@ -57,6 +57,7 @@ class Outcome(NamedTuple):
     acceptance_length: float
     drafted: int
     accepted: int
+    draft_us: float  # really taken, for each sample and step
 
 
 @dataclass
@@ -134,9 +135,10 @@ class Replica:
             self._drafts.propose()
             clock_s, made, accepted = clock_s + took_s, made + new, accepted + right
             tail_s, tail_made = tail_s + in_tail * took_s, tail_made + in_tail * new
+        draft_us = round(self._drafts.counts()["draft_us"] / steps, 1)
         self._drafts.stop()
         tail = round(tail_made / tail_s, 2) if tail_s else None
-        return Outcome(round(clock_s, 3), tail, round(made / steps, 3), drafted, accepted)
+        return Outcome(round(clock_s, 3), tail, round(made / steps, 3), drafted, accepted, draft_us)
 
     def _start(self, chunk: ChunkRequest) -> None:
         request = _Request(len(chunk.token_ids))

@@ -144,8 +144,10 @@ class GroupIndex:
         return window[::-1][:most] if found == count else _NO_TOKENS
 
     def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
-        """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first; each ends where
-        the chance that all of it is right falls below `least`."""
+        """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first.
+
+        Each ends where the chance that all of it is right falls below `least`.
+        """
         most = min(most, MOST_TOKENS)
         if most < 1 or paths < 1:
             return []
@@ -156,13 +158,14 @@ class GroupIndex:
             sample.follower = Follower()
         follower, evidence = sample.follower, self._evidence
         fresh, follower.known = sample.known - follower.known, sample.known
-        rows = 0
+        rows = match = 0
         for arena, tracks in zip((self._arena, self._past), follower.tracks, strict=True):
             if arena is not None:
-                rows, tracks[2] = follow(
+                rows, tracks[2], longest = follow(
                     arena.arrays, self._arena.arrays, sample.last, sample_index, fresh, self._mates, most,
                     tracks[0], tracks[1], tracks[2], evidence.found, evidence.ahead, evidence.scores, rows,
                 )  # fmt: skip
+                match = max(match, longest)
         if not rows:
             return []
         tokens, right = np.empty((paths, most), np.int32), np.empty((paths, most), np.float32)
@@ -174,7 +177,6 @@ class GroupIndex:
         )  # fmt: skip
         self._drafts += 1
         lesson.position = sample.known if self._drafts % LESSONS == 0 else -1
-        match = int(evidence.found[:rows, 0].max())
         ends = lengths.tolist()
         return [Proposal(tokens[i, :n], right[i, :n], sources[i, :n], match) for i, n in enumerate(ends[:done])]
 

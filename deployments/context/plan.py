@@ -9,7 +9,7 @@ from policies.drafting import Drafting
 
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
-    """Counts i64[4] under the names of their sources, those that are not 0."""
+    """Counts i64[3] under the names of their sources, those that are not 0."""
     return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
 
 
@@ -27,7 +27,7 @@ class DraftPlan:
 
 @dataclass(slots=True)
 class DraftReport:
-    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K]."""
+    """How drafts went: tokens by `Source`, int64[3], and verifications that accepted more than j tokens, int64[K]."""
 
     verifications: int
     drafted: np.ndarray

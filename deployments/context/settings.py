@@ -22,6 +22,3 @@ class IndexSettings(BaseModel):
 
     epoch_decay: float = Field(default=0.9, gt=0, le=1)
     """Factor on an answer's weight for each epoch of age."""
-
-    shared_ngrams: bool = False
-    """Fall back on short contexts over all groups of this engine."""

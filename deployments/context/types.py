@@ -16,7 +16,6 @@ class Source(IntEnum):
     OWN = 0  # the sample itself, its prompt included
     MATE = 1  # other samples of its group
     HISTORY = 2  # answers to the same prompt in earlier epochs
-    SHARED = 3  # short contexts over all groups of this replica: the n-gram fall-back
 
 
 class GroupRef(NamedTuple):

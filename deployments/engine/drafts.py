@@ -138,7 +138,8 @@ class Drafts:
         self._fresh = []
         cost = self._times.cost()
         if fresh and cost is not None and self._policy.most:
-            proposals = [self._proposal(drafted) for drafted in fresh]
+            least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
+            proposals = [self._proposal(drafted, least) for drafted in fresh]
             budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
                 drafted.draft = cut(proposal, budget)
@@ -147,7 +148,7 @@ class Drafts:
                     self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
         self._counts["draft_us"] += int((time.perf_counter() - began_s) * 1e6)
 
-    def _proposal(self, drafted: Drafted) -> Proposal:
+    def _proposal(self, drafted: Drafted, least: float) -> Proposal:
         # The last token of a chunk is the bonus token, and vLLM computes no position behind its context.
         room = min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
         most = min(self._policy.most, self._draft_tokens, room)
@@ -157,7 +158,7 @@ class Drafts:
         known = index.ahead(sample_index, drafted.generated, most)  # what a copy has made, or a chunk that was lost
         if not len(known) and index.known(sample_index) > drafted.generated:
             return NOTHING
-        proposals = index.propose(sample_index, most - len(known)) if len(known) < most else []
+        proposals = index.propose(sample_index, most - len(known), 1, least) if len(known) < most else []
         guess = proposals[0] if proposals else NOTHING
         return guess if not len(known) else behind(known, guess)
 

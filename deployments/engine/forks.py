@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deployments.engine.config import DraftConfig
 from deployments.engine.requests import Requests
 from deployments.messages import ChunkRequest
 
@@ -29,27 +30,23 @@ class Fork:
 
 
 class Forks:
-    """`paths`: branches of a chunk, its own included; only while at most `most_running` chunks run. `forget`: told of
-    every fork that has ended, by vLLM's own id."""
+    """`limits`: as in EngineStats. `forget`: told of every fork that has ended, by vLLM's own id."""
 
     def __init__(
         self,
         requests: Requests,
-        paths: int,
-        most_running: int,
+        draft: DraftConfig,
         limits: dict,
         has_pool: bool,
         forget: Callable[[str], None],
     ):
-        self._requests, self._paths, self._most_running, self._forget = requests, paths, most_running, forget
+        self._requests, self._forget = requests, forget
+        self._paths, self._most_running = draft.paths, draft.fork_running
         self._block_tokens, self._capacity_blocks = limits["block_tokens"], limits["kv_capacity_blocks"]
         self._max_running, self._draft_tokens = limits["max_running"], limits["draft_tokens"]
         self._kv = NO_POOL if has_pool else None
         self._forks: dict[str, Fork] = {}  # by the name of their outputs
-        self.started = 0
-
-    def __len__(self):
-        return len(self._forks)
+        self._started = 0
 
     def take(self, name: str, token_ids: list[int], finished: bool) -> tuple[ChunkRequest, int] | None:
         """A step's output under this name: the fork's chunk, and the answer position at which these tokens begin; None
@@ -81,18 +78,19 @@ class Forks:
     def _drop(self, name: str) -> None:
         self._forget(self._forks.pop(name).request.request_id)
 
-    def branch(self, chunk: ChunkRequest, answer: list[int], running: dict[str, ChunkRequest]) -> None:
-        """Give a chunk that decodes its forks, where it has none yet and there is room."""
+    def branch(self, chunk: ChunkRequest, answer: list[int], running: dict[str, ChunkRequest]) -> int:
+        """Give a chunk that decodes its forks, where it has none yet and there is room; how many there ever were."""
         left = len(chunk.token_ids) - chunk.prompt_tokens + chunk.max_tokens - len(answer)
         has_some = any(fork.chunk.chunk_id == chunk.chunk_id for fork in self._forks.values())
         if left < 2 * self._draft_tokens or has_some or not self._room(running):
-            return
+            return self._started
         tokens = np.concatenate([chunk.token_ids[: chunk.prompt_tokens], np.array(answer, np.int32)])
         for path in range(1, self._paths):
-            self.started += 1
-            name = f"fork {self.started} of {chunk.chunk_id}"
+            self._started += 1
+            name = f"fork {self._started} of {chunk.chunk_id}"
             request = self._requests.add(name, chunk, tokens, left, self._kv)
             self._forks[name] = Fork(chunk, path, request, len(answer))
+        return self._started
 
     def _room(self, running: dict[str, ChunkRequest]) -> bool:
         """Whether all these chunks may have all their forks: nothing of what the core has reserved is touched."""

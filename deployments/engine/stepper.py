@@ -12,7 +12,6 @@ import numpy as np
 from deployments.context.feed import Feed
 from deployments.engine import rehearsal
 from deployments.engine.config import EngineConfig
-from deployments.engine.drafts import Drafts
 from deployments.engine.forks import Forks
 from deployments.engine.launch import launch
 from deployments.engine.link import PoolLink
@@ -77,14 +76,16 @@ class Stepper:
         if pool is not None:
             self._link = PoolLink(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
-        self._drafts: Drafts | None = None
+        self._drafts = None
         if config.draft.method == "group":
+            # After `launch`: numba counts threads when it is loaded; two on one core wait 1.4 s a step for each other.
+            from deployments.engine.drafts import Drafts
+
             self._drafts = Drafts(config.draft, settings.model_config.max_model_len, feed)
         self._forks: Forks | None = None
-        if config.draft.method == "group" and config.draft.paths > 1:
-            draft = config.draft
-            room = (draft.paths, draft.fork_running, self._constant, pool is not None)
-            self._forks = Forks(self._requests, *room, self._forget)
+        draft = config.draft
+        if draft.method == "group" and draft.paths > 1:
+            self._forks = Forks(self._requests, draft, self._constant, pool is not None, self._forget)
         self._work = dict.fromkeys(("step_us", "tokens", "verifications"), 0)
         self._warm_up()
 
@@ -114,8 +115,8 @@ class Stepper:
             refusal = f"wants weights version {chunk.weights_version}, this is {self.weights_version}"
         if refusal is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
-        wish = self._link.wish(chunk) if self._link is not None else None
-        request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, wish)
+        kv = self._link.wish(chunk) if self._link is not None else None
+        request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
         self._running[chunk.chunk_id] = Running(chunk, request.request_id, request, submitted_s)
         if self._drafts is not None:
             self._drafts.open(chunk, request)
@@ -159,8 +160,8 @@ class Stepper:
             if verified_tokens:
                 self._drafts.timed(verified_tokens, ended_s - began_s)
             self._drafts.propose(self._forks)
-            if self._forks is not None:
-                self._branch()
+        if self._forks is not None:
+            self._branch()
         if self._link is not None:
             self._link.after_step(ended_s - began_s)
             self._ended += self._link.release()
@@ -189,7 +190,7 @@ class Stepper:
         for running in self._running.values():
             if running.first_token_s is not None:
                 answer = running.chunk.token_ids[running.chunk.prompt_tokens :].tolist() + running.token_ids
-                self._forks.branch(running.chunk, answer, chunks)
+                self._work["forks"] = self._forks.branch(running.chunk, answer, chunks)
 
     def _chunks(self) -> dict[str, ChunkRequest]:
         return {chunk_id: running.chunk for chunk_id, running in self._running.items()}
@@ -287,9 +288,7 @@ class Stepper:
             running={chunk_id: len(r.token_ids) for chunk_id, r in running.items()},
             kv_counts=self._link.counts() if self._link is not None else {},
             speeds=self._speeds.report(),
-            work=self._work
-            | (self._drafts.counts() if self._drafts is not None else {})
-            | ({"forks": self._forks.started} if self._forks is not None else {}),
+            work=self._work | (self._drafts.counts() if self._drafts is not None else {}),
             step_cost=self._drafts.step_cost() if self._drafts is not None else None,
         )
 
