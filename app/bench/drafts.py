@@ -15,12 +15,10 @@ import numpy as np
 from app.errors import BadInput
 from deployments.context.evidence import Evidence
 from deployments.context.index import GroupIndex, HistoryIndex, warm_up
-from deployments.context.settings import IndexSettings
 from deployments.context.types import PastAnswer
 
 DRAFT_TOKENS = 8
 TARGETS = 2
-PLAIN = IndexSettings()
 SURE = 0.5
 """`sure` reports drafts that end where a token is less likely than this to be right."""
 
@@ -127,10 +125,10 @@ def indexes(rollouts: list[Rollouts], setting: Setting, evidence: Evidence) -> I
             yield index, target
 
 
-def replay(rollouts: list[Rollouts], setting: Setting, settings: IndexSettings = PLAIN, least: float = 0.0) -> Tally:
+def replay(rollouts: list[Rollouts], setting: Setting, evidence: Evidence | None = None, least: float = 0.0) -> Tally:
     """Draft for every target from its first token to its last; drafts end where a token's chance is below `least`."""
     tally, me = Tally(), MOST_MATES
-    for index, target in indexes(rollouts, setting, Evidence(settings)):
+    for index, target in indexes(rollouts, setting, evidence or Evidence()):
         truth, at = target.tolist(), 0
         while at < len(truth):
             began_s = time.perf_counter()

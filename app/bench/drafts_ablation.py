@@ -7,6 +7,7 @@ checkpoint and ever fewer from the one before. Called by `bench drafts --ablatio
 from collections.abc import Callable
 
 from app.bench.drafts import MOST_HISTORY, Rollouts, Setting, replay
+from deployments.context.evidence import Evidence
 from deployments.context.settings import IndexSettings
 from deployments.context.types import PastAnswer
 
@@ -26,7 +27,7 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None]) -> dict:
         "learning": IndexSettings(learning=False),
         "reward_weight": IndexSettings(reward_weight=0),
     }.items():
-        ratios[name] = whole / replay(rollouts, BOTH, without).tokens_per_step
+        ratios[name] = whole / replay(rollouts, BOTH, Evidence(without)).tokens_per_step
         say(f"{name}: {ratios[name]:.3f}")
     windows = {}
     for epochs in WINDOWS:

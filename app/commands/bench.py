@@ -150,8 +150,9 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
 @click.option(
     "--ablation", is_flag=True, help="Ratios instead: each of the index's parts against the index without it."
 )
+@click.option("--fit", type=click.Path(path_type=Path), help="Fit the evidence's prior to the trace instead; to FILE.")
 @AS_JSON
-def drafts(trace, tokenizer, ablation, as_json):
+def drafts(trace, tokenizer, ablation, fit, as_json):
     """Tokens per verification that the draft index brings, beside Arctic's rule; what its service takes and gives."""
     from app.model import resolve_model
     from app.trace_file import read_trace
@@ -161,6 +162,11 @@ def drafts(trace, tokenizer, ablation, as_json):
     from deployments.prompts import Prompts
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    if fit:
+        from app.bench import drafts_fit
+
+        drafts_fit.write(drafts_fit.fit(drafts_fit.earlier_rollouts(lines, encode), _say), fit)
+        return
     rollouts = read_rollouts(lines, encode)
     if ablation:
         from app.bench.drafts_ablation import measure as measure_ablation

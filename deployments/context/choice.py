@@ -25,8 +25,7 @@ TOKENS = 96
 LEAVE = np.float32(4.0)
 """A place that disagrees with a drafted token is followed on only if it aligned better than this before."""
 
-FAINT = np.float32(1.2)
-ALTERNATIVES = 2
+FAINT, ALTERNATIVES = np.float32(1.2), 2
 _MATCHES = (2, 3, 5, 8)
 _STEPS = 16
 _BY_SCORE = np.exp(np.arange(256) / (2 * _STEPS)).astype(np.float32)
@@ -78,43 +77,43 @@ def _gather(n, found, scores, token, tokens, sums, runs, total):
             sums[j] = 0
             runs[j] = 0
             many += 1
-        _credit(found[i], scores[i, 0], scores[i, 1], sums[j], runs[j], total)
+        _credit(i, found, scores, j, sums, runs, total)
     return many
 
 
 @njit(nogil=True)
-def _credit(place, fast, slow, s, runs, total):
-    """Add one place's evidence to its token's sums."""
-    length = place[LENGTH]
-    own, history = place[SOURCE] == OWN, place[SOURCE] == HISTORY
-    run = np.uint64(1) << np.uint64(place[FROM_RUN] & _LAST)
+def _credit(i, found, scores, j, s, runs, total):
+    """Add the i-th place's evidence to the sums s[j] of its token. (Rows are not passed: views cost more than this.)"""
+    length, fast = found[i, LENGTH], scores[i, 0]
+    own, history = found[i, SOURCE] == OWN, found[i, SOURCE] == HISTORY
+    run = np.uint64(1) << np.uint64(found[i, FROM_RUN] & _LAST)
     for m in range(4):
-        s[m] += length >= _MATCHES[m]
+        s[j, m] += length >= _MATCHES[m]
         total[m] += length >= _MATCHES[m]
     if length >= 2:
-        runs[0] |= run
+        runs[j, 0] |= run
     if length >= 5:
-        runs[1] |= run
+        runs[j, 1] |= run
     if fast >= 3:
-        runs[2] |= run
+        runs[j, 2] |= run
     if own:
-        s[4], s[9] = max(s[4], np.float32(length)), max(s[9], fast)
+        s[j, 4], s[j, 9] = max(s[j, 4], np.float32(length)), max(s[j, 9], fast)
     else:
-        s[5] = max(s[5], np.float32(length))
-    s[7] = max(s[7], min(s[6], fast))
-    s[6] = max(s[6], fast)
-    s[8] = max(s[8], slow)
-    s[13] = max(s[13], np.float32(20) / np.float32(20 + abs(place[AHEAD])))
-    worth = np.float32(place[WORTH]) * np.float32(1 / WEIGHT_ONE)
+        s[j, 5] = max(s[j, 5], np.float32(length))
+    s[j, 7] = max(s[j, 7], min(s[j, 6], fast))
+    s[j, 6] = max(s[j, 6], fast)
+    s[j, 8] = max(s[j, 8], scores[i, 1])
+    s[j, 13] = max(s[j, 13], np.float32(20) / np.float32(20 + abs(found[i, AHEAD])))
+    worth = np.float32(found[i, WORTH]) * np.float32(1 / WEIGHT_ONE)
     aligned, exact = _BY_SCORE[min(int(fast * _STEPS), 255)], _BY_LENGTH[min(length, _LAST)]
     strong, prior = aligned * aligned * worth, aligned * exact * worth
-    s[14] += strong
-    s[15] += aligned * worth
-    s[16] += exact * exact * worth
-    s[17] += prior
-    s[19] += strong if own else np.float32(0)
-    s[20] += 1
-    s[21] += prior if history else np.float32(0)
+    s[j, 14] += strong
+    s[j, 15] += aligned * worth
+    s[j, 16] += exact * exact * worth
+    s[j, 17] += prior
+    s[j, 19] += strong if own else np.float32(0)
+    s[j, 20] += 1
+    s[j, 21] += prior if history else np.float32(0)
     total[4] += strong
     total[5] += aligned * worth
     total[6] += exact * exact * worth
@@ -122,62 +121,62 @@ def _credit(place, fast, slow, s, runs, total):
 
 
 @njit(nogil=True)
-def _features(s, runs, total, mean, scale, x):
+def _features(j, s, runs, total, mean, scale, c, x):
     """One candidate's evidence as numbers of mean 0 and deviation 1, roughly."""
     few, some, one = np.float32(0.02), np.float32(0.05), np.float32(1)
     for m in range(4):
-        x[m] = _ln(s[m] + some) - _ln(total[m] + np.float32(0.3))
-        x[14 + m] = _ln(s[14 + m] + few) - _ln(total[4 + m] + one)
-    x[4], x[5] = sqrt(s[4]), sqrt(s[5])
-    x[6], x[7], x[8], x[9] = s[6], s[7], s[8], s[9]
+        x[c, m] = _ln(s[j, m] + some) - _ln(total[m] + np.float32(0.3))
+        x[c, 14 + m] = _ln(s[j, 14 + m] + few) - _ln(total[4 + m] + one)
+    x[c, 4], x[c, 5] = sqrt(s[j, 4]), sqrt(s[j, 5])
+    x[c, 6], x[c, 7], x[c, 8], x[c, 9] = s[j, 6], s[j, 7], s[j, 8], s[j, 9]
     for r in range(3):
-        x[10 + r] = _ln(one + np.float32(_bits(runs[r])))
-    x[13] = s[13]
-    x[18] = _ln(s[14] + few)
-    x[19] = _ln(s[19] + few) - _ln(total[4] + one)
-    x[20], x[21] = _ln(s[20]), s[21] / s[17]
+        x[c, 10 + r] = _ln(one + np.float32(_bits(runs[j, r])))
+    x[c, 13] = s[j, 13]
+    x[c, 18] = _ln(s[j, 14] + few)
+    x[c, 19] = _ln(s[j, 19] + few) - _ln(total[4] + one)
+    x[c, 20], x[c, 21] = _ln(s[j, 20]), s[j, 21] / s[j, 17]
     for f in range(FEATURES):
-        x[f] = (x[f] - mean[f]) * scale[f]
+        x[c, f] = (x[c, f] - mean[f]) * scale[f]
 
 
 @njit(nogil=True)
-def _hidden(x, net, h):
-    """Fill h with the hidden layer's values; returns the score."""
-    inner, offset, outer = net[0], net[1], net[2]
-    h[:] = offset[0]
+def _score(c, x, inner, offset, outer, h):
+    """The network's output for candidate c; h is room for its hidden layer."""
+    for i in range(HIDDEN):
+        h[i] = offset[0, i]
     for f in range(FEATURES):
         for i in range(HIDDEN):
-            h[i] += x[f] * inner[f, i]
+            h[i] += x[c, f] * inner[f, i]
     score = np.float32(0)
     for i in range(HIDDEN):
-        h[i] = max(h[i], np.float32(0))
-        score += h[i] * outer[0, i]
+        score += max(h[i], np.float32(0)) * outer[0, i]
     return score
 
 
 @njit(nogil=True)
-def _candidates(many, tokens, sums, runs, total, norm, net, xs, out):
-    """Score the candidates with most evidence; fills xs and out (their tokens); returns (how many, probabilities)."""
+def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
+    """Score the candidates with most evidence; fills xs, out (tokens) and shares (chances); returns how many."""
     count = min(many, CANDIDATES)
-    shares, h = np.empty(CANDIDATES, np.float32), np.empty(HIDDEN, np.float32)
-    most = net[3][0, 0]
+    inner, offset, outer, none = net
+    mean, scale = norm
+    most = none[0, 0]
     for c in range(count):
         best = -1
         for j in range(many):
             if sums[j, 20] > 0 and (best < 0 or sums[j, 17] > sums[best, 17]):
                 best = j
-        _features(sums[best], runs[best], total, norm[0], norm[1], xs[c])
+        _features(best, sums, runs, total, mean, scale, c, xs)
         out[c] = tokens[best]
         sums[best, 20] = 0  # taken
-        shares[c] = _hidden(xs[c], net, h)
+        shares[c] = _score(c, xs, inner, offset, outer, h)
         most = max(most, shares[c])
-    whole = exp(net[3][0, 0] - most)
+    whole = exp(none[0, 0] - most)
     for c in range(count):
         shares[c] = exp(shares[c] - most)
         whole += shares[c]
     for c in range(count):
         shares[c] /= whole
-    return count, shares
+    return count
 
 
 @njit(nogil=True)
@@ -266,6 +265,7 @@ def draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, xs, 
     spare, spare_seen = np.empty((CANDIDATES, FEATURES), np.float32), np.empty(CANDIDATES + 1, np.int32)
     places, marks = np.empty_like(found[:n]), np.empty_like(scores[:n])
     at, token = np.empty(n, np.int64), np.empty(n, np.int32)
+    shares, h = np.empty(CANDIDATES, np.float32), np.empty(HIDDEN, np.float32)
     seen[:, CANDIDATES] = 0
     for path in range(paths):
         parent, stem, which = _branch(path, lengths, chances)
@@ -284,7 +284,7 @@ def draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, xs, 
                     break
                 noted = path == 0 and k < seen.shape[0]
                 x, out = (xs[k], seen[k]) if noted else (spare, spare_seen)
-                count, shares = _candidates(many, distinct, sums, runs, total, norm, net, x, out)
+                count = _candidates(many, distinct, sums, runs, total, norm, net, x, out, shares, h)
                 out[CANDIDATES] = count
                 best = _best(count, shares, out, others[parent, k, which] if k == stem else -1)
                 if k > stem:

@@ -9,9 +9,8 @@ import numpy as np
 from numba import njit
 
 ORDERS = np.array([1, 2, 3, 5, 8], np.int32)
-REACH = 32  # tokens that a match is measured over at most
-TRACKS, LOOKED_UP = 64, 48
-"""Places that a sample is followed along, and places that each arena is asked for anew, at most."""
+REACH, TRACKS, LOOKED_UP = 32, 64, 48
+"""At most: tokens that a match is measured over, places followed by each sample, and places looked up anew."""
 
 ROOM = TRACKS + LOOKED_UP
 BLOCK_BITS = 5
@@ -275,7 +274,7 @@ def _tell(arena, me, end, mates, most, tracks, found, ahead, scores, n):
 def follow(arena, live, last, me, fresh, mates, most, kept, kept_scores, kept_count, found, ahead, scores, n):
     """Follow a sample of the arena `live` through `arena` over its `fresh` newest tokens, look its context up, and
     tell, from row n on, the places it may go on from: found (see LENGTH ...), how well the context aligns (scores,
-    fast and slow), and `most` tokens from there on (ahead, -1: the end). Returns (rows, tracks kept for the next call).
+    fast and slow), and `most` tokens from there on (ahead, -1: the end). Returns (rows, tracks kept, longest match).
     """
     blocks = live[2]
     window, slots = np.empty(REACH, np.int32), np.empty(_SLOTS, np.int16)
@@ -295,6 +294,7 @@ def follow(arena, live, last, me, fresh, mates, most, kept, kept_scores, kept_co
         _put(slots, places, lengths, marks, i, places[i], lengths[i], marks[i, 0], marks[i, 1])
     count = _seed(arena, window, known, slots, (places, lengths, marks, count), LOOKED_UP)
     n = _tell(arena, me, end, mates, most, (places, lengths, marks, count), found, ahead, scores, n)
+    match = lengths[:count].max() if count else 0
     count = _prune(places, lengths, marks, count)
     kept[:count, 0], kept[:count, 1], kept_scores[:count] = places[:count], lengths[:count], marks[:count]
-    return n, count
+    return n, count, match
