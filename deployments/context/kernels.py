@@ -282,7 +282,7 @@ def follow(arena, live, last, me, fresh, mates, most, kept, kept_scores, kept_co
     end = blocks[last >> BLOCK_BITS, START] + (last & (BLOCK - 1)) + 1 if last >= 0 else 0
     places, lengths, marks = np.empty(ROOM, np.int32), np.empty(ROOM, np.int32), np.empty((ROOM, 2), np.float32)
     to, to_lengths, to_marks = np.empty_like(places), np.empty_like(lengths), np.empty_like(marks)
-    count = kept_count
+    count = kept_count if fresh <= known else 0
     places[:count], lengths[:count], marks[:count] = kept[:count, 0], kept[:count, 1], kept_scores[:count]
     for i in range(min(fresh, known) - 1, -1, -1):
         tracks = places, lengths, marks, count
