@@ -154,10 +154,10 @@ def test_indexes_of_idle_groups_go_when_memory_is_short_and_running_ones_stay():
     drafts = Drafts(DraftConfig(method="group", index_mib=1), 4096, None)
     engine = Engine(drafts)
     kept = engine.start(0, 50, 10, group="b/kept")
-    size = drafts.counts()["index_bytes"]
+    size = drafts._groups.nbytes
     for turn in range(3 * 2**20 // size):
         engine.end(engine.start(0, 50, 10, group=f"b/{turn}"))
-    assert drafts.counts()["index_bytes"] < 2 * 2**20
+    assert drafts._groups.nbytes < 2 * 2**20
     assert kept in engine.requests and engine.step() is not None
     drafts.stop()
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # the feed brings Ray, which nothing else here needs
 CERTAIN = 0.999
 """That a token which a copy of the sample has made comes here too: copies share their noise; floating point remains."""
 
+LOOK_S = 0.25
+"""Between two looks at how large the indexes are: the engine reports after every step, and there can be thousands."""
+
 FADE = 0.99
 """Of the replica's acceptance: a verification 70 ago weighs one half."""
 
@@ -61,6 +64,8 @@ class Drafts:
         self._times = StepTimes()
         self._accepted, self._drafted = 0.5, 1.0  # faded; the guess counts as much as one draft token
         self._counts: Counter[str] = Counter()
+        self._sizes: dict[str, int] = {}
+        self._looked_s = -LOOK_S
         warm_up()
 
     # ---- what the stepper tells it -----------------------------------------------------------------
@@ -112,8 +117,8 @@ class Drafts:
         self._groups.close(drafted.group)
         self._free.append(drafted.slot)
         for source in Source:
-            self._counts[f"drafted.{source.name.lower()}"] += drafted.report.drafted[source]
-            self._counts[f"accepted.{source.name.lower()}"] += drafted.report.accepted[source]
+            self._counts[f"drafted.{source.name.lower()}"] += int(drafted.report.drafted[source])
+            self._counts[f"accepted.{source.name.lower()}"] += int(drafted.report.accepted[source])
         return drafted.report
 
     def timed(self, tokens: int, took_s: float) -> None:
@@ -202,8 +207,12 @@ class Drafts:
 
     def counts(self) -> dict[str, int]:
         """Since the start: tokens drafted and accepted by source, microseconds spent here; what the indexes hold."""
-        counts = dict(self._counts) | {"index_tokens": self._groups.tokens, "index_bytes": self._groups.nbytes}
-        return counts | (self._feed.counts() if self._feed is not None else {})
+        now_s = time.monotonic()
+        if now_s - self._looked_s > LOOK_S:
+            self._looked_s = now_s
+            self._sizes = {"index_tokens": self._groups.tokens, "index_bytes": self._groups.nbytes}
+            self._sizes |= self._feed.counts() if self._feed is not None else {}
+        return dict(self._counts) | self._sizes
 
     def step_cost(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """What a step costs by its tokens, as measured: (tokens, seconds); None before two sizes were seen."""
