@@ -34,7 +34,7 @@ def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
     Its methods raise PoolDown, or RayActorError while the actor itself is away.
     """
     host = ray.util.get_node_ip_address()
-    return _actor(MasterActor, master_name(config, app_name)).remote(
+    return detached_actor(MasterActor, master_name(config, app_name)).remote(
         config, app_name, host, free_port(host), free_port(host)
     )
 
@@ -47,7 +47,7 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
     master = ensure_pool(config, app_name)
     host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
     name = f"{master_name(config, app_name)}-store-{node_id}"
-    store = _actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
+    store = detached_actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
     try:
         return store.endpoint.remote(JOIN_S).future().result(JOIN_S + LOOK_S)
     except PoolDown as error:
@@ -63,8 +63,10 @@ def master_name(config: PoolConfig, app_name: str) -> str:
     return f"{app_name}-kv-{digest}"
 
 
-def _actor(kind: type, name: str):
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def detached_actor(kind: type, name: str, soft: bool = False):
+    """An actor class that makes, or finds, the one of this name: restarted for ever, on this node; `soft`: or, once the
+    node is gone, on another."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=soft)
     return ray.remote(kind).options(
         name=name,
         namespace=NAMESPACE,

@@ -28,7 +28,7 @@ class Run:
     after_an_epoch: bool = False  # another epoch of the same prompts is rolled out first, and drafted from
 
 
-def chunked(tokens: int, drafting: str, placement: str = "least_kv") -> dict:
+def chunked(tokens: int, drafting: str | dict, placement: str = "least_kv") -> dict:
     chunking = {"type": "fixed", "chunk_tokens": tokens}
     return {"ordering": "seer", "placement": placement, "chunking": chunking, "drafting": drafting}
 
@@ -77,13 +77,13 @@ WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed"
 RUNS = (
     Run("plain", WHOLE | {"drafting": "off"}, GROUP, must_draft=False),
     Run("chunks_of_64", chunked(64, "length_class"), GROUP),
-    Run("chunks_of_23", chunked(23, "aimd"), GROUP),
+    Run("chunks_of_23", chunked(23, {"type": "aimd", "least_match_tokens": 1}), GROUP),
     Run("moved", chunked(48, "fixed", "round_robin"), GROUP),
     Run("context_killed", chunked(64, "closed_form"), GROUP, disturb=kill_the_context),
     Run("replica_killed", chunked(96, "concurrency"), GROUP, disturb=kill_a_replica),
     Run("pulled_after_stop", chunked(32, "goodput", "pinned"), GROUP, disturb=kill_a_replica, must_pull=True),
-    Run("history_drafts", chunked(64, "goodput"), GROUP, after_an_epoch=True),
-    Run("own_drafts_cap_5", chunked(64, "goodput"), OWN_CAP_5),
+    Run("history_drafts", chunked(64, "fixed"), GROUP, after_an_epoch=True),
+    Run("own_drafts_cap_5", chunked(64, "fixed"), OWN_CAP_5),
     Run("ngram_drafts", chunked(64, "off"), drafts(method="ngram", draft_tokens=4, lookup_min=1)),
 )
 """Runs with the same engine settings share one service. History is forgotten before each: they sample under the same

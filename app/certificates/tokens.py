@@ -138,7 +138,8 @@ def certificate(rolled: dict[str, dict]) -> dict:
                 first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": what}
                 same |= {"identical": False, "first_difference": first}
         figures = {k: summary[k] for k in kept} | {k: done[k] for k in ("pulled_tokens", "note")}
-        runs.append({"name": run.name, "drafting": run.policies["drafting"], **same, **figures})
+        drafting = Policies(**run.policies).drafting.type
+        runs.append({"name": run.name, "drafting": drafting, **same, **figures})
     return {
         "identical": all(run["identical"] for run in runs),
         "tokens": summarise(reference)["tokens"],

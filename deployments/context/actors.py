@@ -9,11 +9,10 @@ from hashlib import blake2b
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.context.config import ContextConfig
 from deployments.context.shard import ContextShard
-from kvpool.pool import GONE_LOOKS, LOOK_S, NAMESPACE, application_exists
+from kvpool.pool import GONE_LOOKS, LOOK_S, NAMESPACE, application_exists, detached_actor
 
 
 def ensure_context(config: ContextConfig, app_name: str) -> list[ActorHandle]:
@@ -21,20 +20,9 @@ def ensure_context(config: ContextConfig, app_name: str) -> list[ActorHandle]:
 
     Started on this node and, while it lives, started again there: history may lie on its disk.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    family = _family(config, app_name)
     return [
-        ray.remote(ShardActor)
-        .options(
-            name=f"{_family(config, app_name)}-{index}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=-1,
-            num_cpus=0,
-            scheduling_strategy=here,
-        )
-        .remote(config, index, app_name)
+        detached_actor(ShardActor, f"{family}-{index}", soft=True).remote(config, index, app_name)
         for index in range(config.shards)
     ]
 
