@@ -88,10 +88,7 @@ class MasterActor(KvMaster):
 
     async def _live(self, app_name: str, name: str) -> None:
         await asyncio.to_thread(_end_others, app_name, name)
-        looks_left = GONE_LOOKS
-        while looks_left:
-            await asyncio.sleep(LOOK_S)
-            looks_left = GONE_LOOKS if await asyncio.to_thread(application_exists, app_name) else looks_left - 1
+        await application_gone(app_name)
         await self.stop()
         _end_actor()
 
@@ -119,6 +116,14 @@ class StoreActor(KvStoreNode):
         except ActorDiedError:
             await self.stop()
             _end_actor()
+
+
+async def application_gone(app_name: str) -> None:
+    """Returns once GONE_LOOKS looks in a row, LOOK_S apart, have not found the application."""
+    looks_left = GONE_LOOKS
+    while looks_left:
+        await asyncio.sleep(LOOK_S)
+        looks_left = GONE_LOOKS if await asyncio.to_thread(application_exists, app_name) else looks_left - 1
 
 
 def application_exists(app_name: str) -> bool:

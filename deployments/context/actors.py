@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from deployments.context.config import ContextConfig
 from deployments.context.shard import ContextShard
-from kvpool.pool import GONE_LOOKS, LOOK_S, NAMESPACE, application_exists, detached_actor
+from kvpool.pool import NAMESPACE, application_gone, detached_actor
 
 
 def ensure_context(config: ContextConfig, app_name: str) -> list[ActorHandle]:
@@ -37,10 +37,7 @@ class ShardActor(ContextShard):
 
     async def _live_with(self, app_name: str, family: str) -> None:
         await asyncio.to_thread(_end_others, app_name, family)
-        looks_left = GONE_LOOKS
-        while looks_left:
-            await asyncio.sleep(LOOK_S)
-            looks_left = GONE_LOOKS if await asyncio.to_thread(application_exists, app_name) else looks_left - 1
+        await application_gone(app_name)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -102,10 +102,7 @@ class Drafts:
         if len(draft.tokens):
             self._accepted = FADE * self._accepted + accepted
             self._drafted = FADE * self._drafted + len(draft.tokens)
-        plan = drafted.chunk.draft
-        drafted.group.index.extend(plan.sample_index, start, np.array(tokens, np.int32))
-        if self._feed is not None:
-            self._feed.append(plan.group, plan.sample_index, start, tokens)
+        self._spread(drafted, start, tokens)
         self._fresh.append(drafted)
         self._counts["draft_us"] += int((time.perf_counter() - began_s) * 1e6)
 
@@ -130,10 +127,14 @@ class Drafts:
     def heard(self, chunk: ChunkRequest, start: int, tokens: list[int]) -> None:
         """A copy of the chunk has made these tokens: the chunk will too."""
         if (drafted := self._running.get(chunk.chunk_id)) is not None and tokens:
-            plan = chunk.draft
-            drafted.group.index.extend(plan.sample_index, start, np.array(tokens, np.int32))
-            if self._feed is not None:
-                self._feed.append(plan.group, plan.sample_index, start, tokens)
+            self._spread(drafted, start, tokens)
+
+    def _spread(self, drafted: Drafted, start: int, tokens: list[int]) -> None:
+        """To the index here, and to the mates elsewhere."""
+        plan = drafted.chunk.draft
+        drafted.group.index.extend(plan.sample_index, start, np.array(tokens, np.int32))
+        if self._feed is not None:
+            self._feed.append(plan.group, plan.sample_index, start, tokens)
 
     def propose(self, forks: Forks | None = None) -> None:
         """After a step: give every request that goes on its draft for the next one, its forks the other branches."""
