@@ -1,0 +1,123 @@
+"""What the simulator's parts hand to each other: a workload with its truth, the model of a replica, a finished run.
+
+All are values. Only a workload knows true lengths (law 3): the host passes on no more of it than a live shell would see.
+Seconds are of the simulated clock, which starts at 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt, the true lengths of its samples in tokens (each 1 to max_tokens), and those of earlier epochs, newest
+    first. `predictability` is how much likelier its drafts are right than the average group's, as a factor of the
+    odds."""
+
+    group_id: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    past_lengths: tuple[tuple[int, ...], ...] = ()
+    predictability: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step of rollout for each entry of `steps`, all of its groups submitted at once."""
+
+    name: str
+    max_tokens: int
+    steps: tuple[tuple[Group, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """An engine step takes base_s + token_s * tokens computed + context_s * tokens of context read."""
+
+    base_s: float
+    token_s: float
+    context_s: float
+
+    def seconds(self, tokens: float, context_tokens: float) -> float:
+        return self.base_s + self.token_s * tokens + self.context_s * context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaModel:
+    """One engine replica. KV capacity and rates count tokens of context; `gpus` is what it occupies.
+
+    Fetching n tokens of KV from the pool takes fetch_base_s + n / fetch_tokens_s (0: it cannot); prefill computes
+    prefill_tokens_s.
+    """
+
+    step: StepModel
+    kv_capacity_tokens: int
+    max_running: int
+    prefill_tokens_s: float
+    fetch_tokens_s: float
+    fetch_base_s: float
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`replicas` of one model of replica, `per_node` of them sharing a node's part of the KV pool."""
+
+    replica: ReplicaModel
+    replicas: int
+    per_node: int = 1
+
+
+class Span(NamedTuple):
+    """What a replica did with one sample without a break. role: generate, prefill, fetch, race, draft."""
+
+    replica: int
+    sample_id: str
+    role: str
+    begin_s: float
+    end_s: float
+    tokens: int
+
+
+class Ended(NamedTuple):
+    """How one sample went. `verifications`: engine steps it took part in; `drafted`, `accepted`: draft tokens."""
+
+    sample_id: str
+    step: int
+    tokens: int
+    submitted_s: float
+    ended_s: float
+    chunks: int
+    moves: int
+    preemptions: int
+    recomputed_tokens: int
+    verifications: float
+    drafted: float
+    accepted: float
+
+
+class Moment(NamedTuple):
+    """The cluster at `at_s`: samples running and waiting, KV tokens held and reserved by running samples, replicas up."""
+
+    at_s: float
+    running: int
+    waiting: int
+    kv_tokens: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished simulation. `moments` are sampled at changes; `spans` are empty where nobody asked for them."""
+
+    system: str
+    workload: str
+    seed: int
+    makespan_s: float
+    ended: tuple[Ended, ...]
+    moments: tuple[Moment, ...]
+    spans: tuple[Span, ...]
+    events: int
+    bounds: dict[str, float]
