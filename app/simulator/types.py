@@ -1,6 +1,6 @@
 """What the simulator's parts hand to each other: a workload with its truth, the model of a replica, a finished run.
 
-All are values. Only a workload knows true lengths (law 3): the host passes on no more of it than a live shell would see.
+All are values. Only a workload knows true lengths (law 3): the host passes on no more than a live shell would see.
 Seconds are of the simulated clock, which starts at 0.
 """
 
@@ -99,7 +99,7 @@ class Ended(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The cluster at `at_s`: samples running and waiting, KV tokens held and reserved by running samples, replicas up."""
+    """The cluster at `at_s`: samples running and waiting, KV tokens that running samples hold, replicas up."""
 
     at_s: float
     running: int
