@@ -71,7 +71,8 @@ class Cluster:
 
 
 class Span(NamedTuple):
-    """What a replica did with one sample without a break. role: generate, prefill, fetch, race, draft."""
+    """What a replica did with one sample without a break. role: generate, prefill, fetch, race, draft.
+    `verifications`: the engine steps it took (0: not counted); the page's acceptance length over time needs them."""
 
     replica: int
     sample_id: str
@@ -79,6 +80,7 @@ class Span(NamedTuple):
     begin_s: float
     end_s: float
     tokens: int
+    verifications: float = 0.0
 
 
 class Ended(NamedTuple):
