@@ -1,0 +1,137 @@
+"""Decoupled plans: the rates against a simulation of the protocol token by token, and what a plan may never do."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from policies.decoupled import (
+    Drafter,
+    Verifier,
+    coupled_tokens_s,
+    decoupled_tokens_s,
+    published_tokens_s,
+    tau,
+    tau_exact,
+)
+from policies.planning import Decoupled, Plan
+
+VERIFIER = Verifier(4, 1e-5, 2e-5, 0.013)
+WIDE = Verifier(8, 5e-6, 1e-5, 0.010)
+DRAFTER = Drafter(1, 2e-6, 2.2e-3)
+SLOW = Drafter(2, 1e-4, 0.02)
+
+
+def simulate(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int, tokens: int):
+    """Tokens a second of each sample, and the most draft tokens behind a wrong one that went to waste.
+
+    The drafter adds a token at a time to all samples that may have one; the verifier takes all full windows that are
+    ready, and never waits while there are any. A sample under verification may have one more window drafted.
+    """
+    rng = np.random.default_rng(1)
+    drafted, right, wrong = (np.zeros(samples, kind) for kind in (int, int, bool))
+    verifying, drafting = np.zeros(samples, bool), np.zeros(samples, bool)
+    now = made = wasted = 0
+    verified_at = drafted_at = np.inf
+    while made < tokens:
+        if verified_at == np.inf and (drafted >= window).any():
+            verifying = drafted >= window
+            verified_at = now + verifier.seconds(int(verifying.sum()), window)
+        allowed = drafted < np.where(verifying, 2 * window, window)
+        if drafted_at == np.inf and allowed.any():
+            drafting, drafted_at = allowed, now + drafter.seconds(int(allowed.sum()))
+        now = min(verified_at, drafted_at)
+        if drafted_at <= now:
+            luck = rng.random(samples) < p
+            right += drafting & ~wrong & luck
+            wrong |= drafting & ~luck
+            drafted += drafting
+            drafted_at = np.inf
+        if verified_at <= now:
+            accepted = np.minimum(right, window)
+            failed = verifying & (accepted < window)
+            made += int((accepted[verifying] + failed[verifying]).sum())
+            wasted = max(wasted, int(np.max(drafted - accepted - 1, where=failed, initial=0)))
+            passed = verifying & ~failed
+            right[passed], drafted[passed] = right[passed] - window, drafted[passed] - window
+            right[failed], drafted[failed], wrong[failed] = 0, 0, False
+            drafting &= ~failed  # what is being drafted behind a wrong token is dropped
+            verifying[:], verified_at = False, np.inf
+    return made / samples / now, wasted
+
+
+@pytest.mark.parametrize(("p", "window"), list(product((0.3, 0.5, 0.7, 0.9), (1, 2, 4, 6))))
+def test_tokens_per_round_are_those_of_rounds_played_one_by_one(p, window):
+    rng = np.random.default_rng(2)
+    accepted = np.minimum(rng.geometric(1 - p, 40_000) - 1, window)
+    rounds = np.where(accepted < window, 2, 1).sum()
+    assert tau_exact(p, window) == pytest.approx(np.minimum(accepted + 1, window).sum() / rounds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("p", "window", "error"), [(0.0, 4, 0.0), (0.5, 4, 0.10), (0.7, 4, 0.21), (0.8, 6, 0.24), (0.9, 8, 0.26), (1, 4, 0)]
+)
+def test_the_papers_tokens_per_round_are_too_many_by_what_the_docstring_says(p, window, error):
+    assert tau(p, window) / tau_exact(p, window) - 1 == pytest.approx(error, abs=0.005)
+    by_definition = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(window)) + window * p**window
+    assert tau(p, window) == pytest.approx(by_definition)
+
+
+@pytest.mark.parametrize(("samples", "p", "window"), [(1, 0.7, 4), (1, 0.9, 8), (128, 0.5, 4), (64, 0.7, 6)])
+def test_rates_are_those_of_the_protocol_played_token_by_token(samples, p, window):
+    played, wasted = simulate(p, DRAFTER, VERIFIER, samples, window, 40_000 if samples > 1 else 5_000)
+    assert wasted <= 2 * window - 1
+    assert decoupled_tokens_s(p, DRAFTER, VERIFIER, samples, window) == pytest.approx(played, rel=0.04)
+    if samples > 1:
+        assert abs(published_tokens_s(p, DRAFTER, VERIFIER, samples, window) / played - 1) > 0.05
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize(("samples", "p"), list(product((64, 2_048, 16_384), (0.05, 0.4, 0.7, 0.95))))
+def test_no_plan_of_its_kind_is_better_and_none_is_slower_than_plain_decoding(samples, p, published):
+    policy = Decoupled(published=published)
+    plan = policy.plan(samples, 256, p, [DRAFTER, SLOW], [VERIFIER, WIDE])
+    plain = max(1 / v.seconds(-(-v.gpus * samples // 256), 0) for v in (VERIFIER, WIDE))
+    assert plan.tokens_s >= plain
+    assert plan.drafter_gpus <= plan.verifier_gpus
+    assert plan.samples * 256 >= (plan.drafter_gpus + plan.verifier_gpus) * samples
+    rate = published_tokens_s if published else decoupled_tokens_s
+    if plan.drafter:
+        assert plan.tokens_s == rate(p, plan.drafter, plan.verifier, plan.samples, plan.window)
+        longer = [rate(p, plan.drafter, plan.verifier, plan.samples, w) for w in range(1, 65)]
+        assert plan.tokens_s >= max(longer) * (1 if published else 0.8)  # only windows that drafts can keep up with
+    else:
+        assert (plan.window, plan.tokens_s) == (0, plain)
+
+
+def test_a_drafter_that_is_slow_or_wrong_is_left_out():
+    assert Decoupled().plan(2_048, 256, 0.9, [SLOW], [VERIFIER]).drafter is None
+    assert Decoupled().plan(2_048, 256, 0.0, [DRAFTER], [VERIFIER]).drafter is None
+    assert Decoupled().plan(2_048, 256, 0.9, [], [VERIFIER]).drafter is None
+    assert Decoupled().plan(2_048, 256, 0.9, [DRAFTER, SLOW], [VERIFIER]).drafter == DRAFTER
+    with pytest.raises(ValueError, match="no verifier fits"):
+        Decoupled().plan(8, 2, 0.9, [DRAFTER], [VERIFIER])
+
+
+def test_samples_below_the_mean_get_the_better_of_both_kinds_and_others_keep_the_plan():
+    plan = Plan(DRAFTER, VERIFIER, 6, 1, 0.0, "given")
+    acceptances = {"worst": 0.0, "bad": 0.35, "fair": 0.6, "good": 0.95, "best": 0.95}
+    plans = Decoupled().reconfigure(acceptances, plan)
+    assert set(plans) == {"bad", "worst"}
+    assert (plans["worst"].window, plans["worst"].coupled) == (0, True)
+    for sample_id, chosen in plans.items():
+        p = acceptances[sample_id]
+        for w in range(1, 33):
+            assert chosen.tokens_s >= coupled_tokens_s(p, DRAFTER, VERIFIER, 1, w)
+            assert chosen.tokens_s >= decoupled_tokens_s(p, DRAFTER, VERIFIER, 1, w)
+    assert Decoupled().reconfigure({}, plan) == {}
+    assert Decoupled().reconfigure(acceptances, Plan(None, VERIFIER, 0, 1, 0.0, "given")) == {}
+
+
+def test_a_sample_that_accepts_little_waits_and_one_that_accepts_much_drafts_ahead():
+    """A cheap verifier makes waiting expensive: decoupled pays where rejections are rare."""
+    plan = Plan(Drafter(1, 0.0, 0.004), Verifier(4, 0.0, 0.0, 0.013), 3, 1, 0.0, "given")
+    chosen = Decoupled().reconfigure({"a": 0.2, "b": 0.9, "c": 0.99, "d": 0.999}, plan)
+    assert chosen["a"].coupled
+    few = Decoupled().reconfigure({"a": 0.9, "b": 0.99, "c": 0.99}, plan)
+    assert not few["a"].coupled
