@@ -33,7 +33,7 @@ _BY_LENGTH = np.exp(0.5 * np.minimum(np.arange(64), 10)).astype(np.float32)
 _LAST = 63
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _bits(x):
     count = 0
     while x:
@@ -53,7 +53,7 @@ def _ln(x):
     return p + np.float32((bits >> np.int32(23)) - np.int32(127)) * np.float32(0.6931472)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _slot(token, tokens, many):
     j = 0
     while j < many and tokens[j] != token:
@@ -61,7 +61,7 @@ def _slot(token, tokens, many):
     return j
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _gather(n, found, scores, token, tokens, sums, runs, total):
     """Sum up for each distinct next token what speaks for it; returns how many tokens there are."""
     many = 0
@@ -81,7 +81,7 @@ def _gather(n, found, scores, token, tokens, sums, runs, total):
     return many
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _credit(i, found, scores, j, s, runs, total):
     """Add the i-th place's evidence to the sums s[j] of its token. (Rows are not passed: views cost more than this.)"""
     length, fast = found[i, LENGTH], scores[i, 0]
@@ -120,7 +120,7 @@ def _credit(i, found, scores, j, s, runs, total):
     total[7] += prior
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _features(j, s, runs, total, mean, scale, c, x):
     """One candidate's evidence as numbers of mean 0 and deviation 1, roughly."""
     few, some, one = np.float32(0.02), np.float32(0.05), np.float32(1)
@@ -139,7 +139,7 @@ def _features(j, s, runs, total, mean, scale, c, x):
         x[c, f] = (x[c, f] - mean[f]) * scale[f]
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _score(c, x, inner, offset, outer, h):
     """The network's output for candidate c; h is room for its hidden layer."""
     for i in range(HIDDEN):
@@ -153,7 +153,7 @@ def _score(c, x, inner, offset, outer, h):
     return score
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
     """Score the candidates with most evidence; fills xs, out (tokens) and shares (chances); returns how many."""
     count = min(many, CANDIDATES)
@@ -179,7 +179,7 @@ def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _move(n, k, most, found, scores, ahead, at, token, chosen):
     """Move the places over the chosen token, the k-th drafted; returns how many can go on."""
     kept = 0
@@ -199,7 +199,7 @@ def _move(n, k, most, found, scores, ahead, at, token, chosen):
     return kept
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _branch(path, lengths, chances):
     """Where the next path leaves an earlier one, (path, position, alternative): where that is likeliest to be right."""
     parent, stem, which, chance = -1, -1, 0, np.float32(0)
@@ -213,7 +213,7 @@ def _branch(path, lengths, chances):
     return parent, stem, which
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _rank(count, shares, out, best, prefix, others, chances):
     """Note the next best candidates, and how likely it is that the draft and then they are right."""
     for a in range(ALTERNATIVES):
@@ -228,7 +228,7 @@ def _rank(count, shares, out, best, prefix, others, chances):
         chances[a] = prefix * shares[second] if second >= 0 else np.float32(0)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _best(count, shares, out, wanted):
     """The likeliest candidate, or that of the wanted token (>= 0)."""
     best = 0
@@ -240,7 +240,7 @@ def _best(count, shares, out, wanted):
     return best
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy", fastmath=True)
 def _source(n, places, marks, token, chosen):
     """Where the place comes from that speaks for the chosen token most strongly."""
     source, most = 0, np.float32(-1)
@@ -250,7 +250,7 @@ def _source(n, places, marks, token, chosen):
     return source
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
 def draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, xs, seen):
     """Draft from n places: paths into the rows of tokens, right and origin; returns (paths, their lengths). A path ends
     where the chance that all of it is right falls below `least`.

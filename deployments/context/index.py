@@ -52,10 +52,10 @@ class HistoryIndex:
 
 
 def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
-    """An answer's weight in 1/WEIGHT_ONE: 1 for the last epoch and an unknown reward."""
+    """An answer's weight in 1/WEIGHT_ONE: 1 for the last epoch and an unknown reward, never 0."""
     age = max(0, now_epoch - answer.epoch - 1)
     reward = 0.5 if answer.reward is None else min(1.0, max(0.0, answer.reward))
-    return round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5)))
+    return max(1, round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5))))
 
 
 class Follower:

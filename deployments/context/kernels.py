@@ -29,6 +29,9 @@ LENGTH, SOURCE, FROM_RUN, AHEAD, WORTH = 0, 1, 2, 3, 4
 FAST, SLOW, SKIP, SKIP_COST = np.float32(0.9), np.float32(0.96), np.float32(0.9), np.float32(0.3)
 """Of an alignment's two scores: the factors per token, and what a token without a counterpart costs."""
 
+_RUNS = np.arange(REACH + 1)
+_FASTS = ((1 - FAST**_RUNS) / (1 - FAST)).astype(np.float32)
+_SLOWS = ((1 - SLOW**_RUNS) / (1 - SLOW)).astype(np.float32)
 FAINT = np.float32(1.2)  # alignments below this are not followed
 
 _DEEPEST = int(ORDERS[-1])
@@ -37,13 +40,13 @@ _SHIFT = np.uint64(29)
 _SLOTS = 1024
 
 
-@njit(nogil=True, inline="always")
+@njit(nogil=True, error_model="numpy")
 def _before(blocks, place):
     """The place before this one, -1 at the start of what is known."""
     return place - 1 if place & (BLOCK - 1) else blocks[place >> BLOCK_BITS, BEFORE]
 
 
-@njit(nogil=True, inline="always")
+@njit(nogil=True, error_model="numpy")
 def _after(rows, blocks, place):
     """The place after this one in its run, -1 where it is not known yet."""
     if (place & (BLOCK - 1)) != BLOCK - 1:
@@ -56,13 +59,13 @@ def _after(rows, blocks, place):
     return place if rows[place, 0] >= 0 else -1
 
 
-@njit(nogil=True, inline="always")
+@njit(nogil=True, error_model="numpy")
 def _mix(value, token):
     value = (value ^ np.uint64(token + 1)) * _PRIME
     return value ^ (value >> _SHIFT)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def context(rows, blocks, last, window):
     """Fill window with the tokens up to and including `last`, newest first; returns how many."""
     count = 0
@@ -73,7 +76,7 @@ def context(rows, blocks, last, window):
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _hashes(window, known, heads, slots):
     """Fill slots with those of the window's orders, a table for each; returns how many orders there are."""
     size = heads.size // ORDERS.size
@@ -88,7 +91,7 @@ def _hashes(window, known, heads, slots):
     return ORDERS.size
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _link(rows, heads, place, window, known, slots):
     """Put a place into the chains of its context, then its token into the window."""
     orders = _hashes(window, known, heads, slots)
@@ -102,7 +105,7 @@ def _link(rows, heads, place, window, known, slots):
     return min(known + 1, _DEEPEST)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def append(rows, heads, blocks, used, last, fresh, run, position, tokens):
     """Append tokens after the place `last` (-1: nothing before); `fresh` starts a run there, at `position` of its text.
 
@@ -128,7 +131,7 @@ def append(rows, heads, blocks, used, last, fresh, run, position, tokens):
     return last
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def relink(rows, heads, blocks, used):
     """Rebuild all chains, for a table of heads that has grown."""
     window, slots = np.empty(_DEEPEST, np.int32), np.empty(ORDERS.size, np.int64)
@@ -141,7 +144,7 @@ def relink(rows, heads, blocks, used):
             known = _link(rows, heads, place, window, known, slots)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _match(rows, blocks, place, window, known):
     """How many tokens before `place` equal the window."""
     count = 0
@@ -152,7 +155,7 @@ def _match(rows, blocks, place, window, known):
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _put(slots, places, lengths, scores, count, place, length, fast, slow):
     """Note a track, once for each place with the best of its scores; returns how many there are."""
     slot = (place * 40503 >> 4) & (_SLOTS - 1)
@@ -171,7 +174,7 @@ def _put(slots, places, lengths, scores, count, place, length, fast, slow):
     return count + 1
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _advance(arena, me, position, token, slots, old, new):
     """Move all tracks over one token of the sample, that at `position`; returns how many go on.
 
@@ -205,7 +208,7 @@ def _advance(arena, me, position, token, slots, old, new):
     return kept
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _prune(places, lengths, scores, count):
     """Keep the best tracks, at most TRACKS; returns how many."""
     least = FAINT
@@ -222,7 +225,7 @@ def _prune(places, lengths, scores, count):
         least *= np.float32(1.25)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _seed(arena, window, known, slots, tracks, limit):
     """Add the places that chains lead to, those of long contexts first; returns the number of tracks."""
     rows, heads, blocks, _ = arena
@@ -236,16 +239,14 @@ def _seed(arena, window, known, slots, tracks, limit):
             tries += 1
             length = _match(rows, blocks, place, window, known)
             if ORDERS[o] <= length < above:
-                fast = (1 - FAST**length) / (1 - FAST)
-                slow = (1 - SLOW**length) / (1 - SLOW)
-                count = _put(slots, places, lengths, scores, count, place, length, fast, slow)
+                count = _put(slots, places, lengths, scores, count, place, length, _FASTS[length], _SLOWS[length])
             place = rows[place, 1 + o]
         limit -= tries
         above = ORDERS[o]
     return count
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _tell(arena, me, end, mates, most, tracks, found, ahead, scores, n):
     """Write down, from row n on, what is known of each track's place; returns the number of rows."""
     rows, _, blocks, runs = arena
@@ -270,7 +271,7 @@ def _tell(arena, me, end, mates, most, tracks, found, ahead, scores, n):
     return n
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def follow(arena, live, last, me, fresh, mates, most, kept, kept_scores, kept_count, found, ahead, scores, n):
     """Follow a sample of the arena `live` through `arena` over its `fresh` newest tokens, look its context up, and
     tell, from row n on, the places it may go on from: found (see LENGTH ...), how well the context aligns (scores,
