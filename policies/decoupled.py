@@ -47,8 +47,8 @@ def tau(p: float, window: int) -> float:
 
     The a + 1 tokens are halved since a wrong token costs a second round. But rounds are then averaged over windows, as
     if each window weighed the same however long it takes, so the result is too high (see `tau_exact`) unless p is 0 or
-    1: by 10 % at p = 0.5, w = 4; 21 % at 0.7, 4; 24 % at 0.8, 6; 26 % at 0.9, 8. It errs more for long windows where p
-    is high, so a plan by it takes too long ones.
+    1: by 10 % at p = 0.5, w = 4; 21 % at 0.7, 4; 24 % at 0.8, 6; 26 % at 0.9, 8. For 64 samples on 256 GPUs, p = 0.5
+    and a drafter six times as fast as the verifier, a plan by it promises 5 % over plain decoding and loses 7 %.
     """
     return (verified(p, window) + window * p**window) / 2
 

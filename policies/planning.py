@@ -63,7 +63,7 @@ class Decoupled(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["decoupled"] = "decoupled"
     most_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
-    published: bool = Field(False, description="plan by the paper's formula, which overrates long windows")
+    published: bool = Field(False, description="plan by the paper's formula: too many tokens per round, each too slow")
 
     def plan(
         self, samples: int, gpus: int, p: float, drafters: Sequence[Drafter], verifiers: Sequence[Verifier]
