@@ -45,8 +45,8 @@ class Rung:
 
         The mean over the profile of max(theirs, speedup) / speedup: at least 1, since the faster copy counts.
         """
-        raced = sum(max(self.speedup(acceptance), speedup) for acceptance in self.profile)
-        return raced / len(self.profile) / speedup
+        more = sum(max(self.speedup(acceptance) - speedup, 0.0) for acceptance in self.profile)
+        return 1.0 + more / len(self.profile) / speedup
 
 
 @dataclass(frozen=True, slots=True)
