@@ -32,14 +32,21 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """An engine step takes base_s + token_s * tokens computed + context_s * tokens of context read."""
+    """An engine step takes base_s + token_s * tokens computed + context_s * tokens of context read.
+
+    A mixture of experts also reads the experts that its tokens choose: all of them take experts_s to read, and a token
+    chooses expert_share of them, so t tokens read the share 1 - (1 - expert_share)^t (choices independent: assumed).
+    """
 
     base_s: float
     token_s: float
     context_s: float
+    experts_s: float = 0.0
+    expert_share: float = 0.0
 
     def seconds(self, tokens: float, context_tokens: float) -> float:
-        return self.base_s + self.token_s * tokens + self.context_s * context_tokens
+        experts_s = self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
+        return self.base_s + self.token_s * tokens + self.context_s * context_tokens + experts_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""Laws of a simulated run, from what goes into the core and comes out of it alone: conservation, no preemption, time.
+
+Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be checked.
+"""
+
+from policies.actions import EndSample, SampleEnd, StartChunk
+from policies.events import ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
+
+
+class LawBroken(AssertionError):
+    """The simulation, or the core, is wrong."""
+
+
+class Checks:
+    """`reserves`: whether the core's reservations are to keep within KV capacity (law 5)."""
+
+    def __init__(self, reserves: bool):
+        self._reserves = reserves
+        self._left: dict[str, int] = {}  # tokens that each sample still has to make
+        self._prompts: dict[str, int] = {}
+        self._joined: dict[str, ReplicaJoined] = {}
+        self._blocks: dict[str, int] = {}
+        self._running: dict[str, tuple[StartChunk, int]] = {}
+        self._now = 0.0
+
+    def submit(self, lengths: dict[str, int]) -> None:
+        """True lengths, by id, of the samples of the step that begins."""
+        self._demand(not self._left, f"{len(self._left)} samples of the last step have not ended")
+        self._left = dict(lengths)
+
+    def event(self, event: Event) -> None:
+        self._demand(event.now >= self._now, f"{event} after {self._now}")
+        self._now = event.now
+        match event:
+            case ReplicaJoined():
+                self._joined[event.replica_id] = event
+                self._blocks[event.replica_id] = 0
+            case SamplesSubmitted():
+                self._prompts = {
+                    f"{spec.group_id}#{i}": spec.prompt_tokens for spec in event.groups for i in range(spec.samples)
+                }
+            case ChunkFinished():
+                start, blocks = self._running.pop(event.chunk_id)
+                self._blocks[start.replica_id] -= blocks
+                self._left[start.sample_id] -= event.new_tokens
+
+    def action(self, action) -> None:
+        match action:
+            case StartChunk():
+                join = self._joined[action.replica_id]
+                tokens = self._prompts[action.sample_id] + action.start + action.max_tokens + join.draft_tokens
+                blocks = -(-tokens // join.block_tokens)
+                self._running[action.chunk_id] = (action, blocks)
+                self._blocks[action.replica_id] += blocks
+                full = self._blocks[action.replica_id] > join.kv_capacity_blocks
+                self._demand(not (full and self._reserves), f"{action}: more KV reserved than there is")
+            case EndSample():
+                self._demand(action.end in (SampleEnd.STOP, SampleEnd.LENGTH), f"{action.sample_id}: {action.error}")
+                left = self._left.pop(action.sample_id, None)
+                self._demand(left == 0, f"{action.sample_id} has ended with {left} tokens left to make")
+
+    def end(self, preemptions: int) -> None:
+        """The run is over; so many chunks were preempted."""
+        self._demand(not self._left and not self._running, f"{len(self._left)} samples have not ended")
+        self._demand(not (preemptions and self._reserves), f"{preemptions} preemptions beside reservations")
+
+    def _demand(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise LawBroken(what)

@@ -1,0 +1,94 @@
+"""What the host and the replicas write down of a group, a sample and a running chunk.
+
+Plain records. Invariant: only `Sample.length` is a truth that no live shell knows; it leaves the host in `ended` alone,
+and for the oracle. Written by `Host` and `Replica`, read by `Speculation`.
+"""
+
+from typing import NamedTuple
+
+from app.simulator.types import Group
+
+
+class Family:
+    """A group of a step, and how many of its samples have begun to run."""
+
+    __slots__ = ("begun", "group", "step")
+
+    def __init__(self, group: Group, step: int):
+        self.group, self.step, self.begun = group, step, 0
+
+
+class Mark(NamedTuple):
+    """Where a sample's KV lies freed: on the replica of this index, which had written `written` tokens of KV by then
+    and writes over `slack` more before it comes to these."""
+
+    replica: int
+    written: float
+    slack: float
+
+
+class Sample:
+    """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds."""
+
+    __slots__ = ("begun", "chunks", "drafted", "draws", "family", "index", "length", "made", "mark", "moves",
+                 "preemptions", "recomputed", "replica", "sample_id", "stored", "submitted_s",
+                 "verifications")  # fmt: skip
+
+    def __init__(self, family: Family, index: int, submitted_s: float):
+        self.family, self.index, self.submitted_s = family, index, submitted_s
+        self.sample_id = f"{family.group.group_id}#{index}"
+        self.length = family.group.lengths[index]
+        self.begun = False
+        self.made = self.stored = self.chunks = self.moves = self.preemptions = self.recomputed = self.draws = 0
+        self.verifications = self.drafted = 0.0
+        self.mark: Mark | None = None
+        self.replica = None  # where its last chunk ran, or runs
+
+
+class Chunk:
+    """A chunk that is to make `tokens` tokens, as a replica runs it.
+
+    As of virtual step `since` it has made `made`; from there it makes `rate` tokens a step, of which it computes
+    `cost`, and ends at `end_step`. Before its first step it computes `prefill` tokens of its context; `pulled` come
+    from the pool. `over`: it has left its replica for good.
+    """
+
+    __slots__ = ("aborted", "accepted_last", "begin_made", "begin_s", "begin_step", "chunk_id", "class_starts",
+                 "context", "cost", "drafted_last", "end_step", "expected_tokens", "made", "mark", "over", "prefill",
+                 "pulled", "rate", "running", "sample", "serial", "since", "slot", "tokens", "verified")  # fmt: skip
+
+    def __init__(self, chunk_id: str, sample: Sample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]):
+        self.chunk_id, self.sample, self.tokens = chunk_id, sample, tokens
+        self.expected_tokens, self.class_starts = expected_tokens, class_starts
+        self.context = sample.family.group.prompt_tokens + sample.made  # as it starts
+        self.prefill = self.pulled = 0
+        self.made, self.since, self.rate, self.cost = 0.0, 0, 1.0, 1.0
+        self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break
+        self.end_step = self.serial = self.verified = self.drafted_last = self.accepted_last = 0
+        self.slot = -1
+        self.running = self.aborted = self.over = False
+        self.mark: Mark | None = None  # set while it waits to compute again what it lost
+
+    @property
+    def generated(self) -> int:
+        """Answer tokens as of step `since`."""
+        return self.sample.made + int(self.made)
+
+    def settle(self, step: int) -> None:
+        """Write down the steps since `since`."""
+        steps = step - self.since
+        if steps:
+            self.made += self.rate * steps
+            self.sample.verifications += steps
+            self.sample.drafted += (self.cost - 1.0) * steps
+            self.since = step
+
+    def pace(self, rate: float, cost: float) -> None:
+        """From step `since` on; the last step may make more than is left, which nobody counts."""
+        self.rate, self.cost = rate, cost
+        steps = (self.tokens - self.made) / rate
+        self.end_step = self.since + max(1, -int(-(steps - ROUNDING) // 1))
+
+
+ROUNDING = 1e-6
+"""Steps: a rest of a step below it comes from adding fractions."""

@@ -1,0 +1,102 @@
+"""The replicas of a simulated cluster, and what they tell the core of themselves.
+
+Invariant: what is told is what a live replica could have measured by then. Called by `Host`.
+"""
+
+from collections.abc import Callable
+
+from app.simulator.chunks import Chunk
+from app.simulator.replica import Replica
+from app.simulator.speculation import Speculation
+from app.simulator.types import Cluster, Span
+from policies.events import ReplicaJoined, ReplicaMeasured
+
+BLOCK_TOKENS = 16
+"""vLLM's default on GPUs."""
+
+UNBOUNDED_TOKENS = 1 << 40
+"""KV of a replica, as the core is told where it does not reserve any."""
+
+MEASURE_S = 60.0
+"""Between two reports of a replica's speeds, of which each costs an event: batches change over minutes."""
+
+
+class Fleet:
+    """`cluster.replicas` of them, all up from the start, by id in `by_id`."""
+
+    def __init__(self, cluster: Cluster, speculation: Callable[[int], Speculation], spans: list[Span] | None):
+        self.model, self._per_node = cluster.replica, cluster.per_node
+        ways = [speculation(index) for index in range(cluster.replicas)]
+        most = max(way.most for way in ways)
+        self.draft_tokens = most + 1 if most else 0  # expectations overshoot a chunk's end by a fraction
+        self.replicas = [Replica(self.model, index, way, spans) for index, way in enumerate(ways)]
+        width = len(str(cluster.replicas))
+        self._ids = [f"r{index:0{width}}" for index in range(cluster.replicas)]
+        self.by_id = dict(zip(self._ids, self.replicas, strict=True))
+        self._measured_s = [0.0] * cluster.replicas
+
+    def __len__(self):
+        return len(self.replicas)
+
+    def room_tokens(self) -> int:
+        """Context of the longest sample that a replica can hold."""
+        return self.model.kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS - self.draft_tokens
+
+    def joins(self, reserves: bool) -> list[ReplicaJoined | ReplicaMeasured]:
+        """At the start; `reserves`: the core is to keep within their KV and their places."""
+        tokens, running = self.model.kv_capacity_tokens, self.model.max_running
+        if not reserves:
+            tokens = running = UNBOUNDED_TOKENS
+        joins = [
+            ReplicaJoined(
+                0.0, self._ids[index], BLOCK_TOKENS, tokens // BLOCK_TOKENS, running, self.draft_tokens, 0,
+                f"n{index // self._per_node}",
+            )
+            for index in range(len(self.replicas))
+        ]  # fmt: skip
+        return [*joins, *(self._measure(replica, 0.0) for replica in self.replicas)]
+
+    def measured(self, replica: Replica, now: float) -> list[ReplicaMeasured]:
+        """A report of its speeds, where the last one is old."""
+        if now < self._measured_s[replica.index] + MEASURE_S:
+            return []
+        self._measured_s[replica.index] = now
+        return [self._measure(replica, now)]
+
+    def _measure(self, replica: Replica, now: float) -> ReplicaMeasured:
+        """A step as base + per chunk * chunks, through what the replica's step takes now."""
+        model, chunks = self.model, len(replica.running)
+        base_s = model.step.seconds(0, 0)
+        per_chunk_s = (replica.step_s() - base_s) / chunks if chunks else model.step.seconds(1, 0) - base_s
+        return ReplicaMeasured(
+            now, self._ids[replica.index], model.prefill_tokens_s, model.fetch_tokens_s, model.fetch_base_s, base_s,
+            max(0.0, per_chunk_s), now,
+        )  # fmt: skip
+
+    def load(self, now: float) -> tuple[int, int]:
+        """Chunks that run, and tokens of KV that they hold."""
+        running = sum(len(replica.running) for replica in self.replicas)
+        return running, round(sum(replica.context_at(now) for replica in self.replicas))
+
+    def bring(self, chunk: Chunk, min_pull_tokens: int | None, now: float) -> float:
+        """How a chunk that starts comes by the KV of its context: what its replica still has, or shares with a mate;
+        then the pool's, if enough to be worth it; the rest it computes. Returns the seconds of the pull."""
+        sample, replica, model = chunk.sample, chunk.sample.replica, self.model
+        here = replica.cached(chunk.context, sample.mark, now)
+        if sample.family in replica.prompts:
+            here = max(here, sample.family.group.prompt_tokens)
+        replica.prompts.add(sample.family)
+        gain = sample.stored - here
+        if min_pull_tokens is not None and model.fetch_tokens_s and gain >= max(1, min_pull_tokens):
+            chunk.pulled = gain
+        chunk.prefill = chunk.context - here - chunk.pulled
+        if sample.chunks > 1:
+            sample.recomputed += chunk.prefill
+        return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
+
+    def save_s(self, chunk: Chunk) -> float:
+        """Seconds until the pool holds all of the KV of a chunk that has stopped; 0 where there is no pool."""
+        if not self.model.fetch_tokens_s:
+            return 0.0
+        new_tokens = chunk.context + int(chunk.made) - chunk.sample.stored
+        return self.model.fetch_base_s + new_tokens / self.model.fetch_tokens_s

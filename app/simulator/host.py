@@ -1,0 +1,252 @@
+"""The simulated shell of `RolloutCore`: the core that a live coordinator drives, on a clock that jumps.
+
+One turn reads observe, decide, act, as `deployments.rollouts` does. Events of one instant are all observed before the
+core decides once. Invariant: the core hears no more than a live shell would tell it (law 3), and a run is a function of
+its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, by which nothing is gained here),
+where in the pool KV lies (one speed for all of it), and a pool that runs full. Called by `app simulate` by way of
+`simulate`.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+
+from app.simulator.checks import Checks
+from app.simulator.chunks import Chunk, Family, Sample
+from app.simulator.fleet import Fleet
+from app.simulator.moments import Moments
+from app.simulator.replica import Replica
+from app.simulator.speculation import Acceptance, NoDrafts, Policied, Speculation
+from app.simulator.types import Cluster, Ended, Moment, Run, Span, Workload
+from policies import events as ev
+from policies.actions import AbortChunk, Action, EndSample, ReleaseKv, SampleEnd, StartChunk
+from policies.bundle import Policies
+from policies.rollout import RolloutCore
+
+
+def simulate(
+    workload: Workload,
+    cluster: Cluster,
+    policies: Policies,
+    *,
+    seed: int = 0,
+    admission: bool = True,
+    acceptance: Acceptance | None = None,
+    speculation: Callable[[int], Speculation] | None = None,
+    spans: bool = False,
+    check: bool = False,
+    reveal: bool = False,
+    system: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Roll the workload out, step by step, each submitted when the last one has ended.
+
+    `admission`: the core reserves KV; without it replicas queue and preempt as vLLM does. Drafts are made by
+    `policies.drafting` with chances by `acceptance`, or by what `speculation` gives for a replica's index; with neither
+    there are none. `reveal`: true lengths go to the core, which only `oracle_longest_first` takes. `check`: raise
+    LawBroken where a law breaks. `progress` hears of ended and all samples. Raises ValueError where a sample can never
+    fit on a replica, or fails.
+    """
+    if speculation is None:
+        speculation = _speculation(policies, acceptance, cluster, seed)
+    kept = [] if spans else None
+    fleet = Fleet(cluster, speculation, kept)
+    host = _Host(workload, fleet, policies, admission, reveal, kept, check, progress)
+    host.run()
+    return host.result(system, seed)
+
+
+def _speculation(policies: Policies, acceptance: Acceptance | None, cluster: Cluster, seed: int):
+    if acceptance is None or not policies.drafting.most:
+        return lambda index: NoDrafts()
+    return lambda index: Policied(policies.drafting, acceptance, cluster.replica.step, seed)
+
+
+class _Host:
+    def __init__(self, workload, fleet, policies, admission, reveal, spans, check, progress):
+        self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
+        self._spans, self._progress = spans, progress
+        self._core = RolloutCore(policies)
+        self._booked = [inf] * len(fleet)  # when each replica's next turn stands in the heap
+        self._heap: list[tuple] = []  # (time, number, what to do, with what)
+        self._inbox: list[ev.Event] = []
+        self._now, self._number, self._events = 0.0, 0, 0
+        self._step, self._samples = -1, {}
+        self._running: dict[str, Chunk] = {}
+        self._total = sum(len(group.lengths) for step in workload.steps for group in step)
+        self._ended: list[Ended] = []
+        self._moments = Moments(self._moment)
+        self._checks = Checks(admission) if check else None
+
+    # ---- the loop --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Observe, decide, act, until nothing is left to happen."""
+        self._inbox += self._fleet.joins(self._admission)
+        self._submit()
+        while True:
+            while self._inbox:
+                self._observe()
+                self._act(self._core.decide(ev.Tick(self._now)))
+                if len(self._ended) < self._total and not self._samples:
+                    self._submit()
+            self._moments.note(self._now)
+            if not self._heap:
+                break
+            self._now = self._heap[0][0]
+            while self._heap and self._heap[0][0] == self._now:
+                _, _, do, subject = heappop(self._heap)
+                self._events += 1
+                do(subject)
+        if self._checks:
+            self._checks.end(sum(ended.preemptions for ended in self._ended))
+
+    def _observe(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        self._events += len(inbox)
+        for event in inbox:
+            if self._checks:
+                self._checks.event(event)
+            self._core.observe(event)
+
+    def _act(self, actions: tuple[Action, ...]) -> None:
+        touched: dict[int, None] = {}
+        for action in actions:
+            if self._checks:
+                self._checks.action(action)
+            match action:
+                case StartChunk():
+                    self._start(action, touched)
+                case AbortChunk():
+                    self._abort(action, touched)
+                case EndSample():
+                    self._end(action)
+                case ReleaseKv():
+                    self._release(action)
+        for index in touched:
+            self._book(self._fleet.replicas[index])
+
+    def _at(self, time_s: float, do: Callable, subject) -> None:
+        self._number += 1
+        heappush(self._heap, (time_s, self._number, do, subject))
+
+    # ---- steps and samples ---------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        """The next step's groups, and where all is revealed, their truth."""
+        self._step += 1
+        groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
+        for group in groups:
+            family = Family(group, self._step)
+            for index in range(len(group.lengths)):
+                sample = Sample(family, index, self._now)
+                self._samples[sample.sample_id] = sample
+        lengths = {sample.sample_id: sample.length for sample in self._samples.values()}
+        if not 1 <= min(lengths.values()) <= max(lengths.values()) <= max_tokens:
+            raise ValueError(f"{self._workload.name}, step {self._step}: lengths must be 1 to {max_tokens} tokens")
+        longest, room = max(group.prompt_tokens for group in groups) + max_tokens, self._fleet.room_tokens()
+        if longest > room:
+            raise ValueError(f"{self._workload.name}: {longest} tokens of context; a replica has KV for {room}")
+        if self._checks:
+            self._checks.submit(lengths)
+        if self._reveal:
+            self._inbox.append(ev.LengthsRevealed(self._now, lengths))
+        specs = (ev.GroupSpec(g.group_id, g.prompt_tokens, len(g.lengths), max_tokens, g.past_lengths) for g in groups)
+        self._inbox.append(ev.SamplesSubmitted(self._now, f"step-{self._step}", tuple(specs)))
+
+    # ---- chunks ----------------------------------------------------------------------------------------------
+
+    def _start(self, action: StartChunk, touched: dict[int, None]) -> None:
+        sample, replica = self._samples[action.sample_id], self._fleet.by_id[action.replica_id]
+        sample.chunks += 1
+        sample.moves += sample.replica not in (None, replica)
+        sample.replica = replica
+        tokens = min(action.max_tokens, sample.length - sample.made)
+        chunk = Chunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
+        self._running[action.chunk_id] = chunk
+        fetch_s = self._fleet.bring(chunk, action.min_pull_tokens, self._now)
+        if fetch_s:
+            if self._spans is not None:
+                until_s = self._now + fetch_s
+                self._spans.append(Span(replica.index, sample.sample_id, "fetch", self._now, until_s, chunk.pulled))
+            self._at(self._now + fetch_s, self._arrive, chunk)
+        else:
+            replica.submit(chunk, self._now)
+            touched[replica.index] = None
+
+    def _arrive(self, chunk: Chunk) -> None:
+        if not chunk.over:  # stopped on its way
+            chunk.sample.replica.submit(chunk, self._now)
+            self._book(chunk.sample.replica)
+
+    def _abort(self, action: AbortChunk, touched: dict[int, None]) -> None:
+        chunk = self._running[action.chunk_id]
+        if not chunk.over:  # else its KV is being saved, and it ends by itself
+            chunk.sample.replica.abort(chunk, self._now)
+            touched[chunk.sample.replica.index] = None
+
+    def _book(self, replica: Replica) -> None:
+        if replica.due_s < inf and replica.due_s != self._booked[replica.index]:
+            self._booked[replica.index] = replica.due_s
+            self._at(replica.due_s, self._turn, replica)
+
+    def _turn(self, replica: Replica) -> None:
+        if replica.due_s != self._now:
+            return  # it was booked anew since
+        self._booked[replica.index] = inf
+        for chunk in replica.turn():
+            self._stopped(chunk)
+        self._book(replica)
+
+    def _stopped(self, chunk: Chunk) -> None:
+        """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
+        sample = chunk.sample
+        chunk.over = True
+        sample.made += int(chunk.made)
+        sample.mark = chunk.mark
+        save_s = self._fleet.save_s(chunk) if sample.made < sample.length else 0.0
+        if save_s:
+            sample.stored = chunk.context + int(chunk.made)
+            self._at(self._now + save_s, self._finish, chunk)
+        else:
+            self._finish(chunk)
+
+    def _finish(self, chunk: Chunk) -> None:
+        sample = chunk.sample
+        del self._running[chunk.chunk_id]
+        end = ev.ChunkEnd.ABORTED if chunk.aborted else ev.ChunkEnd.LENGTH
+        if sample.made == sample.length < self._workload.max_tokens:
+            end = ev.ChunkEnd.STOP
+        self._inbox.append(ev.ChunkFinished(self._now, chunk.chunk_id, int(chunk.made), end, 0, sample.stored))
+        self._inbox += self._fleet.measured(sample.replica, self._now)
+
+    # ---- ends ------------------------------------------------------------------------------------------------
+
+    def _end(self, action: EndSample) -> None:
+        if action.end not in (SampleEnd.STOP, SampleEnd.LENGTH):
+            raise ValueError(f"{action.sample_id} ended as {action.end}: {action.error}")
+        sample = self._samples.pop(action.sample_id)
+        self._ended.append(
+            Ended(
+                sample.sample_id, sample.family.step, sample.made, sample.submitted_s, self._now, sample.chunks,
+                sample.moves, sample.preemptions, sample.recomputed, sample.verifications, sample.drafted,
+                sample.made - sample.verifications,
+            )
+        )  # fmt: skip
+        if self._progress:
+            self._progress(len(self._ended), self._total)
+
+    def _release(self, action: ReleaseKv) -> None:
+        sample = self._samples.get(action.sample_id)
+        if sample is not None:  # else it has ended, or the prompt's is meant: nobody reads either again
+            sample.stored = 0
+
+    def _moment(self, now: float) -> Moment:
+        running, kv_tokens = self._fleet.load(now)
+        return Moment(now, running, len(self._samples) - running, kv_tokens, len(self._fleet))
+
+    def result(self, system: str, seed: int) -> Run:
+        makespan_s = max(ended.ended_s for ended in self._ended)
+        moments, spans = self._moments.all(makespan_s), tuple(self._spans or ())
+        ended = tuple(self._ended)
+        return Run(system, self._workload.name, seed, makespan_s, ended, moments, spans, self._events, {})

@@ -1,0 +1,194 @@
+"""How fast the running chunks of a replica go: tokens a step, what that costs, between two changes of its batch.
+
+`Policied` asks the live drafting policy, with outcomes drawn from an acceptance model; `NoDrafts` makes one token a
+step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a function of (seed, sample, count), so what
+is drawn for one sample depends on no other. Called by `Replica`.
+"""
+
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from app.simulator.chunks import Chunk
+from app.simulator.types import Group, StepModel
+from policies.drafting import Drafting
+from policies.stepcost import StepCost
+from policies.views import DraftView
+
+FOREVER = 1 << 62
+
+REGIME_TOKENS = 512
+"""A pace holds for so many tokens of a chunk at most: over so many, acceptance hardly changes with the length."""
+
+CHANGES = 16
+"""A pace holds until more than one chunk in so many has joined or left."""
+
+ROUNDS = 4
+"""Verifications played per pace: policies that learn from outcomes see some of each, and the mean of them holds."""
+
+FADE = 0.99
+"""Of the replica's acceptance, per verification: the engine's own figure (`deployments.engine.drafts`)."""
+
+MATCH_TOKENS = 8
+"""Context that a proposal rests on: above every policy's least. The acceptance model already counts short matches."""
+
+MOST_CHANCE = 0.9999
+
+
+class Acceptance(Protocol):
+    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+        """That the next draft token of a sample is right if those before it are. `mates` of its group have begun."""
+
+
+class Pace(NamedTuple):
+    """For each chunk, tokens it makes and tokens it computes per step; `floor_s`: least seconds of a step; `steps`:
+    how long this holds unless the batch changes."""
+
+    rates: list[float]
+    costs: list[float]
+    floor_s: float = 0.0
+    steps: int = FOREVER
+
+
+class Speculation(Protocol):
+    most: int
+    """Draft tokens of a chunk in a step, at most."""
+
+    def stale(self, changes: int, running: int) -> bool:
+        """Whether a new pace is due after so many joins and leaves."""
+
+    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+        """Of chunks settled at the present step, `context_tokens` of context together."""
+
+    def drop(self, chunk: Chunk) -> None:
+        """The chunk runs here no more."""
+
+
+class NoDrafts:
+    """One token a step."""
+
+    most = 0
+
+    def stale(self, changes: int, running: int) -> bool:
+        return False
+
+    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+        return Pace([1.0] * len(chunks), [1.0] * len(chunks))
+
+    def drop(self, chunk: Chunk) -> None:
+        pass
+
+
+class Policied:
+    """Budgets by a live drafting policy, on one replica: its memory, its measured acceptance, its slots.
+
+    A pace is the mean over ROUNDS decisions. Budgets come from the policy, which sees drawn outcomes of its last; given
+    the budgets, tokens are expectations, 1 + sum of chance^j.
+    """
+
+    def __init__(self, policy: Drafting, acceptance: Acceptance, step: StepModel, seed: int):
+        self._policy, self._acceptance, self._step, self._seed = policy, acceptance, step, seed
+        self.most = policy.most
+        self._memory = None
+        self._accepted, self._drafted = 0.5, 1.0
+        self._slots, self._free = 0, []
+
+    def stale(self, changes: int, running: int) -> bool:
+        return changes * CHANGES > running
+
+    def drop(self, chunk: Chunk) -> None:
+        if chunk.slot >= 0:
+            self._free.append(chunk.slot)
+            chunk.slot = -1
+
+    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+        count, most = len(chunks), self.most
+        for chunk in chunks:
+            if chunk.slot < 0:
+                self._take_slot(chunk)
+        chance = np.array([self._chance(chunk) for chunk in chunks])
+        proposed = np.array([max(0, min(most, int(c.tokens - c.made) - 1)) for c in chunks], np.int32)
+        view = self._view(chunks, chance, proposed, self._cost(count, context_tokens))
+        right = self._outcomes(chunks, chance)
+        drafted, made = np.zeros(count), np.zeros(count)
+        for turn in range(ROUNDS):
+            budgets, self._memory = self._policy.decide(view, self._memory)
+            accepted = np.minimum(right[:, turn], budgets).astype(np.int32)
+            drafted += budgets
+            made += chance * (1.0 - chance**budgets) / (1.0 - chance)
+            self._count(budgets, accepted)
+            view = view._replace(
+                drafted_last=budgets, accepted_last=accepted, verifications=view.verifications + 1,
+                acceptance=self._accepted / self._drafted,
+            )  # fmt: skip
+        for chunk, was_drafted, was_accepted in zip(chunks, budgets.tolist(), accepted.tolist(), strict=True):
+            chunk.drafted_last, chunk.accepted_last = was_drafted, was_accepted
+            chunk.verified += ROUNDS
+        rates, costs = 1.0 + made / ROUNDS, 1.0 + drafted / ROUNDS
+        steps = max(1, int(REGIME_TOKENS / float(rates.max())))
+        return Pace(rates.tolist(), costs.tolist(), 0.0, steps)
+
+    def _take_slot(self, chunk: Chunk) -> None:
+        if not self._free:
+            self._free.append(self._slots)
+            self._slots += 1
+        chunk.slot = self._free.pop()
+        chunk.verified = chunk.drafted_last = chunk.accepted_last = 0
+
+    def _chance(self, chunk: Chunk) -> float:
+        sample = chunk.sample
+        family = sample.family
+        group = family.group
+        chance = self._acceptance.chance(
+            group, sample.index, chunk.generated, family.begun - 1, len(group.past_lengths)
+        )
+        return min(max(chance, 0.0), MOST_CHANCE)
+
+    def _outcomes(self, chunks: list[Chunk], chance: np.ndarray) -> np.ndarray:
+        """Right draft tokens before the first wrong one, of endless drafts: float64[chunks, ROUNDS], geometric."""
+        noise = b""
+        for chunk in chunks:
+            sample = chunk.sample
+            name = f"{self._seed}\0{sample.family.step}\0{sample.sample_id}\0{sample.draws}"
+            noise += blake2b(name.encode(), digest_size=8 * ROUNDS).digest()
+            sample.draws += 1
+        uniform = (np.frombuffer(noise, "<u8").reshape(-1, ROUNDS) + 0.5) / 2.0**64
+        return np.floor(np.log(uniform) / np.log(np.maximum(chance, 1e-12))[:, None])
+
+    def _count(self, budgets: np.ndarray, accepted: np.ndarray) -> None:
+        fade = FADE ** int(np.count_nonzero(budgets))
+        self._accepted = fade * self._accepted + float(accepted.sum())
+        self._drafted = fade * self._drafted + float(budgets.sum())
+
+    def _cost(self, count: int, context_tokens: float) -> StepCost:
+        """The replica's own step model at the present context, as an engine would have measured it."""
+        top = count * (1 + self.most) + 1
+        if self._step.experts_s:
+            tokens = sorted({1, count, top, *(1 << k for k in range(1, top.bit_length()) if 1 << k < top)})
+        else:
+            tokens = [1, top]
+        return StepCost(
+            tuple(float(n) for n in tokens), tuple(max(1e-9, self._step.seconds(n, context_tokens)) for n in tokens)
+        )
+
+    def _view(self, chunks: list[Chunk], chance: np.ndarray, proposed: np.ndarray, cost: StepCost) -> DraftView:
+        def column(values, kind=np.int32):
+            return np.array(values, kind)
+
+        places = np.arange(self.most)
+        return DraftView(
+            right=np.where(places < proposed[:, None], chance[:, None], 0.0).astype(np.float32),
+            proposed=proposed,
+            match_tokens=np.full(len(chunks), MATCH_TOKENS, np.int32),
+            slot=column([c.slot for c in chunks], np.int64),
+            verifications=column([c.verified for c in chunks], np.int64),
+            drafted_last=column([c.drafted_last for c in chunks]),
+            accepted_last=column([c.accepted_last for c in chunks]),
+            generated=column([c.generated for c in chunks]),
+            expected=column([c.expected_tokens for c in chunks]),
+            medium_at=column([c.class_starts[0] for c in chunks]),
+            long_at=column([c.class_starts[1] for c in chunks]),
+            acceptance=self._accepted / self._drafted,
+            cost=cost,
+        )
