@@ -1,10 +1,10 @@
 """Times that no schedule can beat, whatever it knows: they stand beside every makespan.
 
-Each is a relaxation, so it holds for every policy that runs on `cluster`: an engine step of a batch takes
-base_s + token_s * (1 + drafts, summed) + context_s * (context, summed), makes 1 + p + ... + p^w tokens of a sample with
-w drafts on average, and its batch fits max_running and the KV capacity. Where tokens are drawn rather than expected,
-so are the times they bound. Drafting is free here; a group's prompt is computed at least once, by a replica that does
-nothing else meanwhile. Called with every simulation.
+Each is a relaxation, so it holds for every policy that runs on `cluster`: an engine step takes StepModel.seconds of
+its tokens (1 + drafts, summed) and contexts, makes 1 + p + ... + p^w tokens on average of a sample with w drafts, and
+its batch fits max_running and the KV capacity. Where tokens are drawn rather than expected, so are the times they
+bound. Drafting is free here; a group's prompt is computed at least once, by a replica that does nothing else meanwhile.
+Called with every simulation.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.simulator.acceptance import Chances
-from app.simulator.types import Cluster, Group, StepModel
+from app.simulator.types import Cluster, Group, ReplicaModel, StepModel
 
-BASE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of a step's base time, how much is shared out by head rather than by context; each share gives a bound."""
+HEAD_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""How much of what a step takes by itself is shared out by head rather than by room; each gives a bound."""
 
 POINTS = 33
 """Context lengths at which a sample's cost is worked out. More make the bounds tighter by less than 0.1 %."""
@@ -30,29 +30,31 @@ class Samples:
     tokens: np.ndarray
     made: np.ndarray
 
-    def least_costs(self, step: StepModel, head: float, room: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def least_costs(
+        self, step: StepModel, own_s: Sequence[float], room_s: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of a token where each answer has so many tokens, those numbers, and the most that a step makes.
 
-        Of the base, `head` counts for each sample of a step, and `room` for each token of answer that it has. A step
-        reads the context it starts with, so the token at x may cost what it would `stride` tokens earlier.
+        To a step with w drafts a sample adds own_s[w], what reading its context takes, and room_s for each token that
+        its answer has. A step reads the context it starts with: the token at x may cost what it would `stride` earlier.
         """
         stride = np.minimum(self.made[:, -1], self.tokens)
         at = np.linspace(np.zeros(len(stride)), self.tokens - stride, POINTS)
-        context_s = step.context_s * self.prompt_tokens + (step.context_s + step.base_s * room) * at
-        drafts = range(self.made.shape[1])
-        costs = [(step.base_s * head + step.token_s * (1 + w) + context_s) / self.made[:, w] for w in drafts]
+        context_s = step.context_s * self.prompt_tokens + (step.context_s + room_s) * at
+        costs = [(own_s[w] + context_s) / self.made[:, w] for w in range(self.made.shape[1])]
         return np.minimum.reduce(costs), at, stride
 
-    def least_s(self, step: StepModel, head: float, room: float) -> np.ndarray:
+    def least_s(self, step: StepModel, own_s: Sequence[float], room_s: float = 0.0) -> np.ndarray:
         """Of each sample, the integral over its answer. Of straight lines the cheapest is concave, so that straight
         pieces between points stay below it."""
-        cost, at, stride = self.least_costs(step, head, room)
+        cost, at, stride = self.least_costs(step, own_s, room_s)
         return np.trapezoid(cost, at, axis=0) + stride * cost[0]
 
-    def least_kv(self, step: StepModel) -> np.ndarray:
-        """Of each sample, token-seconds of its answer's KV. Both factors rise, so that left ends stay below."""
-        cost, at, _ = self.least_costs(step, 1.0, 0.0)
-        return (cost[:-1] * at[:-1] * np.diff(at, axis=0)).sum(axis=0)
+    def least_kv(self, step: StepModel, own_s: Sequence[float]) -> np.ndarray:
+        """Of each sample, token-seconds of its answer's KV: the same pieces times the tokens there, integrated."""
+        cost, at, _ = self.least_costs(step, own_s, 0.0)
+        (a, b), (c, d) = (at[:-1], at[1:]), (cost[:-1], cost[1:])
+        return ((b - a) * (2 * a * c + a * d + b * c + 2 * b * d)).sum(axis=0) / 6
 
 
 def bounds(
@@ -60,31 +62,43 @@ def bounds(
 ) -> dict[str, float]:
     """Lower bounds in seconds of the time from submission of `groups` to the end of their last sample.
 
-    work_s: all replica time there is must hold the least replica time that every token takes. A step's base time is
-    at least the sum, over its batch, of base_s * (share / max_running + (1 - share) * answer so far / KV capacity),
-    since neither quotient sums to more than 1; so a sample's token costs at least that and its own terms, over the
-    tokens of its step.
-    longest_s: a sample's steps come one after another, and each takes at least its own terms and the whole base.
-    memory_s: the KV capacity of all replicas, over time, must hold each answer's KV for as long as its steps take at
-    least. (Never above work_s, as no answer is larger than the capacity. A prompt's KV may be shared and is left out.)
+    work_s: all replica time there is must hold the least replica time that every token takes (see `_work_s`).
+    longest_s: a sample's steps come one after another, and none is shorter than if it ran alone.
+    memory_s: the KV capacity of all replicas, over time, must hold each answer's KV for as long as its steps take
+    at least. (Never above work_s, as no answer is larger than the capacity. A prompt's KV may be shared: left out.)
     best_s: the greatest of them. All are 0 without groups; drafts without an acceptance are never right.
     """
     if not groups:
         return {"work_s": 0.0, "longest_s": 0.0, "memory_s": 0.0, "best_s": 0.0}
     model, replicas = cluster.replica, cluster.replicas
-    step, capacity = model.step, model.kv_capacity_tokens
     samples = _samples(groups, acceptance, most_drafts)
-    tokens_s = max(
-        samples.least_s(step, share / model.max_running, (1 - share) / capacity).sum() for share in BASE_SHARES
-    )
+    alone = [model.step.seconds(1 + w, 0) for w in range(samples.made.shape[1])]
     prompts_s = sum(group.prompt_tokens for group in groups) / model.prefill_tokens_s
-    alone_s = samples.least_s(step, 1.0, 0.0) + samples.prompt_tokens / model.prefill_tokens_s
+    one_by_one_s = samples.least_s(model.step, alone) + samples.prompt_tokens / model.prefill_tokens_s
     found = {
-        "work_s": float(tokens_s + prompts_s) / replicas,
-        "longest_s": float(alone_s.max()),
-        "memory_s": float(samples.least_kv(step).sum()) / (capacity * replicas),
+        "work_s": (_work_s(samples, model) + prompts_s) / replicas,
+        "longest_s": float(one_by_one_s.max()),
+        "memory_s": float(samples.least_kv(model.step, alone).sum()) / (model.kv_capacity_tokens * replicas),
     }
     return {**found, "best_s": max(found.values())}
+
+
+def _work_s(samples: Samples, model: ReplicaModel) -> float:
+    """Least replica time of all answers: a token costs at least its sample's part of a step over what the step makes.
+
+    What a step takes by itself (base, and experts read) is shared out in two ways, or a mean of both, and each gives a
+    bound. By head: of n <= N = max_running samples each bears (base + E(N)) / N, as E, the experts' seconds by tokens,
+    is concave and 0 at 0. By room: answers of x tokens bear (base + E(K / X)) * x / K, K the KV capacity and X the
+    longest answer; these x sum to at most K, and n >= sum / X, so that E(n) >= E(sum / X) >= E(K / X) * sum / K.
+    """
+    step, most, capacity = model.step, model.max_running, model.kv_capacity_tokens
+    fewest = max(1.0, capacity / float(samples.tokens.max()))
+    head_s = (step.seconds(most, 0) - step.token_s * most) / most
+    room_s = (step.seconds(fewest, 0) - step.token_s * fewest) / capacity
+    computed_s = step.token_s * (1 + np.arange(samples.made.shape[1]))
+    return max(
+        float(samples.least_s(step, computed_s + share * head_s, (1 - share) * room_s).sum()) for share in HEAD_SHARES
+    )
 
 
 def _samples(groups: Sequence[Group], acceptance: Chances | None, most_drafts: int) -> Samples:
