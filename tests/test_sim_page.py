@@ -103,6 +103,7 @@ def test_hostile_ids_and_names_are_inert():
     assert set(read.tags) == set(plain.tags) and read.tags.count("script") == plain.tags.count("script") == 2
     assert not [name for name, _ in read.attributes if name.startswith("on") or name == "src"]
     assert HOSTILE + "0" in data_of(text)["samples"]
+    assert not set("<>&") & set(re.search(r'id="spans">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def test_a_single_run_and_one_without_spans_or_drafts_have_a_page():
@@ -163,6 +164,11 @@ def test_joining_does_not_bridge_a_break_a_move_or_another_role():
     assert sorted((s.replica, s.sample_id, s.begin_s, s.end_s, s.tokens) for s in joined(spans, 0.01)) == [
         (0, "a", 0, 2, 10), (0, "a", 3, 4, 5), (0, "b", 0, 1, 5), (0, "b", 1, 2, 5), (1, "a", 2, 3, 5),
     ]  # fmt: skip
+
+
+def test_a_move_is_no_touch():
+    spans = [Span(0, "a", "generate", 0, 1, 5), Span(1, "a", "generate", 1, 2, 5)]
+    assert joined(spans, 0.01) == spans
 
 
 def test_a_big_page_stays_small():

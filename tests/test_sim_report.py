@@ -45,9 +45,10 @@ def test_each_step_has_its_own_tail_and_samples_count_from_their_submission():
 
 
 def test_a_replica_is_idle_when_none_of_its_spans_runs():
-    spans = (Span(0, "a", "generate", 0, 6, 5), Span(0, "b", "generate", 4, 8, 5), Span(1, "c", "fetch", 1, 2, 5))
+    spans = [Span(0, "a", "generate", 0, 6, 5), Span(0, "b", "generate", 4, 8, 5), Span(1, "c", "fetch", 1, 2, 5)]
+    spans += [Span(0, "d", "prefill", 5, 5.5, 5), Span(0, "e", "generate", 6, 7, 5)]  # within the others
     moments = (Moment(0, 1, 0, 0, 2), Moment(8, 0, 0, 0, 1))
-    one = summary(run_of([ended(0, 10.0)], spans=spans, moments=moments))
+    one = summary(run_of([ended(0, 10.0)], spans=tuple(spans), moments=moments))
     assert one["replica_s"] == 2 * 8 + 1 * 2
     assert one["idle_share"] == 0.5
     assert summary(run_of([ended(0, 10.0)], moments=moments))["idle_share"] is None

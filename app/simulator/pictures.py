@@ -198,5 +198,5 @@ def _rect(kind: str, x: float, y: float, width: float, height: float, said: str)
     return f'<rect class="{kind}" {size}><title>{escape(said)}</title></rect>'
 
 
-def _cut(name: str, most: int = 20) -> str:
+def _cut(name: str, most: int = 17) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
