@@ -167,6 +167,7 @@
   const place = (panel, i) => `replica ${panel.run.replicas[row_of(panel, i)]}, ${data.roles[panel.role[i]]}, ` +
     `${seconds(panel.begin[i])} to ${seconds(panel.end[i])}, ${panel.tokens[i].toLocaleString("en")} tokens`;
 
+  const MAKES = ["generate", "race"]; // prefill and fetch count tokens that were there already
   function journey(panel) {
     const path = path_of(panel), stays = [];
     if (!path.length) return "not shown";
@@ -174,7 +175,7 @@
     for (const i of path) {
       const replica = panel.run.replicas[row_of(panel, i)];
       if (stays[stays.length - 1] !== replica) stays.push(replica);
-      tokens += panel.tokens[i];
+      if (MAKES.includes(data.roles[panel.role[i]])) tokens += panel.tokens[i];
     }
     const where = stays.slice(0, 12).join(" → ") + (stays.length > 12 ? " → …" : "");
     const until = Math.max(...path.map((i) => panel.end[i]));
