@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from deployments.context.choice import CANDIDATES, FEATURES, HIDDEN
-from deployments.context.evidence import LEARNING_RATE, LESSONS, PRIOR, Evidence, Lesson
+from deployments.context.evidence import LEARNING_RATE, LESSONS, PRIOR, Evidence
+from deployments.context.followers import Followers
 from deployments.context.index import GroupIndex
 from deployments.context.lesson import learn
 from deployments.context.settings import IndexSettings
@@ -92,7 +93,7 @@ def test_what_is_learned_is_shared_by_the_groups_of_an_engine_and_by_no_others()
 
 
 def lesson_of(rng, count):
-    lesson = Lesson()
+    lesson = Followers().lesson(0)
     lesson.features[0, :count] = rng.normal(size=(count, FEATURES))
     lesson.seen[0, :count] = np.arange(count)
     lesson.seen[0, CANDIDATES] = count
@@ -130,7 +131,7 @@ def test_a_lesson_is_a_step_down_the_gradient_of_the_log_loss(truth):
 
 def test_a_lesson_ends_with_the_first_wrong_token():
     net = tuple(array.copy() for array in Evidence().net)
-    lesson = Lesson()
+    lesson = Followers().lesson(0)
     lesson.seen[:3, 0], lesson.seen[:3, CANDIDATES] = 5, 1
     assert learn(lesson.features, lesson.seen, np.array([5, 6, 5], np.int32), net, LEARNING_RATE) == 2
     assert learn(lesson.features, lesson.seen, np.array([5, 5, 5, 5], np.int32), net, LEARNING_RATE) == 3

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     acceptance_length: float
     drafted: int
     accepted: int
-    draft_us: float  # really taken, for each sample and step
+    draft_us: float  # really taken, for each sample and step, while as many samples run as may
 
 
 @dataclass
@@ -122,20 +122,23 @@ class Replica:
     def run(self, chunks: list[ChunkRequest]) -> Outcome:
         """All of them to their end."""
         waiting, clock_s, steps, tail_s = chunks[::-1], 0.0, 0, 0.0
-        made = tail_made = drafted = accepted = 0
+        made = tail_made = drafted = accepted = full_steps = full_us = 0
         while waiting or self._running:
             while waiting and len(self._running) < self._most_running:
                 self._start(waiting.pop())
             tokens = sum(1 + len(request.spec_token_ids) for request, _ in self._running.values())
             took_s, in_tail = float(self._cost.at(tokens)), not waiting and len(self._running) <= TAIL_RUNNING
-            steps += len(self._running)
-            drafted += tokens - len(self._running)
+            running, before_us = len(self._running), self._drafts.counts()["draft_us"]
+            steps += running
+            drafted += tokens - running
             new, right = self._step()
             self._drafts.timed(tokens, took_s)
             self._drafts.propose()
+            if running == self._most_running:
+                full_steps, full_us = full_steps + running, full_us + self._drafts.counts()["draft_us"] - before_us
             clock_s, made, accepted = clock_s + took_s, made + new, accepted + right
             tail_s, tail_made = tail_s + in_tail * took_s, tail_made + in_tail * new
-        draft_us = round(self._drafts.counts()["draft_us"] / steps, 1)
+        draft_us = round(full_us / full_steps, 1) if full_steps else 0.0
         self._drafts.stop()
         tail = round(tail_made / tail_s, 2) if tail_s else None
         return Outcome(round(clock_s, 3), tail, round(made / steps, 3), drafted, accepted, draft_us)
@@ -186,9 +189,7 @@ def measure(rollouts: list[Rollouts], cost: StepCost, most_running: int, say: Ca
     }
 
 
-def workload(
-    rollouts: list[Rollouts], policy: Drafting
-) -> tuple[list[ChunkRequest], dict[GroupRef, list[PastAnswer]]]:
+def workload(rollouts: list[Rollouts], policy: Drafting) -> tuple[list[ChunkRequest], dict[GroupRef, list[PastAnswer]]]:
     """Every mate of every prompt as one chunk, group by group, and each group's history."""
     chunks, history = [], {}
     longest = max(len(answer) for prompt in rollouts for answer in prompt.mates)

@@ -14,7 +14,8 @@ from app.bench.drafts import MOST_HISTORY, MOST_MATES, Rollouts, Setting, replay
 from app.errors import BadInput
 from deployments.context import index as draft_index
 from deployments.context.choice import CANDIDATES, HIDDEN
-from deployments.context.evidence import Evidence, Lesson
+from deployments.context.evidence import Evidence
+from deployments.context.followers import Lesson
 from deployments.context.types import PastAnswer
 
 CURRICULUM = (

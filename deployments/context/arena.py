@@ -5,7 +5,7 @@ Used by index.py: one arena for a live group, one for its history.
 
 import numpy as np
 
-from deployments.context.kernels import BLOCK, BLOCK_BITS, COLUMNS, ORDERS, append, relink
+from deployments.context.kernels import BLOCK, BLOCK_BITS, ORDERS, append, relink
 
 
 class Arena:
@@ -17,7 +17,7 @@ class Arena:
         self._used = np.zeros(1, np.int64)
         self._count = 0
         self.tokens = 0
-        self.arrays = (self._rows, self._heads, self._blocks, self._runs)
+        self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
 
     @property
     def nbytes(self) -> int:
@@ -28,31 +28,32 @@ class Arena:
         """A new run's number."""
         if self._count == len(self._runs):
             self._runs = np.concatenate([self._runs, np.zeros_like(self._runs)])
-            self.arrays = (self._rows, self._heads, self._blocks, self._runs)
+            self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
         self._runs[self._count] = owner, weight
         self._count += 1
         return self._count - 1
 
     def append(self, last: int, run: int, position: int, tokens: np.ndarray, fresh: bool = True) -> int:
-        """Append tokens to a run after the place `last` (-1: nothing before); returns the last place."""
+        """Append tokens, i32[n] and writable (numba compiles for others apart), to a run after the place `last` (-1:
+        nothing before); returns the last place."""
         if not len(tokens):
             return last
         need = int(self._used[0]) + len(tokens) // BLOCK + 2
         if need > len(self._blocks):
             self._grow(max(need, len(self._blocks) * 3 // 2))
         self.tokens += len(tokens)
-        tokens = np.array(tokens, np.int32)  # numba compiles for read-only arrays apart
-        return append(self._rows, self._heads, self._blocks, self._used, last, fresh, run, position, tokens)
+        return append(*self.arrays[:4], self._used, last, fresh, run, position, tokens)
 
     def _allocate(self, blocks: int) -> None:
-        self._rows = np.full((blocks << BLOCK_BITS, COLUMNS), -1, np.int32)
+        self._text = np.full(blocks << BLOCK_BITS, -1, np.int32)
+        self._chains = np.full((blocks << BLOCK_BITS, len(ORDERS)), -1, np.int32)
         self._blocks = np.full((blocks, 4), -1, np.int32)
-        self._heads = np.full(len(ORDERS) << (len(self._rows) - 1).bit_length(), -1, np.int32)
+        self._heads = np.full(len(ORDERS) << (len(self._text) - 1).bit_length(), -1, np.int32)
 
     def _grow(self, blocks: int) -> None:
-        rows, table = self._rows, self._blocks
+        text, table = self._text, self._blocks
         self._allocate(blocks)
-        self._rows[: len(rows)] = rows
+        self._text[: len(text)] = text
         self._blocks[: len(table)] = table
-        relink(self._rows, self._heads, self._blocks, self._used)
-        self.arrays = (self._rows, self._heads, self._blocks, self._runs)
+        self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
+        relink(*self.arrays[:4], self._used)

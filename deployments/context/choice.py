@@ -16,24 +16,21 @@ OWN, HISTORY = 0, 2
 WEIGHT_ONE = 1024
 FAST, SLOW = np.float32(0.9), np.float32(0.96)
 
-FEATURES = 22
-HIDDEN = 16
-CANDIDATES = 12
-TOKENS = 96
+FEATURES, HIDDEN = 22, 16
+CANDIDATES, TOKENS = 12, 96
 """Candidates that are scored, and distinct tokens that are looked at, at most."""
 
 LEAVE = np.float32(4.0)
 """A place that disagrees with a drafted token is followed on only if it aligned better than this before."""
 
 FAINT, ALTERNATIVES = np.float32(1.2), 2
-_MATCHES = (2, 3, 5, 8)
-_STEPS = 16
+_MATCHES, _STEPS, _LAST = (2, 3, 5, 8), 16, 63
 _BY_SCORE = np.exp(np.arange(256) / (2 * _STEPS)).astype(np.float32)
 _BY_LENGTH = np.exp(0.5 * np.minimum(np.arange(64), 10)).astype(np.float32)
-_LAST = 63
+_njit = njit(nogil=True, error_model="numpy", fastmath=True)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _bits(x):
     count = 0
     while x:
@@ -53,15 +50,7 @@ def _ln(x):
     return p + np.float32((bits >> np.int32(23)) - np.int32(127)) * np.float32(0.6931472)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
-def _slot(token, tokens, many):
-    j = 0
-    while j < many and tokens[j] != token:
-        j += 1
-    return j
-
-
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _gather(n, found, scores, token, tokens, sums, runs, total):
     """Sum up for each distinct next token what speaks for it; returns how many tokens there are."""
     many = 0
@@ -69,19 +58,19 @@ def _gather(n, found, scores, token, tokens, sums, runs, total):
     for i in range(n):
         if found[i, LENGTH] == 0 and scores[i, 0] < FAINT:
             continue
-        j = _slot(token[i], tokens, many)
+        j = 0
+        while j < many and tokens[j] != token[i]:
+            j += 1
         if j == TOKENS:
             continue
         if j == many:
-            tokens[j] = token[i]
-            sums[j] = 0
-            runs[j] = 0
+            tokens[j], sums[j], runs[j] = token[i], 0, 0
             many += 1
         _credit(i, found, scores, j, sums, runs, total)
     return many
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _credit(i, found, scores, j, s, runs, total):
     """Add the i-th place's evidence to the sums s[j] of its token. (Rows are not passed: views cost more than this.)"""
     length, fast = found[i, LENGTH], scores[i, 0]
@@ -120,7 +109,7 @@ def _credit(i, found, scores, j, s, runs, total):
     total[7] += prior
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _features(j, s, runs, total, mean, scale, c, x):
     """One candidate's evidence as numbers of mean 0 and deviation 1, roughly."""
     few, some, one = np.float32(0.02), np.float32(0.05), np.float32(1)
@@ -139,22 +128,20 @@ def _features(j, s, runs, total, mean, scale, c, x):
         x[c, f] = (x[c, f] - mean[f]) * scale[f]
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
-def _score(c, x, inner, offset, outer, h):
-    """The network's output for candidate c; h is room for its hidden layer."""
-    for i in range(HIDDEN):
-        h[i] = offset[0, i]
-    for f in range(FEATURES):
-        for i in range(HIDDEN):
-            h[i] += x[c, f] * inner[f, i]
+@_njit
+def _score(x, inner, offset, outer):
+    """The network's output for the features x f32[FEATURES]; inner f32[HIDDEN, FEATURES]."""
     score = np.float32(0)
     for i in range(HIDDEN):
-        score += max(h[i], np.float32(0)) * outer[0, i]
+        unit = offset[0, i]
+        for f in range(FEATURES):
+            unit += x[f] * inner[i, f]
+        score += max(unit, np.float32(0)) * outer[0, i]
     return score
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
-def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
+@_njit
+def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares):
     """Score the candidates with most evidence; fills xs, out (tokens) and shares (chances); returns how many."""
     count = min(many, CANDIDATES)
     inner, offset, outer, none = net
@@ -168,18 +155,17 @@ def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
         _features(best, sums, runs, total, mean, scale, c, xs)
         out[c] = tokens[best]
         sums[best, 20] = 0  # taken
-        shares[c] = _score(c, xs, inner, offset, outer, h)
+        shares[c] = _score(xs[c], inner, offset, outer)
         most = max(most, shares[c])
     whole = exp(none[0, 0] - most)
     for c in range(count):
         shares[c] = exp(shares[c] - most)
         whole += shares[c]
-    for c in range(count):
-        shares[c] /= whole
+    shares[:count] /= whole
     return count
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _move(n, k, most, found, scores, ahead, at, token, chosen):
     """Move the places over the chosen token, the k-th drafted; returns how many can go on."""
     kept = 0
@@ -199,7 +185,7 @@ def _move(n, k, most, found, scores, ahead, at, token, chosen):
     return kept
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _branch(path, lengths, chances):
     """Where the next path leaves an earlier one, (path, position, alternative): where that is likeliest to be right."""
     parent, stem, which, chance = -1, -1, 0, np.float32(0)
@@ -213,7 +199,7 @@ def _branch(path, lengths, chances):
     return parent, stem, which
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _rank(count, shares, out, best, prefix, others, chances):
     """Note the next best candidates, and how likely it is that the draft and then they are right."""
     for a in range(ALTERNATIVES):
@@ -228,7 +214,7 @@ def _rank(count, shares, out, best, prefix, others, chances):
         chances[a] = prefix * shares[second] if second >= 0 else np.float32(0)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _best(count, shares, out, wanted):
     """The likeliest candidate, or that of the wanted token (>= 0)."""
     best = 0
@@ -240,38 +226,27 @@ def _best(count, shares, out, wanted):
     return best
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@_njit
 def _source(n, places, marks, token, chosen):
     """Where the place comes from that speaks for the chosen token most strongly."""
     source, most = 0, np.float32(-1)
     for i in range(n):
         if token[i] == chosen and marks[i, 0] > most:
             most, source = marks[i, 0], places[i, SOURCE]
-    return source
+    return np.uint8(source)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
-def draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, xs, seen):
-    """Draft from n places: paths into the rows of tokens, right and origin; returns (paths, their lengths). A path ends
-    where the chance that all of it is right falls below `least`.
-
-    `xs` and `seen` take the first path's features and candidates, for `learn`; seen[k, -1] = how many there were.
-    """
+@_njit
+def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, xs, seen, work):
+    """`draft` for one sample; returns the number of paths."""
     paths, most = tokens.shape
-    lengths = np.zeros(paths, np.int64)
-    others, chances = np.empty((paths, most, ALTERNATIVES), np.int32), np.zeros((paths, most, ALTERNATIVES), np.float32)
-    distinct, runs = np.empty(TOKENS, np.int32), np.empty((TOKENS, 3), np.uint64)
-    sums, total = np.empty((TOKENS, FEATURES), np.float32), np.empty(8, np.float32)
-    spare, spare_seen = np.empty((CANDIDATES, FEATURES), np.float32), np.empty(CANDIDATES + 1, np.int32)
-    places, marks = np.empty_like(found[:n]), np.empty_like(scores[:n])
-    at, token = np.empty(n, np.int64), np.empty(n, np.int32)
-    shares, h = np.empty(CANDIDATES, np.float32), np.empty(HIDDEN, np.float32)
-    seen[:, CANDIDATES] = 0
+    others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares = work
+    chances[:], lengths[:], seen[:, CANDIDATES] = 0, 0, 0
     for path in range(paths):
         parent, stem, which = _branch(path, lengths, chances)
         if path and parent < 0:
-            return path, lengths
-        places[:], marks[:], token[:] = found[:n], scores[:n], ahead[:n, 0]
+            return path
+        places[:n], marks[:n], token[:n] = found[:n], scores[:n], ahead[:n, 0]
         for i in range(n):
             at[i] = i
         here, prefix = n, np.float32(1)
@@ -284,17 +259,40 @@ def draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, xs, 
                     break
                 noted = path == 0 and k < seen.shape[0]
                 x, out = (xs[k], seen[k]) if noted else (spare, spare_seen)
-                count = _candidates(many, distinct, sums, runs, total, norm, net, x, out, shares, h)
+                count = _candidates(many, distinct, sums, runs, total, norm, net, x, out, shares)
                 out[CANDIDATES] = count
                 best = _best(count, shares, out, others[parent, k, which] if k == stem else -1)
-                if k > stem:
+                if k > stem and paths > 1:
                     _rank(count, shares, out, best, prefix, others[path, k], chances[path, k])
                 chosen, share = out[best], shares[best]
                 if k > stem and prefix * share < least:
                     break
-                source = np.uint8(_source(here, places, marks, token, chosen))
+                source = _source(here, places, marks, token, chosen)
             tokens[path, k], right[path, k], origin[path, k] = chosen, share, source
             prefix *= share
             lengths[path] = k + 1
             here = _move(here, k, most, places, marks, ahead, at, token, chosen)
-    return paths if lengths[0] else 0, lengths
+    return paths if lengths[0] else 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
+def draft(samples, told, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, done, xs, seen):
+    """Draft for each sample from the places that `follow` told: paths into the rows of tokens, right and origin, their
+    lengths, and how many there are (done). A path ends where the chance that all of it is right falls below `least`.
+
+    `xs` and `seen` take the first path's features and candidates, for `learn`; seen[k, -1] = how many there were.
+    """
+    most, room = tokens.shape[1:], found.shape[1]
+    others, chances = np.empty((*most, ALTERNATIVES), np.int32), np.empty((*most, ALTERNATIVES), np.float32)
+    distinct, runs = np.empty(TOKENS, np.int32), np.empty((TOKENS, 3), np.uint64)
+    sums, total = np.empty((TOKENS, FEATURES), np.float32), np.empty(8, np.float32)
+    spare, spare_seen = np.empty((CANDIDATES, FEATURES), np.float32), np.empty(CANDIDATES + 1, np.int32)
+    places, marks = np.empty((room, found.shape[2]), np.int32), np.empty((room, 2), np.float32)
+    at, token = np.empty(room, np.int64), np.empty(room, np.int32)
+    shares = np.empty(CANDIDATES, np.float32)
+    work = others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares
+    net = np.ascontiguousarray(net[0].T), *net[1:]
+    for s in range(samples.shape[0]):
+        what, row = (found[s], scores[s], ahead[s]), samples[s, 0]
+        into = tokens[s], right[s], origin[s], lengths[s], xs[row], seen[row]
+        done[s] = _draft(told[s, 0], *what, norm, net, least, *into, work)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deployments.context.choice import CANDIDATES, FEATURES, HIDDEN
+from deployments.context.choice import FEATURES, HIDDEN
+from deployments.context.followers import Lesson
 from deployments.context.kernels import ROOM
 from deployments.context.lesson import learn
 from deployments.context.settings import IndexSettings
@@ -21,19 +22,11 @@ LEARNING_RATE = np.float32(1e-3)
 LESSONS = 4
 """One draft in this many is learned from: the others would cost time and teach the same."""
 
-MOST_TOKENS, NOTED_TOKENS = 64, 8
-"""Tokens that a draft may have, and those of it that are learned from."""
+MOST_TOKENS = 64
+"""Of a draft."""
 
-
-class Lesson:
-    """What the first path of a draft was chosen from: features of each position's candidates, and which they were."""
-
-    __slots__ = ("features", "position", "seen")
-
-    def __init__(self):
-        self.features = np.zeros((NOTED_TOKENS, CANDIDATES, FEATURES), np.float32)
-        self.seen = np.zeros((NOTED_TOKENS, CANDIDATES + 1), np.int32)
-        self.position = -1
+TOGETHER = 16
+"""Samples drafted for in one call: what the call notes of them stays in the second-level cache."""
 
 
 class Evidence:
@@ -46,9 +39,16 @@ class Evidence:
         self.norm = (array["mean"][0], array["scale"][0])
         self.net = (array["inner"], array["offset"], array["outer"], array["none"])
         assert self.net[0].shape == (FEATURES, HIDDEN)
-        self.found = np.empty((2 * ROOM, 5), np.int32)
-        self.scores = np.empty((2 * ROOM, 2), np.float32)
-        self.ahead = np.empty((2 * ROOM, MOST_TOKENS), np.int32)
+        self.found = np.empty((TOGETHER, 2 * ROOM, 5), np.int32)
+        self.scores = np.empty((TOGETHER, 2 * ROOM, 2), np.float32)
+        self.told = np.empty((TOGETHER, 2), np.int64)
+        self._ahead: dict[int, np.ndarray] = {}
+
+    def ahead(self, most: int) -> np.ndarray:
+        """Room for `most` tokens ahead of each place, int32[TOGETHER, places, most]."""
+        if most not in self._ahead:
+            self._ahead[most] = np.empty((TOGETHER, 2 * ROOM, most), np.int32)
+        return self._ahead[most]
 
     def learn(self, lesson: Lesson, truth: np.ndarray) -> None:
         """Take in what really came (i32[n]) where the draft of `lesson` began."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from deployments.context.arena import Arena
 from deployments.context.choice import draft
-from deployments.context.evidence import LESSONS, MOST_TOKENS, Evidence, Lesson
-from deployments.context.kernels import NOBODY, PAST, PROMPT, TRACKS, WEIGHT_ONE, context, follow
+from deployments.context.evidence import LESSONS, MOST_TOKENS, TOGETHER, Evidence
+from deployments.context.followers import Followers
+from deployments.context.kernels import LOOKED_UP, NOBODY, PAST, PROMPT, TRACKS, WEIGHT_ONE, context, follow
 from deployments.context.settings import IndexSettings
 from deployments.context.types import PastAnswer
 
@@ -42,12 +43,12 @@ class HistoryIndex:
     ) -> "HistoryIndex":
         """Index the answers, best evidence last; the loops run without the GIL."""
         arena = Arena(sum(len(answer.tokens) for answer in answers) + len(prompt), 1 + len(answers))
-        end = arena.append(-1, arena.start(NOBODY, 0), -len(prompt), prompt)
+        end = arena.append(-1, arena.start(NOBODY, 0), -len(prompt), np.array(prompt, np.int32))
         weighed = sorted(
             ((_weight(answer, now_epoch, settings), answer) for answer in answers), key=lambda pair: pair[0]
         )
         for weight, answer in weighed:
-            arena.append(end, arena.start(PAST, weight), 0, answer.tokens)
+            arena.append(end, arena.start(PAST, weight), 0, np.array(answer.tokens, np.int32))
         return cls(arena)
 
 
@@ -58,21 +59,15 @@ def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
     return max(1, round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5))))
 
 
-class Follower:
-    """A sample that is drafted for: its tracks through the group and through history, and its latest draft's lesson."""
-
-    __slots__ = ("known", "lesson", "tracks")
-
-    def __init__(self):
-        self.lesson, self.known = Lesson(), 0
-        self.tracks = [[np.zeros((TRACKS, 2), np.int32), np.zeros((TRACKS, 2), np.float32), 0] for _ in range(2)]
-
-
 class _Sample:
-    __slots__ = ("follower", "known", "last", "run")
+    """`row`: of what is kept of it as it is drafted for (-1: it is not); `followed`: tokens known when it last was;
+    `lesson`: answer position at which a draft began that is to be learned from, -1: none is."""
+
+    __slots__ = ("followed", "known", "last", "lesson", "row", "run")
 
     def __init__(self, last: int):
-        self.known, self.last, self.run, self.follower = 0, last, -1, None
+        self.known, self.last, self.run = 0, last, -1
+        self.row, self.followed, self.lesson = -1, 0, -1
 
 
 class GroupIndex:
@@ -81,9 +76,12 @@ class GroupIndex:
     def __init__(self, evidence: Evidence, prompt: np.ndarray):
         self._evidence = evidence
         self._arena = Arena(len(prompt) + 512, 8)
-        self._prompt_end = self._arena.append(-1, self._arena.start(PROMPT, WEIGHT_ONE), -len(prompt), prompt)
+        self._prompt_end = self._arena.append(
+            -1, self._arena.start(PROMPT, WEIGHT_ONE), -len(prompt), np.array(prompt, np.int32)
+        )
         self._past: Arena | None = None
         self._samples: dict[int, _Sample] = {}
+        self._followers = Followers()
         self._mates = evidence.settings.group_context
         self._drafts = 0
 
@@ -105,25 +103,19 @@ class GroupIndex:
     def attach(self, history: HistoryIndex | None) -> None:
         """Draft from this history from now on; None: from none."""
         self._past = history.arena if history is not None and self._evidence.settings.history else None
-        for sample in self._samples.values():
-            if sample.follower is not None:
-                sample.follower.tracks[1][2] = 0
+        self._followers.counts[:, 1] = 0
 
     def extend(self, sample_index: int, start: int, tokens: np.ndarray) -> None:
         """Take answer tokens [start, start + n) of a sample; known ones are skipped, a gap starts a new run."""
-        sample = self._samples.get(sample_index)
-        if sample is None:
-            sample = self._samples[sample_index] = _Sample(self._prompt_end)
-        tokens = np.array(
-            tokens[max(0, sample.known - start) :], np.int32
-        )  # its own: numba compiles for read-only ones apart
-        start = max(start, sample.known)
+        sample = self._sample(sample_index)
+        if start < sample.known:
+            tokens, start = tokens[sample.known - start :], sample.known
         if not len(tokens):
             return
-        follower = sample.follower
-        if follower is not None and follower.lesson.position == start:
-            self._evidence.learn(follower.lesson, tokens)
-            follower.lesson.position = -1
+        tokens = np.array(tokens, np.int32)  # its own: numba compiles for read-only ones apart
+        if sample.lesson == start:
+            self._evidence.learn(self._followers.lesson(sample.row), tokens)
+            sample.lesson = -1
         gap = start > sample.known
         fresh = gap or sample.run < 0
         if fresh:
@@ -139,46 +131,71 @@ class GroupIndex:
         if count <= 0:
             return _NO_TOKENS
         window = np.empty(count, np.int32)
-        rows, _, blocks, _ = self._arena.arrays
-        found = context(rows, blocks, sample.last, window)
+        text, _, _, blocks, _ = self._arena.arrays
+        found = context(text, blocks, sample.last, window)
         return window[::-1][:most] if found == count else _NO_TOKENS
 
     def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
-        """At most `paths` drafts of at most `most` tokens for what follows the known tokens, best first.
+        """`propose_for` one sample, with all the evidence there is."""
+        return self.propose_for([sample_index], most, paths, least)[0]
 
-        Each ends where the chance that all of it is right falls below `least`.
+    def propose_for(
+        self, samples: list[int], most: int, paths: int = 1, least: float = 0.0, share: float = 1.0
+    ) -> list[list[Proposal]]:
+        """For each sample at most `paths` drafts of at most `most` tokens for what follows the known tokens, best
+        first.
+
+        Each ends where the chance that all of it is right falls below `least`. `share`: of the places that a sample is
+        followed along and looked up at; fewer cost less time and little evidence.
         """
         most = min(most, MOST_TOKENS)
         if most < 1 or paths < 1:
-            return []
-        sample = self._samples.get(sample_index)
-        if sample is None:
-            sample = self._samples[sample_index] = _Sample(self._prompt_end)
-        if sample.follower is None:
-            sample.follower = Follower()
-        follower, evidence = sample.follower, self._evidence
-        fresh, follower.known = sample.known - follower.known, sample.known
-        rows = match = 0
-        for arena, tracks in zip((self._arena, self._past), follower.tracks, strict=True):
-            if arena is not None:
-                rows, tracks[2], longest = follow(
-                    arena.arrays, self._arena.arrays, sample.last, sample_index, fresh, self._mates, most,
-                    tracks[0], tracks[1], tracks[2], evidence.found, evidence.ahead, evidence.scores, rows,
-                )  # fmt: skip
-                match = max(match, longest)
-        if not rows:
-            return []
-        tokens, right = np.empty((paths, most), np.int32), np.empty((paths, most), np.float32)
-        sources = np.empty((paths, most), np.uint8)
-        lesson = follower.lesson
-        done, lengths = draft(
-            rows, evidence.found, evidence.scores, evidence.ahead, evidence.norm, evidence.net, np.float32(least),
-            tokens, right, sources, lesson.features, lesson.seen,
+            return [[] for _ in samples]
+        found: list[list[Proposal]] = []
+        for first in range(0, len(samples), TOGETHER):
+            found += self._propose(samples[first : first + TOGETHER], most, paths, least, share)
+        return found
+
+    def _propose(self, indices: list[int], most: int, paths: int, least: float, share: float) -> list[list[Proposal]]:
+        evidence, followers, count = self._evidence, self._followers, len(indices)
+        samples = [self._sample(index) for index in indices]
+        for sample in samples:
+            if sample.row < 0:
+                sample.row = followers.add()
+        rows = np.array(
+            [(s.row, s.last, i, s.known - s.followed) for s, i in zip(samples, indices, strict=True)], np.int64
+        )
+        found, scores, told, ahead = evidence.found, evidence.scores, evidence.told, evidence.ahead(most)
+        live, past = self._arena.arrays, self._past
+        places = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
+        follow(
+            live, live if past is None else past.arrays, past is not None, rows, self._mates, places,
+            followers.kept, followers.marks, followers.counts, found, ahead, scores, told,
         )  # fmt: skip
-        self._drafts += 1
-        lesson.position = sample.known if self._drafts % LESSONS == 0 else -1
-        ends = lengths.tolist()
-        return [Proposal(tokens[i, :n], right[i, :n], sources[i, :n], match) for i, n in enumerate(ends[:done])]
+        shape = count, paths, most
+        tokens, right, sources = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
+        ends, done = np.empty(shape[:2], np.int64), np.empty(count, np.int64)
+        draft(
+            rows, told, found, scores, ahead, evidence.norm, evidence.net, np.float32(least),
+            tokens, right, sources, ends, done, followers.features, followers.seen,
+        )  # fmt: skip
+        proposals = []
+        for s, (sample, (places_told, match)) in enumerate(zip(samples, told[:count].tolist(), strict=True)):
+            sample.followed = sample.known
+            if places_told:
+                self._drafts += 1
+                sample.lesson = sample.known if self._drafts % LESSONS == 0 else -1
+            lengths = ends[s, : done[s]].tolist()
+            proposals.append(
+                [Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match) for p, n in enumerate(lengths)]
+            )
+        return proposals
+
+    def _sample(self, index: int) -> _Sample:
+        sample = self._samples.get(index)
+        if sample is None:
+            sample = self._samples[index] = _Sample(self._prompt_end)
+        return sample
 
 
 def warm_up() -> None:
