@@ -239,3 +239,15 @@ def test_freed_kv_is_there_until_it_is_written_over():
     assert replica.cached(200, first.mark, now + 0.01 * (free_before + 80)) == 120
     assert replica.cached(200, first.mark, now + 0.01 * 800) == 50, "as many as b leaves room for"
     assert Replica(replica.model, 1, NoDrafts()).cached(200, first.mark, now) == 0
+
+
+def test_what_joins_writes_over_freed_kv_too():
+    step = StepModel(0.01, 0.0, 0.0)
+    replica = Replica(ReplicaModel(step, 400, 64, 1e9, 1e5, 0.0), 0, NoDrafts())
+    first, second = chunk_of(Piece("a", 0.0, 100, 100, 100)), chunk_of(Piece("b", 0.0, 250, 250, 50))
+    replica.submit(first, 0.0)
+    replica.turn()
+    assert replica.turn() == [first]
+    replica.submit(second, replica.clock_s)
+    replica.turn()
+    assert replica.cached(200, first.mark, replica.clock_s) == 150, "250 written: 200 that were free, 50 of these"

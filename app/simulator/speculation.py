@@ -24,8 +24,9 @@ REGIME_TOKENS = 512
 CHANGES = 16
 """A pace holds until more than one chunk in so many has joined or left."""
 
-ROUNDS = 4
-"""Verifications played per pace: policies that learn from outcomes see some of each, and the mean of them holds."""
+DRAWS, LEAST_ROUNDS, MOST_ROUNDS = 64, 2, 8
+"""A pace plays enough rounds of verifications that DRAWS are drawn, within bounds: their mean holds, and policies that
+learn from outcomes see some of each. Means over few are noisy, and unbiased, since memory goes on from pace to pace."""
 
 FADE = 0.99
 """Of the replica's acceptance, per verification: the engine's own figure (`deployments.engine.drafts`)."""
@@ -83,7 +84,7 @@ class NoDrafts:
 class Policied:
     """Budgets by a live drafting policy, on one replica: its memory, its measured acceptance, its slots.
 
-    A pace is the mean over ROUNDS decisions. Budgets come from the policy, which sees drawn outcomes of its last; given
+    A pace is the mean over a few decisions. Budgets come from the policy, which sees drawn outcomes of its last; given
     the budgets, tokens are expectations, 1 + sum of chance^j.
     """
 
@@ -110,9 +111,10 @@ class Policied:
         chance = np.array([self._chance(chunk) for chunk in chunks])
         proposed = np.array([max(0, min(most, int(c.tokens - c.made) - 1)) for c in chunks], np.int32)
         view = self._view(chunks, chance, proposed, self._cost(count, context_tokens))
-        right = self._outcomes(chunks, chance)
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, DRAWS // count))
+        right = self._outcomes(chunks, chance, rounds)
         drafted, made = np.zeros(count), np.zeros(count)
-        for turn in range(ROUNDS):
+        for turn in range(rounds):
             budgets, self._memory = self._policy.decide(view, self._memory)
             accepted = np.minimum(right[:, turn], budgets).astype(np.int32)
             drafted += budgets
@@ -124,8 +126,8 @@ class Policied:
             )  # fmt: skip
         for chunk, was_drafted, was_accepted in zip(chunks, budgets.tolist(), accepted.tolist(), strict=True):
             chunk.drafted_last, chunk.accepted_last = was_drafted, was_accepted
-            chunk.verified += ROUNDS
-        rates, costs = 1.0 + made / ROUNDS, 1.0 + drafted / ROUNDS
+            chunk.verified += rounds
+        rates, costs = 1.0 + made / rounds, 1.0 + drafted / rounds
         steps = max(1, int(REGIME_TOKENS / float(rates.max())))
         return Pace(rates.tolist(), costs.tolist(), 0.0, steps)
 
@@ -145,15 +147,15 @@ class Policied:
         )
         return min(max(chance, 0.0), MOST_CHANCE)
 
-    def _outcomes(self, chunks: list[Chunk], chance: np.ndarray) -> np.ndarray:
-        """Right draft tokens before the first wrong one, of endless drafts: float64[chunks, ROUNDS], geometric."""
+    def _outcomes(self, chunks: list[Chunk], chance: np.ndarray, rounds: int) -> np.ndarray:
+        """Right draft tokens before the first wrong one, of endless drafts: float64[chunks, rounds], geometric."""
         noise = b""
         for chunk in chunks:
             sample = chunk.sample
             name = f"{self._seed}\0{sample.family.step}\0{sample.sample_id}\0{sample.draws}"
-            noise += blake2b(name.encode(), digest_size=8 * ROUNDS).digest()
+            noise += blake2b(name.encode(), digest_size=8 * rounds).digest()
             sample.draws += 1
-        uniform = (np.frombuffer(noise, "<u8").reshape(-1, ROUNDS) + 0.5) / 2.0**64
+        uniform = (np.frombuffer(noise, "<u8").reshape(-1, rounds) + 0.5) / 2.0**64
         return np.floor(np.log(uniform) / np.log(np.maximum(chance, 1e-12))[:, None])
 
     def _count(self, budgets: np.ndarray, accepted: np.ndarray) -> None:
