@@ -22,6 +22,10 @@ RANKS = 8
 """Ranking groups in the figure of RhymeRL's table 2 that a fit reports."""
 
 
+DRAWN = 20000
+"""Answers an epoch that a fitted law is judged by."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     law: Law
@@ -51,7 +55,7 @@ def fit(epochs: EPOCHS, max_tokens: int, seed: int = 0) -> Fit:
         persist=min(max(float(np.mean(shared)), 0.0), 1.0) if shared else 0.0,
         at_cap=1 - len(below) / newest.size,
     )
-    groups = draw(law, 40 * newest.shape[0], newest.shape[1], len(rows) - 1, seed)
+    groups = draw(law, max(DRAWN // newest.shape[1], 2), newest.shape[1], len(rows) - 1, seed)
     drawn = [
         np.array(row) for row in zip(*((*group.past_lengths[::-1], group.lengths) for group in groups), strict=True)
     ]

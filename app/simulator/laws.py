@@ -7,7 +7,7 @@ group, epoch) alone: more groups, samples, epochs or steps change none of it. Ca
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import NormalDist
@@ -50,12 +50,20 @@ class Law:
         """max_tokens as a normal score of the uncut body."""
         return math.log(self.max_tokens / self.median_tokens) / self.spread
 
-    def quantile(self, share: float, growth: float = 0.0) -> float:
-        """Tokens that `share` of the answers do not exceed, where the uncut body is e ** growth times as long."""
+    def quantile(self, share: float) -> float:
+        """Tokens that `share` of the answers do not exceed."""
+        return self._quantile(share, 0.0, NORMAL.cdf(self.cut))
+
+    def lengths(self, scores: Sequence[float], growth: float = 0.0) -> tuple[int, ...]:
+        """Of answers with these normal scores, where the uncut body is e ** growth times as long: 1 to max_tokens."""
+        below = NORMAL.cdf(self.cut - growth / self.spread)
+        return tuple(max(round(self._quantile(NORMAL.cdf(score), growth, below)), 1) for score in scores)
+
+    def _quantile(self, share: float, growth: float, below: float) -> float:
+        """`below`: of the uncut body, the share below max_tokens."""
         if share >= 1 - self.at_cap:
             return float(self.max_tokens)
-        inside = share / (1 - self.at_cap) * NORMAL.cdf(self.cut - growth / self.spread)
-        score = NORMAL.inv_cdf(min(max(inside, 1e-300), 1 - 1e-16))
+        score = NORMAL.inv_cdf(min(max(share / (1 - self.at_cap) * below, 1e-300), 1 - 1e-16))
         return min(self.median_tokens * math.exp(growth + self.spread * score), float(self.max_tokens))
 
     def share_within(self, tokens: float) -> float:
@@ -69,10 +77,6 @@ class Law:
         """Tokens of an answer on average: E[exp(m + s z) | z < k] = exp(m + s^2 / 2) Phi(k - s) / Phi(k)."""
         body = math.exp(self.spread**2 / 2) * NORMAL.cdf(self.cut - self.spread) / NORMAL.cdf(self.cut)
         return (1 - self.at_cap) * self.median_tokens * body + self.at_cap * self.max_tokens
-
-    def tokens(self, score: float, growth: float = 0.0) -> int:
-        """The length of an answer with this normal score: whole, 1 to max_tokens."""
-        return min(max(round(self.quantile(NORMAL.cdf(score), growth)), 1), self.max_tokens)
 
 
 def solve(
@@ -145,10 +149,7 @@ def _group_steps(law: Law, group_id, samples, steps, drift, seed, epochs, prompt
     levels = dict(_levels(law.persist, {epoch: float(stream.standard_normal()) for epoch, stream in streams.items()}))
     between, own = math.sqrt(1 - law.within), math.sqrt(law.within)
     lengths = {
-        epoch: tuple(
-            law.tokens(between * levels[epoch] + own * noise, drift * epoch)
-            for noise in stream.standard_normal(samples).tolist()
-        )
+        epoch: law.lengths((between * levels[epoch] + own * stream.standard_normal(samples)).tolist(), drift * epoch)
         for epoch, stream in streams.items()
     }
     odds = math.exp(law.predictability_spread * _stream(seed, f"{group_id}/predictability").standard_normal())
