@@ -132,6 +132,14 @@ def test_memory_bounds_the_batch():
     assert found["work_s"] == pytest.approx(1000 * 100 / 8, rel=0.01)  # a sample holds half of its length on average
 
 
+def test_few_long_samples_read_few_experts():
+    """Room for one at a time: they run one after another, and a step reads one token's experts."""
+    step = StepModel(1e-3, 1e-3, 1e-6, experts_s=2.0, expert_share=0.4)
+    steps = 5 * sum(step.seconds(1, 1 + n) for n in range(400))
+    found = bounds([Group("g", 1, (400,) * 5)], cluster(step, capacity=401, prefill=1e9))
+    assert steps / 3 < found["work_s"] < steps
+
+
 def test_drafts_that_are_right_help_and_wrong_ones_do_not():
     groups = [Group("g", 10, (200, 90), ((150, 80),))]
     none, wrong, right = (bounds(groups, cluster(capacity=1000), Fixed(p), 8)["best_s"] for p in (0.0, 1e-9, 0.9))
