@@ -58,7 +58,7 @@ def test_drift_lengthens_every_step_by_as_much():
 
 def test_a_law_is_found_again_in_what_it_draws():
     law = Law(60000, 1.2, 98304, within=0.4, persist=0.8, at_cap=0.04)
-    groups = draw(law, 300, 16, 2, seed=1)
+    groups = draw(law, 250, 16, 2, seed=1)
     found = fit({group.group_id: [*group.past_lengths[::-1], group.lengths] for group in groups}, law.max_tokens)
     assert found.distance < 0.02
     assert found.law.within == pytest.approx(law.within, abs=0.05)

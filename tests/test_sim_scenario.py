@@ -46,7 +46,7 @@ def test_every_figure_says_where_it_is_from(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_workload_has_the_scenarios_shape_and_its_law(name):
-    scenario = load_scenario(name).scaled(0.25)
+    scenario = load_scenario(name).scaled(0.1)
     workload = scenario.workload(seed=3)
     (groups,) = workload.steps
     lengths = np.array([group.lengths for group in groups])
@@ -58,15 +58,7 @@ def test_a_workload_has_the_scenarios_shape_and_its_law(name):
     assert scenario.workload(seed=3) == workload != scenario.workload(seed=4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.xfail(reason="hardware.MODELS has no Qwen3-14B yet")] * (name[:5] == "rhyme")
-        )
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_scenarios_model_fits_its_replicas(name):
     scenario = load_scenario(name)
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
@@ -106,7 +98,7 @@ def test_length_classes_are_those_of_das_tables_1_and_2():
     scenario = load_scenario("das-7b-16k")
     short, medium = sorted(scenario.lengths.quantiles.value.values())
     assert medium == pytest.approx((short + scenario.max_tokens.value) / 2, rel=1e-3)
-    groups = [group for seed in range(3) for group in scenario.workload(seed).steps[0]]
+    groups = [group for seed in range(2) for group in scenario.workload(seed).steps[0]]
 
     def classes(lengths):
         return np.searchsorted([short, medium], lengths, side="right")
