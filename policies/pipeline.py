@@ -8,9 +8,9 @@ earlier epochs, ties go by prompt id. `assign` is called as a step is planned, `
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from statistics import fmean, median, quantiles
 from typing import Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from policies.tiers import plan_tiers
@@ -82,8 +82,8 @@ class HistoPipe(BaseModel):
 
 def rank(prompts: Sequence[Prompt]) -> list[Prompt]:
     """By median length in the last epoch, shortest first; those without history at the median of the others."""
-    medians = {prompt.prompt_id: median(prompt.past[0]) for prompt in prompts if prompt.past}
-    usual = median(medians.values())
+    medians = {prompt.prompt_id: float(np.median(prompt.past[0])) for prompt in prompts if prompt.past}
+    usual = float(np.median(list(medians.values())))
     return sorted(prompts, key=lambda prompt: (medians.get(prompt.prompt_id, usual), prompt.prompt_id))
 
 
@@ -100,8 +100,8 @@ def in_order(prompts: Sequence[Prompt], workers: int) -> tuple[RankingGroup, ...
 
 def beta(prompts: Sequence[Prompt], least: float) -> float:
     """The 75th percentile over prompts of how mean lengths grew from the epoch before the last, at least `least`."""
-    growths = [fmean(prompt.past[0]) / fmean(prompt.past[1]) for prompt in prompts if len(prompt.past) > 1]
-    return max(least, quantiles(growths, n=4)[2]) if len(growths) > 1 else least
+    growths = [np.mean(prompt.past[0]) / np.mean(prompt.past[1]) for prompt in prompts if len(prompt.past) > 1]
+    return max(least, float(np.percentile(growths, 75))) if growths else least
 
 
 def _seated(group: Sequence[Prompt], workers: tuple[int, ...], growth: float) -> RankingGroup:

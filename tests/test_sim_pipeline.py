@@ -116,7 +116,9 @@ def answers_of(lengths, prompt: int = 50, drafted: bool = False) -> list[Answer]
 def run_out(batch: Batch) -> list[tuple[int, float]]:
     ends = []
     while len(batch):
-        stopped, now = batch.turn(), batch.clock_s
+        now = batch.due_s()
+        stopped = batch.turn()
+        assert batch.clock_s == now
         for answer in stopped:
             batch.leave(answer)
             ends.append((answer.length, now))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.simulator.types import ReplicaModel, StepModel
+from app.simulator.types import ReplicaModel
 
 
 class Drafts(NamedTuple):
@@ -74,12 +74,10 @@ class Batch:
         self.clock_s, self.made = 0.0, 0.0
         self.waiting: deque[Answer] = deque()
         self._lanes = (Lane(), Lane())
+        self.running = 0
         self._context, self._reserved, self._serial = 0.0, 0, 0
+        self._steps_left = inf  # to the next stop, as of `due_s`
         self._prompts: set[str] = set()
-
-    @property
-    def running(self) -> int:
-        return self._lanes[0].running + self._lanes[1].running
 
     def __len__(self) -> int:
         return self.running + len(self.waiting)
@@ -96,11 +94,12 @@ class Batch:
 
     def due_s(self) -> float:
         """When the next answer stops; infinite while none runs."""
-        return self.clock_s + self._seconds(self._steps_to_stop()) if self.running else inf
+        self._steps_left = self._steps_to_stop()
+        return self.clock_s + self._seconds(self._steps_left) if self.running else inf
 
     def turn(self) -> list[Answer]:
-        """Advance to `due_s`; the answers that stop there, in the order they were admitted. They are still running."""
-        self._advance_steps(self._steps_to_stop())
+        """Advance to what `due_s` has just told; the answers that stop there, as they were admitted. They still run."""
+        self._advance_steps(self._steps_left)
         stopped = []
         for lane in self._lanes:
             while lane.next_stop() <= lane.at * (1 + 1e-12) + 1e-9:
@@ -119,6 +118,7 @@ class Batch:
         answer.generated = float(answer.stop) if answer.generated == answer.stop else lane.at - answer.origin
         answer.lane = answer.entry = None
         lane.running -= 1
+        self.running -= 1
         self._context -= answer.prompt_tokens + answer.generated
         self._reserved -= answer.prompt_tokens + answer.length
         if not self.running:
@@ -129,7 +129,7 @@ class Batch:
         """Up to `now`, at which no answer stops; nothing if that lies within a computation of context."""
         spent_s = now - self.clock_s
         if spent_s > 0 and self.running:
-            first_s, growth_s = self._pace()
+            _, first_s, growth_s = self._pace()
             self._advance_steps(2 * spent_s / (first_s + sqrt(first_s**2 + 2 * growth_s * spent_s)))
         self.clock_s = max(self.clock_s, now)
 
@@ -149,6 +149,7 @@ class Batch:
             answer.lane = int(answer.drafted)
             answer.origin = self._lanes[answer.lane].at - answer.generated
             self._lanes[answer.lane].running += 1
+            self.running += 1
             self._push(answer)
 
     def _push(self, answer: Answer) -> None:
@@ -156,45 +157,44 @@ class Batch:
         answer.entry = (answer.origin + answer.stop, self._serial, answer)
         heappush(self._lanes[answer.lane].stops, answer.entry)
 
-    def _rates(self) -> tuple[float, float]:
-        """Tokens that an answer of each lane makes per step."""
-        return 1.0, self.drafts.tokens_per_step if self.running <= self.drafts.most_running else 1.0
-
-    def _pace(self) -> tuple[float, float]:
-        """Seconds of the next step, and how much longer each one is than the one before."""
-        plain, drafted = (lane.running for lane in self._lanes)
-        drafts = self.drafts.drafted if self.running <= self.drafts.most_running else 0.0
+    def _pace(self) -> tuple[float, float, float]:
+        """Tokens that an answer with drafts makes in a step, seconds of the next step, and how much longer each one is
+        than the one before."""
+        plain, drafted = self._lanes[0].running, self._lanes[1].running
+        rate, drafts = self.drafts[:2] if self.running <= self.drafts.most_running else (1.0, 0.0)
         step = self.model.step
-        made = plain + drafted * self._rates()[1]
-        return step.seconds(plain + drafted * (1 + drafts), self._context), step.context_s * made
+        first_s = step.seconds(plain + drafted * (1 + drafts), self._context)
+        return rate, first_s, step.context_s * (plain + drafted * rate)
 
     def _steps_to_stop(self) -> float:
-        lanes = zip(self._lanes, self._rates(), strict=True)
-        return max(0.0, min((lane.next_stop() - lane.at) / rate for lane, rate in lanes))
+        plain, drafted = self._lanes
+        steps = min(plain.next_stop() - plain.at, (drafted.next_stop() - drafted.at) / self._pace()[0])
+        return max(0.0, steps)
 
     def _seconds(self, steps: float) -> float:
-        first_s, growth_s = self._pace()
+        _, first_s, growth_s = self._pace()
         return steps * first_s + growth_s * steps**2 / 2
 
     def _advance_steps(self, steps: float) -> None:
-        self.clock_s += self._seconds(steps)
-        for lane, rate in zip(self._lanes, self._rates(), strict=True):
-            lane.at += steps * rate
-            self.made += steps * rate * lane.running
-            self._context += steps * rate * lane.running
+        rate, first_s, growth_s = self._pace()
+        self.clock_s += steps * first_s + growth_s * steps**2 / 2
+        for lane, tokens in ((self._lanes[0], steps), (self._lanes[1], steps * rate)):
+            lane.at += tokens
+            self.made += tokens * lane.running
+            self._context += tokens * lane.running
 
 
 def expected_s(lengths: np.ndarray, prompt_tokens: np.ndarray, model: ReplicaModel, drafts: Drafts) -> float:
     """Seconds in which a worker is through with answers of these lengths, all with drafts: a closed form, a little low.
 
-    base x steps + token x tokens + context x their sum over steps. Steps are the most of the longest answer's, those
-    in which all fit into the KV memory, and those in which no more than max_running run.
+    Steps are the most of the longest answer's, those in which all fit into the KV memory, and those in which no more
+    than max_running run; each is taken for an average one.
     """
-    step: StepModel = model.step
     ordered = np.sort(lengths).astype(float)
     undrafted = ordered[-drafts.most_running - 1] if len(ordered) > drafts.most_running else 0.0
     longest = undrafted + (ordered[-1] - undrafted) / drafts.tokens_per_step
     held = float((lengths * (prompt_tokens + lengths)).sum()) / model.kv_capacity_tokens
-    steps = max(longest, held, float(lengths.sum()) / model.max_running)
+    tokens = float(lengths.sum())
+    steps = max(longest, held, tokens / model.max_running)
     context = float((lengths * (prompt_tokens + lengths / 2)).sum())
-    return step.base_s * steps + step.token_s * float(lengths.sum()) + step.context_s * context
+    return steps * model.step.seconds(tokens / steps, context / steps)
