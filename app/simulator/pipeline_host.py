@@ -221,7 +221,8 @@ class PipelineHost:
         return True
 
     def _move_on(self, answer: Answer, now: float) -> bool:
-        """To the next step: a worker of its longest ranking group that is not through with it."""
+        """To the next step: a worker of its longest ranking group that is not through with it. The answer counts there,
+        so its first tokens are of weights that lack one training more than the step's."""
         number = answer.step + 1
         if number == len(self._source):
             return False
