@@ -76,6 +76,7 @@ MODELS = {
     ),
     "Qwen2-VL-72B": Model(72.7e9, 72.7e9, 80, 8192, 2048, f"model card, language part; {_KV} = 2 * 8 * 128"),
     "Qwen2.5-32B": Model(32.5e9, 32.5e9, 64, 5120, 2048, f"model card; {_KV} = 2 * 8 * 128"),
+    "Qwen3-14B": Model(14.8e9, 14.8e9, 40, 5120, 2048, f"model card; {_KV} = 2 * 8 * 128"),
     "Qwen2.5-14B": Model(14.7e9, 14.7e9, 48, 5120, 2048, f"model card; {_KV} = 2 * 8 * 128"),
     "Qwen2.5-7B": Model(7.61e9, 7.61e9, 28, 3584, 1024, f"model card; {_KV} = 2 * 4 * 128"),
     "DeepSeek-R1-Distill-Qwen-7B": Model(7.61e9, 7.61e9, 28, 3584, 1024, "model card: Qwen2.5-Math-7B's architecture"),
@@ -85,13 +86,13 @@ MODELS = {
 NETWORK_BYTES_S = 50e9
 """Per GPU, in one direction: 400 Gbit/s RDMA (SpecActor 5.1; DeepEP's H800 nodes have as much)."""
 
-MEMORY_SHARE = 0.9
-"""Of GPU memory for weights and KV: vLLM's default of gpu_memory_utilization."""
-
-MAX_RUNNING = 256
-"""vLLM's default of max_num_seqs in its engine configuration."""
+MAX_RUNNING = 1024
+"""vLLM 0.32's default of max_num_seqs on GPUs of 70 GB or more, for each data-parallel rank."""
 
 # ---- assumed ---------------------------------------------------------------------------------------------
+
+MEMORY_SHARE = 0.9
+"""Of GPU memory, for weights and KV: vLLM 0.32 takes 0.92 by default; assumed that activations and graphs need 0.02."""
 
 READ_SHARE = 0.8
 """Assumed, of peak memory bandwidth: streaming kernels on HBM are commonly measured at 75 to 90 %."""
@@ -122,8 +123,8 @@ def replica_model(
     """A replica of `gpus_per_replica` GPUs. Raises ValueError for an unknown name or where the weights do not fit.
 
     Dense models are split over the GPUs (tensor parallelism). Mixtures of experts on several GPUs split experts and
-    requests, and keep all other weights on each (expert parallelism with data-parallel attention); requests are
-    balanced over them. Attention's own operations are left out: reading KV takes longer.
+    requests, `max_running` for each, and keep all other weights on each (expert parallelism with data-parallel
+    attention); requests are balanced over them. Attention's own operations are left out: reading KV takes longer.
     """
     g, m, n = _named(GPUS, gpu, "GPU"), _named(MODELS, model, "model"), gpus_per_replica
     peak_ops_s = (g.fp8_ops_s if m.parameter_bytes == 1 else g.bf16_ops_s) * COMPUTE_SHARE * n
@@ -144,7 +145,7 @@ def replica_model(
             expert_share=m.chosen / m.experts if m.experts else 0.0,
         ),
         kv_capacity_tokens=int(free_bytes / m.kv_bytes),
-        max_running=max_running,
+        max_running=max_running * (n if m.experts else 1),
         prefill_tokens_s=1 / (compute_token_s + send_token_s),
         fetch_tokens_s=NETWORK_BYTES_S * SEND_SHARE * n / m.kv_bytes,
         fetch_base_s=FETCH_S,
