@@ -171,7 +171,7 @@ def slow(model: ReplicaModel, pieces: list[Piece], **pace) -> dict[str, tuple]:
 def test_the_closed_form_is_what_single_steps_come_to(capacity):
     """Batches with joins and prefill; with little KV, a good part of them is preempted."""
     preempted = recomputed = 0
-    for seed in range(120):
+    for seed in range(70):
         random = Random(seed)
         model, pieces = model_of(random, capacity), pieces_of(random, 300)
         quick, exact = fast(model, pieces), slow(model, pieces)
@@ -179,12 +179,12 @@ def test_the_closed_form_is_what_single_steps_come_to(capacity):
         assert {k: v[0] for k, v in quick.items()} == pytest.approx({k: v[0] for k, v in exact.items()}, rel=1e-9)
         preempted += sum(piece.preemptions for piece in pieces)
         recomputed += sum(piece.recomputed for piece in pieces)
-    assert (preempted > 100 and recomputed > 1_000) == (capacity < 1_000)
+    assert (preempted > 50 and recomputed > 1_000) == (capacity < 1_000)
 
 
 @pytest.mark.parametrize(("rate", "cost", "floor_s"), [(2.5, 4.0, 0.0), (1.0, 1.0, 0.05), (1.75, 9.0, 1e-4)])
 def test_so_it_is_with_drafts_and_with_a_floor(rate, cost, floor_s):
-    for seed in range(40):
+    for seed in range(25):
         random = Random(seed)
         model, pieces = model_of(random, 100_000), pieces_of(random, 300)
         quick = fast(model, pieces, Steady(rate, cost, floor_s, random.randint(1, 40)))
