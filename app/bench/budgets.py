@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     acceptance_length: float
     drafted: int
     accepted: int
-    draft_us: float  # really taken, for each sample and step, while as many samples run as may
+    draft_us: float  # really taken for each sample: the median of the steps in which as many run as may
 
 
 @dataclass
@@ -122,7 +122,8 @@ class Replica:
     def run(self, chunks: list[ChunkRequest]) -> Outcome:
         """All of them to their end."""
         waiting, clock_s, steps, tail_s = chunks[::-1], 0.0, 0, 0.0
-        made = tail_made = drafted = accepted = full_steps = full_us = 0
+        made = tail_made = drafted = accepted = 0
+        full_us = []
         while waiting or self._running:
             while waiting and len(self._running) < self._most_running:
                 self._start(waiting.pop())
@@ -135,10 +136,10 @@ class Replica:
             self._drafts.timed(tokens, took_s)
             self._drafts.propose()
             if running == self._most_running:
-                full_steps, full_us = full_steps + running, full_us + self._drafts.counts()["draft_us"] - before_us
+                full_us.append((self._drafts.counts()["draft_us"] - before_us) / running)
             clock_s, made, accepted = clock_s + took_s, made + new, accepted + right
             tail_s, tail_made = tail_s + in_tail * took_s, tail_made + in_tail * new
-        draft_us = round(full_us / full_steps, 1) if full_steps else 0.0
+        draft_us = round(median(full_us), 1) if full_us else 0.0
         self._drafts.stop()
         tail = round(tail_made / tail_s, 2) if tail_s else None
         return Outcome(round(clock_s, 3), tail, round(made / steps, 3), drafted, accepted, draft_us)

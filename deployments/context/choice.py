@@ -129,19 +129,22 @@ def _features(j, s, runs, total, mean, scale, c, x):
 
 
 @_njit
-def _score(x, inner, offset, outer):
-    """The network's output for the features x f32[FEATURES]; inner f32[HIDDEN, FEATURES]."""
+def _score(c, x, inner, offset, outer, h):
+    """The network's output for the features x[c]; h: room for its hidden layer. Sizes that the compiler does not know
+    make it use vectors."""
+    for i in range(h.size):
+        h[i] = offset[0, i]
+    for f in range(FEATURES):
+        for i in range(h.size):
+            h[i] += x[c, f] * inner[f, i]
     score = np.float32(0)
-    for i in range(HIDDEN):
-        unit = offset[0, i]
-        for f in range(FEATURES):
-            unit += x[f] * inner[i, f]
-        score += max(unit, np.float32(0)) * outer[0, i]
+    for i in range(h.size):
+        score += max(h[i], np.float32(0)) * outer[0, i]
     return score
 
 
 @_njit
-def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares):
+def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
     """Score the candidates with most evidence; fills xs, out (tokens) and shares (chances); returns how many."""
     count = min(many, CANDIDATES)
     inner, offset, outer, none = net
@@ -155,7 +158,7 @@ def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares):
         _features(best, sums, runs, total, mean, scale, c, xs)
         out[c] = tokens[best]
         sums[best, 20] = 0  # taken
-        shares[c] = _score(xs[c], inner, offset, outer)
+        shares[c] = _score(c, xs, inner, offset, outer, h)
         most = max(most, shares[c])
     whole = exp(none[0, 0] - most)
     for c in range(count):
@@ -240,7 +243,7 @@ def _source(n, places, marks, token, chosen):
 def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, xs, seen, work):
     """`draft` for one sample; returns the number of paths."""
     paths, most = tokens.shape
-    others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares = work
+    others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares, h = work
     chances[:], lengths[:], seen[:, CANDIDATES] = 0, 0, 0
     for path in range(paths):
         parent, stem, which = _branch(path, lengths, chances)
@@ -259,7 +262,7 @@ def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, len
                     break
                 noted = path == 0 and k < seen.shape[0]
                 x, out = (xs[k], seen[k]) if noted else (spare, spare_seen)
-                count = _candidates(many, distinct, sums, runs, total, norm, net, x, out, shares)
+                count = _candidates(many, distinct, sums, runs, total, norm, net, x, out, shares, h)
                 out[CANDIDATES] = count
                 best = _best(count, shares, out, others[parent, k, which] if k == stem else -1)
                 if k > stem and paths > 1:
@@ -289,9 +292,8 @@ def draft(samples, told, found, scores, ahead, norm, net, least, tokens, right, 
     spare, spare_seen = np.empty((CANDIDATES, FEATURES), np.float32), np.empty(CANDIDATES + 1, np.int32)
     places, marks = np.empty((room, found.shape[2]), np.int32), np.empty((room, 2), np.float32)
     at, token = np.empty(room, np.int64), np.empty(room, np.int32)
-    shares = np.empty(CANDIDATES, np.float32)
-    work = others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares
-    net = np.ascontiguousarray(net[0].T), *net[1:]
+    shares, h = np.empty(CANDIDATES, np.float32), np.empty(HIDDEN, np.float32)
+    work = others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares, h
     for s in range(samples.shape[0]):
         what, row = (found[s], scores[s], ahead[s]), samples[s, 0]
         into = tokens[s], right[s], origin[s], lengths[s], xs[row], seen[row]

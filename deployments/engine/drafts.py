@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # the feed brings Ray, which nothing else here needs
 CERTAIN = 0.999
 """That a token which a copy of the sample has made comes here too: copies share their noise; floating point remains."""
 
-ALL_EVIDENCE = 16
-"""Samples of a step up to which each is drafted with all its evidence. With 64, a quarter of it each gives the same
+ALL_EVIDENCE = 12
+"""Samples of a step up to which each is drafted with all its evidence. With 64, a fifth of it each gives the same
 throughput (`bench budgets`) in half the time."""
 
 LOOK_S = 0.25
