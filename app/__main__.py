@@ -7,7 +7,8 @@ from importlib import import_module
 import click
 
 COMMANDS = {
-    "bench": "Benchmarks: scheduler, sampler, live, kvpool, soak.",
+    "bench": "Benchmarks, live and modelled: `bench --help` lists them.",
+    "compare": "What one simulation gains over another, system by system.",
     "drafts": "What drafts are made from: inspect.",
     "history": "Answers of earlier epochs, from which later ones draft: import, list, forget.",
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
@@ -16,6 +17,7 @@ COMMANDS = {
     "profile": "Time the steps of the configured engine on this machine.",
     "rollout": "Roll out a file of prompts and write the samples.",
     "serve": "Start a local cluster and deploy the service on it.",
+    "simulate": "Roll out the papers' workloads on modelled clusters, with the live decision code.",
     "verify": "Show that scheduling never changes a token.",
 }
 

@@ -1,0 +1,135 @@
+"""The systems that simulations compare, by name: which policies decide, what they draft from, who admits.
+
+A system is live policy objects with a paper's choices, or ours; nothing in it is a model. The baseline is `verl`: whole
+groups bound to replicas up front, samples in one piece, vLLM's own queue and preemption. Invariant: `reveal` is for the
+oracle alone. Called by `app simulate` and by benchmarks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal
+
+from app.simulator.acceptance import Chances
+from app.simulator.bounds import bounds
+from app.simulator.hardware import replica_model
+from app.simulator.host import simulate
+from app.simulator.scenario import Scenario
+from app.simulator.types import Cluster, Group, Run, Workload
+from policies.bundle import Policies
+
+Evidence = Literal["own", "group", "history", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """`policies` without `chunking` takes the workload's chunks. `evidence`: what drafts are made from."""
+
+    about: str
+    policies: dict
+    evidence: Evidence = "all"
+    admission: bool = True
+    reveal: bool = False
+
+    def bundle(self, chunk_tokens: int) -> Policies:
+        return Policies(**{"chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}} | self.policies)
+
+
+WHOLE = {"type": "fixed", "chunk_tokens": None}
+STATIC = {"ordering": "group_static", "placement": "pinned", "chunking": WHOLE, "drafting": "off"}
+CHUNKED = {"ordering": "fcfs", "placement": "least_kv", "drafting": "off"}
+SEER = CHUNKED | {"ordering": "seer", "lengths": "max_finished"}
+OURS = CHUNKED | {"ordering": "remaining_first", "lengths": "max_finished"}
+
+
+def _fixed(tokens: int) -> dict:
+    return {"drafting": {"type": "fixed", "tokens": tokens}}
+
+
+def _static(about: str, changes: dict, evidence: Evidence) -> System:
+    return System(about, STATIC | changes, evidence, admission=False)
+
+
+SYSTEMS = {
+    "verl": _static("whole groups bound to replicas up front, samples in one piece", {}, "own"),
+    "vanilla": _static("verl with four n-gram drafts a step, always", _fixed(4), "own"),
+    "das": _static(
+        "verl with drafts from history by length class (DAS)",
+        {"lengths": "length_class", "drafting": "length_class"}, "history",
+    ),
+    "das_unlimited": _static("verl with 16 drafts from history a step, always", _fixed(16), "history"),
+    "histospec": _static("verl with drafts from history by RhymeRL's window", {"drafting": "aimd"}, "history"),
+    "divided": System("chunks over all replicas, first come, first served", CHUNKED),
+    "seer": System("chunks, groups expected to be longest first (Seer, Algorithm 1)", SEER),
+    "seer_drafts": System("Seer, drafts from the group by concurrency", SEER | {"drafting": "concurrency"}, "group"),
+    "oracle": System("chunks, truly longest first", CHUNKED | {"ordering": "oracle_longest_first"}, reveal=True),
+    "remaining": System("chunks, most expected tokens left first", OURS),
+    "tailrace_own": System("tailrace, drafts from the sample itself alone", OURS | {"drafting": "goodput"}, "own"),
+    "tailrace_fixed": System("tailrace, four drafts a step, always", OURS | _fixed(4)),
+    "tailrace": System("remaining, with drafts from group and history by goodput", OURS | {"drafting": "goodput"}),
+}  # fmt: skip
+
+
+def system(name: str) -> System:
+    """By name. Raises ValueError that gives the nearest."""
+    if name not in SYSTEMS:
+        near = get_close_matches(name, SYSTEMS, n=1, cutoff=0.4)
+        hint = f"nearest: {near[0]}; " if near else ""
+        raise ValueError(f"no system is called {name!r}; {hint}known: {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Sees:
+    """Chances of a drafter that sees no more than `evidence`."""
+
+    chances: Chances
+    evidence: Evidence
+
+    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+        mates = mates if self.evidence in ("group", "all") else 0
+        epochs = epochs if self.evidence in ("history", "all") else 0
+        return self.chances.chance(group, index, generated, mates, epochs)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all systems of a comparison share. `chances`: None: nobody can draft."""
+
+    workload: Workload
+    cluster: Cluster
+    chunk_tokens: int
+    chances: Chances | None
+
+    @classmethod
+    def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
+        """A paper's workload, drawn anew for each seed, on its cluster."""
+        model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
+        cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
+        chances = scenario.drafting()[0].acceptance
+        return cls(scenario.workload(seed, steps), cluster, scenario.chunk_tokens.value, chances)
+
+    def run(
+        self,
+        name: str,
+        chosen: System,
+        seed: int,
+        *,
+        spans: bool = False,
+        check: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Run:
+        """One system. Its bounds are those of all systems that may draft as it does."""
+        policies = chosen.bundle(self.chunk_tokens)
+        drafts = policies.drafting.most and self.chances is not None
+        run = simulate(
+            self.workload, self.cluster, policies, seed=seed, admission=chosen.admission,
+            acceptance=Sees(self.chances, chosen.evidence) if drafts else None, spans=spans, check=check,
+            reveal=chosen.reveal, system=name, progress=progress,
+        )  # fmt: skip
+        return replace(run, bounds=self._bounds(policies.drafting.most if drafts else 0))
+
+    def _bounds(self, most_drafts: int) -> dict[str, float]:
+        """Of each step, summed: a step begins when the last one has ended."""
+        found = [bounds(step, self.cluster, self.chances, most_drafts) for step in self.workload.steps]
+        return {key: sum(of_step[key] for of_step in found) for key in found[0]}

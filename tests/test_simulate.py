@@ -1,0 +1,90 @@
+"""`python -m app simulate` from end to end, small: the systems by name, their laws, the same bytes for the same seed."""
+
+import json
+
+import pytest
+
+from app.__main__ import run
+from app.simulator.systems import SYSTEMS, Setup, system
+from policies.bundle import name_of
+
+SMALL = ("--workload", "moonlight", "--scale", "0.04")
+
+
+def simulated(capsys, *arguments) -> dict:
+    assert run(["simulate", *SMALL, "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_every_system_keeps_the_laws_and_stays_above_its_bound(capsys):
+    names = ",".join([*SYSTEMS, "config"])
+    result = simulated(capsys, "--compare", names, "--check")
+    assert result["throughput_ratio"]["verl"] == [1.0, 1.0, 1.0]
+    for name, (mean, least, greatest) in result["bound_share"].items():
+        assert 0 < least <= mean <= greatest <= 1, name
+    samples = {mean["samples"] for mean in result["mean"].values()}
+    tokens = {mean["tokens"] for mean in result["mean"].values()}
+    assert len(samples) == len(tokens) == 1, "every system makes the same tokens"
+    drafted = {name for name, mean in result["mean"].items() if mean["drafted"]}
+    wanted = {name for name, chosen in SYSTEMS.items() if name_of(chosen.bundle(1).drafting) != "off"}
+    # Without history there is nothing to draft from for what reads history alone but the sample itself.
+    assert drafted - {"config"} == wanted
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(capsys):
+    texts = []
+    for _ in range(2):
+        assert run(["simulate", *SMALL, "--compare", "verl,tailrace", "--seeds", "2", "--json"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    first, second = json.loads(texts[0])["systems"]["tailrace"]
+    assert first["makespan_s"] != second["makespan_s"]
+
+
+def test_lengths_are_revealed_to_the_oracle_alone():
+    oracles = {name for name, chosen in SYSTEMS.items() if chosen.reveal}
+    assert oracles == {"oracle"}
+    orderings = {name: name_of(chosen.bundle(1).ordering) for name, chosen in SYSTEMS.items()}
+    assert {name for name, ordering in orderings.items() if ordering == "oracle_longest_first"} == oracles
+
+
+def test_a_page_and_a_file_are_written_and_compare_reads_the_file(capsys, tmp_path):
+    page, out = tmp_path / "run.html", tmp_path / "a.json"
+    result = simulated(capsys, "--compare", "verl,seer", "--report", str(page), "--out", str(out))
+    assert json.loads(out.read_text()) == result
+    assert page.read_text().startswith("<!DOCTYPE html>") and "moonlight" in page.read_text()
+    assert run(["compare", str(out), str(out), "--json"]) == 0
+    ratio = json.loads(capsys.readouterr().out.splitlines()[-1])["ratio"]
+    assert ratio["seer"]["makespan_s"] == [1.0, 1.0, 1.0]
+
+
+def test_what_a_workload_assumes_is_listed(capsys):
+    assert run(["simulate", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert set(SYSTEMS) < set(listed["systems"]) and "kimi-k2" in listed["workloads"]
+    kinds = {note["kind"] for note in listed["moonlight"]}
+    assert kinds == {"source", "assumed"} and all(note["why"] for note in listed["moonlight"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--workload", "moonligt"), "moonlight"),
+        (("--compare", "verl,tailrac"), "tailrace"),
+        (("--compare", ","), "--compare"),
+        (("--report", "/nowhere/at/all.html"), "folder"),
+        (("--seeds", "0"), "--seeds"),
+    ],
+)
+def test_bad_input_is_one_line_that_helps(capsys, arguments, said):
+    assert run(["simulate", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and said in error
+
+
+def test_a_system_that_does_not_draft_is_bounded_without_drafts():
+    from app.simulator.scenario import load_scenario
+
+    setup = Setup.of(load_scenario("moonlight").scaled(0.07), 0)
+    plain, drafting = (setup.run(name, system(name), 0).bounds["best_s"] for name in ("seer", "tailrace"))
+    assert plain > drafting
