@@ -5,6 +5,8 @@ from pathlib import Path
 WINDOW = 8
 """Looks that a point of a curve is taken over: with one alone it jumps."""
 
+SHADES = ("steelblue", "darkorange", "lightsteelblue")
+
 
 def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> None:
     """Tokens per verification over the seconds of each run, and the makespans beside each other."""
@@ -28,4 +30,31 @@ def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> Non
     bars.set(xlabel="seconds", title="Makespan and tail")
     bars.invert_yaxis()
     bars.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def pipelines(path: Path, result: dict) -> None:
+    """Of `bench pipeline`: speed over the overlapped baseline and bubbles of every arrangement, means with the range
+    over the seeds, without drafts, with them, and with ample KV memory."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    names = list(result["ample_kv"])
+    sets = {
+        "without drafts": [result["runs"][name] for name in names],
+        "with history drafts": [result["runs"][f"{name}+drafts"] for name in names],
+        "without drafts, ample KV": [result["ample_kv"][name] for name in names],
+    }
+    titles = {"ratio_overlapped": "times as fast as with barriers", "bubbles": "workers' time without work"}
+    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for index, (label, rows) in enumerate(sets.items()):
+            mean, least, most = zip(*(row[key] for row in rows), strict=True)
+            reach = [[m - low for m, low in zip(mean, least, strict=True)],
+                     [high - m for m, high in zip(mean, most, strict=True)]]  # fmt: skip
+            places = [place + 0.27 * (index - 1) for place in range(len(names))]
+            axes.barh(places, mean, height=0.25, xerr=reach, label=label, color=SHADES[index])
+        axes.set(yticks=range(len(names)), yticklabels=[name.replace("_", " ") for name in names], xlabel=title)
+        axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    figure.suptitle(f"{result['workload']}, {result['steps']} steps, {result['seeds']} draws")
     figure.savefig(path)

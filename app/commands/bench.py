@@ -35,6 +35,52 @@ def scheduler(requests, replicas, as_json):
 
 
 @command.command()
+@click.option("--samples", type=click.IntRange(min=1_024), default=16_384, show_default=True)
+@click.option("--replicas", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=16), default=20_000, show_default=True, help="Mean of an answer.")
+@click.option("--drafting", default="off", show_default=True, help="A drafting policy, as `app policies` lists them.")
+@AS_JSON
+def simulator(samples, replicas, tokens, drafting, as_json):
+    """Seconds and memory of a large simulation, and the cost of an event there over that in a small one."""
+    from policies.bundle import Policies
+
+    try:
+        Policies(drafting=drafting)
+    except ValueError as error:
+        raise BadInput(f"--drafting {drafting}: no such policy; `python -m app policies` lists them") from error
+    from app.bench.simulator import measure
+
+    _print(measure(samples, replicas, tokens, drafting), as_json)
+
+
+@command.command()
+@click.option("--workload", default="rhyme-14b-16k", show_default=True, help="A paper's set-up by name, or a file.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Draws of the workload.")
+@click.option("--scale", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+              help="Share of replicas and prompts.")  # fmt: skip
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="A picture of all runs, .png or .svg.")
+@AS_JSON
+def pipeline(workload, steps, seeds, scale, plot, as_json):
+    """Pipelines over training steps: barriers, a naive pipeline and HistoPipe's tiers, beside RhymeRL's claims."""
+    if plot is not None:
+        _check_picture(plot)
+    from app.bench.pipeline import measure
+    from app.simulator.scenario import load_scenario
+
+    try:
+        scenario = load_scenario(workload)
+    except ValueError as error:
+        raise BadInput(f"--workload {error}") from error
+    result = measure(scenario.scaled(scale) if scale < 1 else scenario, steps, seeds, _say)
+    if plot is not None:
+        from app.bench.pictures import pipelines
+
+        pipelines(plot, result)
+    _print(result, as_json)
+
+
+@command.command()
 @AS_JSON
 def sampler(as_json):
     """Milliseconds a row of the exact sampling kernels, beside plain torch."""
@@ -111,6 +157,10 @@ def _check_plot(plot: Path | None, drafts: bool) -> None:
         return
     if not drafts:
         raise BadInput("--plot: only with --drafts; add it, or leave --plot out")
+    _check_picture(plot)
+
+
+def _check_picture(plot: Path) -> None:
     if plot.suffix not in (".png", ".svg", ".pdf"):
         raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
     if not plot.resolve().parent.is_dir():
