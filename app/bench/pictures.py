@@ -5,6 +5,9 @@ from pathlib import Path
 WINDOW = 8
 """Looks that a point of a curve is taken over: with one alone it jumps."""
 
+COLOURS = 10
+"""Of a cycle: from there on they come again."""
+
 SHADES = ("steelblue", "darkorange", "lightsteelblue")
 
 
@@ -14,14 +17,15 @@ def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> Non
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
-    for name, looks in series.items():
+    for number, (name, looks) in enumerate(series.items()):
         points = [
             (b.at_s, (b.work["tokens"] - a.work["tokens"]) / (b.work["verifications"] - a.work["verifications"]))
             for a, b in zip(looks, looks[WINDOW:], strict=False)
             if a.work.get("verifications") is not None and b.work["verifications"] > a.work["verifications"]
         ]
         if points:
-            curves.plot(*zip(*points, strict=True), label=name, linewidth=2.5 if name == "goodput" else 1.2)
+            width, dashes = 2.5 if name == "goodput" else 1.2, "-" if number < COLOURS else "--"
+            curves.plot(*zip(*points, strict=True), label=name, linewidth=width, linestyle=dashes)
     curves.set(xlabel="seconds since the rollout began", ylabel="tokens per verification", title="Acceptance length")
     curves.legend(ncols=2, fontsize="small")
     names = list(runs)
@@ -35,15 +39,15 @@ def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> Non
 
 def pipelines(path: Path, result: dict) -> None:
     """Of `bench pipeline`: speed over the overlapped baseline and bubbles of every arrangement, means with the range
-    over the seeds, without drafts, with them, and with ample KV memory."""
+    over the seeds, without drafts, with them, and with one prompt a worker."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
-    names = list(result["ample_kv"])
+    names = list(result["regimes"]["few_answers"])
     sets = {
         "without drafts": [result["runs"][name] for name in names],
         "with history drafts": [result["runs"][f"{name}+drafts"] for name in names],
-        "without drafts, ample KV": [result["ample_kv"][name] for name in names],
+        "without drafts, one prompt a worker": [result["regimes"]["few_answers"][name] for name in names],
     }
     titles = {"ratio_overlapped": "times as fast as with barriers", "bubbles": "workers' time without work"}
     for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
