@@ -1,7 +1,7 @@
 """Pipelines over many steps of a paper's workload: what each part of HistoPipe brings (RhymeRL 6), beside its claims.
 
-As in training, prompts go by in epochs, in another order each time, the same for every arrangement. With the order
-kept, each worker has much the same work in each step: a naive pipeline then never evens out, or always does.
+As in training, prompts go by in epochs, in another order each time, the same for every arrangement. In the stored
+order a worker would have the same prompts in every epoch: whoever has the longest holds up a naive pipeline each time.
 Half of all GPUs train, where training goes on beside the rollout; `sequential` trains on those that generate.
 Invariant: the same scenario and seeds give the same bytes. Called by `app bench pipeline`.
 """
@@ -97,15 +97,24 @@ def measure(scenario: Scenario, steps: int, seeds: int, say: Callable[[str], Non
     bubbles: share of the rollout workers' time without work. migrated: of answers. ratio, ratio_equal_gpus and
     ratio_overlapped: how many times as fast as sequential, sequential_all and overlapped without drafts; of these
     `sequential` alone leaves half of the GPUs out.
+
+    `regimes` tell why the first tier alone can lose. Where a worker has many answers, their number is bound by KV
+    memory and each step by the context read: its time grows with the square of the lengths, so the worker with the
+    longest prompts takes many times the mean, and no turn with the shortest ones makes up for that. With ample_kv it
+    loses less. With few_answers, one prompt a worker, a worker takes little longer than its longest answer: long ones
+    together cost nothing, and the first tier gains.
     """
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
     cluster, drafts = Cluster(model, scenario.replicas, scenario.replicas_per_node), history_drafts(scenario, model)
     ample = replace(cluster, replica=replace(model, kv_capacity_tokens=AMPLE * model.kv_capacity_tokens))
-    found, roomy = [], []
+    few = scenario.model_copy(update={"prompts": scenario.prompts.scaled(cluster.replicas, cluster.replicas / scenario.prompts.value)})
+    load_s = weights_s(scenario)
+    found, regimes = [], {"ample_kv": [], "few_answers": []}
     for seed in range(seeds):
         drawn = steps_of(scenario, seed, steps)
-        found.append(play(drawn, cluster, weights_s(scenario), (NO_DRAFTS, drafts)))
-        roomy.append(play(drawn, ample, weights_s(scenario), (NO_DRAFTS,)))
+        found.append(play(drawn, cluster, load_s, (NO_DRAFTS, drafts)))
+        regimes["ample_kv"].append(play(drawn, ample, load_s, (NO_DRAFTS,)))
+        regimes["few_answers"].append(play(steps_of(few, seed, steps), cluster, load_s, (NO_DRAFTS,)))
         say(f"seed {seed}: " + ", ".join(f"{name} {row['ratio_overlapped']:.2f}" for name, row in found[-1].items()))
     return {
         "workload": scenario.name,
@@ -114,8 +123,8 @@ def measure(scenario: Scenario, steps: int, seeds: int, say: Callable[[str], Non
         "gpus": {"rollout": scenario.gpus.value, "training": scenario.gpus.value},
         "answers_per_worker": scenario.prompts.value * scenario.samples.value // scenario.replicas,
         "drafts": drafts._asdict(),
-        "runs": {name: _spreads([run[name] for run in found]) for name in found[0]},
-        "ample_kv": {name: _spreads([run[name] for run in roomy]) for name in roomy[0]},
+        "runs": _spreads(found),
+        "regimes": {name: _spreads(rows) for name, rows in regimes.items()},
         "claims": _claims(scenario, found, drafts),
     }
 
@@ -183,8 +192,9 @@ def _claims(scenario: Scenario, runs: list[dict], drafts: Drafts) -> dict[str, d
     return {name: {"claimed": list(scenario.claims[name].value), "found": spread} for name, spread in found.items()}
 
 
-def _spreads(rows: list[dict]) -> dict[str, list[float]]:
-    return {key: _spread([row[key] for row in rows]) for key in rows[0]}
+def _spreads(runs: list[dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
+    """Of every figure of every arrangement."""
+    return {name: {key: _spread([run[name][key] for run in runs]) for key in runs[0][name]} for name in runs[0]}
 
 
 def _spread(values: Sequence[float]) -> list[float]:
