@@ -104,6 +104,13 @@ class RolloutClient:
         """Decide with other policies from the moment no batch is in flight."""
         await self._handle.set_policies.remote(policies)
 
+    async def journal(self, on: bool) -> str | None:
+        """Have what the core is told and answers written down, or no longer, from when no batch is in flight.
+
+        Returns what is written so far under the present policies, as JSON lines; None: nothing.
+        """
+        return await self._handle.journal.remote(on)
+
     async def reset_caches(self) -> None:
         """Every replica forgets the KV of chunks that have ended. For benchmarks, between batches."""
         await self._handle.reset_caches.remote()

@@ -73,6 +73,9 @@ class Coordinator:
     async def set_policies(self, policies: Policies) -> None:
         self._rollouts.set_policies(policies)
 
+    async def journal(self, on: bool) -> str | None:
+        return self._rollouts.journal(on)
+
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
         if self._context is not None:
             self._context.reward(prompt_key, epoch, rewards)

@@ -14,6 +14,7 @@ from deployments.batch import Batch
 from deployments.chunks import Chunks
 from deployments.context.service import ContextService
 from deployments.fleet import Fleet
+from deployments.journal import JournaledCore
 from deployments.keeper import Keeper
 from deployments.messages import (
     EngineStats,
@@ -28,21 +29,9 @@ from deployments.roster import Roster
 from deployments.status import replica_statuses, waits_for
 from deployments.telemetry import Telemetry
 from deployments.weights import Weights
+from policies import events as ev
 from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, SampleEnd, StartChunk
 from policies.bundle import Policies
-from policies.events import (
-    BatchCancelled,
-    ChunkFailed,
-    ChunkFinished,
-    Event,
-    LengthsRevealed,
-    ReplicaLeft,
-    ReplicaMeasured,
-    SamplesSubmitted,
-    Tick,
-    TokensStreamed,
-    WeightsChanged,
-)
 from policies.ordering import OracleLongestFirst
 from policies.rollout import IllegalEvent, RolloutCore
 
@@ -70,9 +59,10 @@ class Rollouts:
         self._chunks = Chunks(fleet, telemetry, self.now)
         self._weights = Weights(fleet)
         self._core = RolloutCore(policies)
+        self._new_core = RolloutCore  # or JournaledCore
         self._next_policies: Policies | None = None
         self._roster = Roster()
-        self._inbox: list[tuple[Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
+        self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
         self._wake = asyncio.Event()
         self._batches: dict[str, Batch] = {}
         self._home: dict[str, Batch] = {}  # id of a sample, until it has ended, or of a group -> its batch
@@ -96,19 +86,28 @@ class Rollouts:
                 yield await batch.ready.get()
         finally:
             if not batch.over:
-                self._tell(BatchCancelled(self.now(), message.batch_id))
+                self._tell(ev.BatchCancelled(self.now(), message.batch_id))
 
     async def cancel(self, batch_id: str) -> bool:
         """End a batch: its groups come out at once, unfinished samples marked cancelled. False: no such batch."""
         if batch_id not in self._batches:
             return False
-        self._tell(BatchCancelled(self.now(), batch_id))
+        self._tell(ev.BatchCancelled(self.now(), batch_id))
         return True
 
     def set_policies(self, policies: Policies) -> None:
         """Decide with other policies, from the moment that no batch is in flight."""
         self._next_policies = policies
         self._wake.set()
+
+    def journal(self, on: bool) -> str | None:
+        """Write down what the core is told and answers, or cease to, from the moment that no batch is in flight.
+
+        Returns what is written of the present core, see `deployments.journal`; None: nothing.
+        """
+        self._new_core = JournaledCore if on else RolloutCore
+        self.set_policies(self._next_policies or self._core.policies)
+        return self._core.journal() if isinstance(self._core, JournaledCore) else None
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
         """Every replica loads the folder `source` in place, between chunks; samples in flight go on under `version`.
@@ -154,7 +153,7 @@ class Rollouts:
             self._wake.clear()
             self._swap_policies()
             self._observe()
-            self._act(self._core.decide(Tick(self.now())))
+            self._act(self._core.decide(ev.Tick(self.now())))
 
     async def poll(self) -> None:
         """Ask the replicas what they run, for ever."""
@@ -180,11 +179,11 @@ class Rollouts:
         list(map(self._spawn, self._weights.observe(reports)))
         old, new = self._core.board.weights_version, self._weights.version
         if new > old:
-            self._tell(WeightsChanged(self.now(), new))
+            self._tell(ev.WeightsChanged(self.now(), new))
             if self._keeper is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
                 self._keeper.retire(old)
 
-    def _tell(self, event: Event, write: Callable[[], None] | None = None) -> None:
+    def _tell(self, event: ev.Event, write: Callable[[], None] | None = None) -> None:
         self._inbox.append((event, write))
         self._wake.set()
 
@@ -197,14 +196,14 @@ class Rollouts:
             if write is not None:
                 write()
 
-    def _is_late(self, event: Event) -> bool:
+    def _is_late(self, event: ev.Event) -> bool:
         """Whether what an event speaks of is over already: a lost replica's chunk, an emitted batch."""
         match event:
-            case ChunkFinished() | ChunkFailed() | TokensStreamed():
+            case ev.ChunkFinished() | ev.ChunkFailed() | ev.TokensStreamed():
                 return not self._core.is_running(event.chunk_id)
-            case ReplicaLeft() | ReplicaMeasured():
+            case ev.ReplicaLeft() | ev.ReplicaMeasured():
                 return event.replica_id not in self._core.board
-            case BatchCancelled():
+            case ev.BatchCancelled():
                 return event.batch_id not in self._batches
         return False
 
@@ -244,8 +243,8 @@ class Rollouts:
         self._swap_policies()
         try:
             if isinstance(self._core.policies.ordering, OracleLongestFirst):
-                self._core.observe(LengthsRevealed(self.now(), batch.true_lengths()))
-            self._core.observe(SamplesSubmitted(self.now(), message.batch_id, batch.specs))
+                self._core.observe(ev.LengthsRevealed(self.now(), batch.true_lengths()))
+            self._core.observe(ev.SamplesSubmitted(self.now(), message.batch_id, batch.specs))
         except IllegalEvent as error:
             return Rejected(reason=str(error))
         batch.open_spans(self._telemetry)
@@ -277,7 +276,7 @@ class Rollouts:
     def _swap_policies(self) -> None:
         if self._next_policies is None or self._batches:
             return
-        self._core = RolloutCore(self._next_policies, self._core.board.weights_version)
+        self._core = self._new_core(self._next_policies, self._core.board.weights_version)
         for joined in self._roster.joined.values():
             self._core.observe(joined)
         self._next_policies = None
@@ -286,6 +285,6 @@ class Rollouts:
 
     async def _run_chunk(self, start: StartChunk, batch: Batch) -> None:
         event, write = await self._chunks.run(start, batch, self._core.policies.drafting)
-        if isinstance(event, ReplicaLeft):
+        if isinstance(event, ev.ReplicaLeft):
             self._roster.lose(start.replica_id, self.now())
         self._tell(event, write)

@@ -30,34 +30,36 @@ from policies.actions import SampleEnd
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @click.option("--address", default=None, help="A running cluster (auto, host:port); else a local one is made.")
 @click.option("--trace", type=click.Path(path_type=Path), default=None, help="Write the run's spans there, JSONL.")
+@click.option("--journal", type=click.Path(path_type=Path), default=None, help="Write the core's events and actions.")
 @click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object, the last line of stdout.")
-def command(prompts, out, samples, max_tokens, config, address, trace, as_json, seed, step, **sampling):
+def command(prompts, out, samples, max_tokens, config, address, trace, journal, as_json, seed, step, **sampling):
     """Roll out every prompt of a file; finished groups are appended to OUT as they come."""
     file = load_config(config)
     defaults = {"samples": samples, "max_tokens": max_tokens, "sampling": sampling}
     wanted = read_prompts(prompts, defaults)
     results = ResultsFile(out)
     missing = results.missing(wanted, seed, step)
-    _check_trace(trace)
+    _check_writable("--trace", trace)
+    _check_writable("--journal", journal)
     groups, spans = [], []
     if missing:
         if len(missing) < len(wanted):
             click.echo(f"{len(wanted) - len(missing)} of {len(wanted)} groups are in {out} already", err=True)
-        groups, spans = _run(file, address, missing, results, seed, step, trace is not None)
+        groups, spans = _run(file, address, missing, results, seed, step, trace is not None, journal)
     if trace is not None:
         trace.write_text("".join(json.dumps(span) + "\n" for span in spans))
     _report(groups, len(wanted) - len(missing), out, as_json)
 
 
-def _check_trace(trace: Path | None) -> None:
-    if trace is not None:
+def _check_writable(option: str, path: Path | None) -> None:
+    if path is not None:
         try:
-            trace.touch()
+            path.touch()
         except OSError as error:
-            raise BadInput(f"{trace}: cannot be written: {error.strerror}; give another --trace") from error
+            raise BadInput(f"{path}: cannot be written: {error.strerror}; give another {option}") from error
 
 
-def _run(file, address, prompts, results, seed, step, keep_trace):
+def _run(file, address, prompts, results, seed, step, keep_trace, journal):
     """Roll out `prompts`; returns the groups, and the spans of the run if they are kept."""
     from app.client import RolloutRejected
     from app.cluster import service
@@ -70,7 +72,7 @@ def _run(file, address, prompts, results, seed, step, keep_trace):
     click.echo("starting the service" if address is None else f"connecting to {address}", err=True)
     try:
         with service(file, address) as client:
-            return asyncio.run(_drive(client, batch, results))
+            return asyncio.run(_drive(client, batch, results, journal))
     except RolloutRejected as error:
         raise BadInput(str(error)) from error
     except KeyboardInterrupt as error:
@@ -92,9 +94,11 @@ def _check_lengths(file, batch, address) -> None:
         raise BadInput(prepared.reason)
 
 
-async def _drive(client, batch, results):
+async def _drive(client, batch, results, journal: Path | None):
     from app.progress import RolloutProgress
 
+    if journal is not None:
+        await client.journal(True)
     prompts = {prompt.prompt_id: prompt for prompt in batch.groups}
     progress = RolloutProgress(client, batch.batch_id, sum(prompt.samples for prompt in batch.groups))
     follower = asyncio.create_task(progress.follow())
@@ -108,6 +112,11 @@ async def _drive(client, batch, results):
         follower.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await follower
+    if journal is not None:
+        written = await client.journal(False)
+        journal.write_text(written or "")
+        if written is None:
+            click.echo("--journal: other batches were in flight all the time; nothing was written down", err=True)
     spans = await client.take_trace(batch.batch_id) if batch.keep_trace else []
     return groups, spans
 
