@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from app.commands.calibrate import command as calibrate
 from app.config import DEFAULT_CONFIG, load_config
 from app.errors import BadInput
 
@@ -21,6 +22,9 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object,
 @click.group()
 def command():
     """Benchmarks; every figure stands beside its baseline of the same run."""
+
+
+command.add_command(calibrate)
 
 
 @command.command()

@@ -86,7 +86,8 @@ class Fleet:
         if sample.family in replica.prompts:
             here = max(here, sample.family.group.prompt_tokens)
         replica.prompts.add(sample.family)
-        gain = sample.stored - here
+        here -= here % model.block_tokens
+        gain = sample.stored - sample.stored % model.block_tokens - here
         if min_pull_tokens is not None and model.fetch_tokens_s and gain >= max(1, min_pull_tokens):
             chunk.pulled = gain
         chunk.prefill = chunk.context - here - chunk.pulled
@@ -95,8 +96,8 @@ class Fleet:
         return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
 
     def save_s(self, chunk: Chunk) -> float:
-        """Seconds until the pool holds all of the KV of a chunk that has stopped; 0 where there is no pool."""
+        """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may go on."""
         if not self.model.fetch_tokens_s:
-            return 0.0
+            return self.model.handover_s
         new_tokens = chunk.context + int(chunk.made) - chunk.sample.stored
-        return self.model.fetch_base_s + new_tokens / self.model.fetch_tokens_s
+        return self.model.handover_s + self.model.fetch_base_s + new_tokens / self.model.fetch_tokens_s

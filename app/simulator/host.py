@@ -206,7 +206,7 @@ class _Host:
         sample.mark = chunk.mark
         save_s = self._fleet.save_s(chunk) if sample.made < sample.length else 0.0
         if save_s:
-            sample.stored = chunk.context + int(chunk.made)
+            sample.stored = chunk.context + int(chunk.made) if self._fleet.model.fetch_tokens_s else 0
             self._at(self._now + save_s, self._finish, chunk)
         else:
             self._finish(chunk)

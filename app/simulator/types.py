@@ -54,7 +54,8 @@ class ReplicaModel:
     """One engine replica. KV capacity and rates count tokens of context; `gpus` is what it occupies.
 
     Fetching n tokens of KV from the pool takes fetch_base_s + n / fetch_tokens_s (0: it cannot); prefill computes
-    prefill_tokens_s.
+    prefill_tokens_s. A sample waits handover_s between two chunks beyond what is modelled; KV is found again in whole
+    blocks of block_tokens.
     """
 
     step: StepModel
@@ -66,6 +67,8 @@ class ReplicaModel:
     start_s: float = 0.0
     stop_s: float = 0.0
     gpus: int = 1
+    handover_s: float = 0.0
+    block_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

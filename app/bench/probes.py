@@ -1,0 +1,119 @@
+"""How fast replicas of a running service are, from rollouts made for the purpose: steps, prompts, a chunk's hand-over.
+
+A probe replays made-up tokens on all replicas at once, as many chunks on each, so that they slow each other down as
+they do at work, and everything between two steps counts. Invariant: no probe holds a token of what is to be predicted.
+Called by `bench calibrate`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean, median
+
+from app.client import RolloutClient
+from app.simulator.hardware import from_profile
+from app.simulator.host import simulate
+from app.simulator.types import Cluster, Group, ReplicaModel, Workload
+from deployments.journal import Journal, read_journal
+from deployments.messages import GroupResult, PromptGroup, RolloutBatch
+from policies.bundle import Policies
+from policies.events import ReplicaJoined, ReplicaMeasured
+
+STEPS = 40
+LADDER = ((1, 40), (2, 40), (4, 40), (8, 40), (16, 40), (1, 240), (1, 960), (8, 960))
+"""(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out."""
+
+HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
+PROMPT_TOKENS = 40
+
+FIRST_TOKEN, TOKENS = 300, 9_000
+"""Of made-up prompts: ordinary words in any tokenizer's vocabulary."""
+
+
+def bound(chunk_tokens: int | None) -> Policies:
+    """Whole groups to replicas up front, so that each replica runs one probe group."""
+    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
+    return Policies(ordering="group_static", placement="pinned", chunking=chunking, drafting="off")
+
+
+def probe(name: str, replicas: int, chunks: int, prompt_tokens: int, answer_tokens: int) -> RolloutBatch:
+    """One group for each replica, no two with the same prompt."""
+    forced = (tuple(FIRST_TOKEN + step % TOKENS for step in range(answer_tokens - 1)),) * chunks
+    groups = []
+    for index in range(replicas):
+        prompt = tuple(FIRST_TOKEN + (7 * position + 101 * index) % TOKENS for position in range(prompt_tokens))
+        groups.append(
+            PromptGroup(
+                prompt_id=f"p{index}", token_ids=prompt, samples=chunks, max_tokens=answer_tokens,
+                forced_token_ids=forced,
+            )
+        )  # fmt: skip
+    return RolloutBatch(batch_id=name, groups=tuple(groups))
+
+
+async def climb(client: RolloutClient, name: str, replicas: int, max_running: int) -> dict:
+    """`steps` and `prefill`, each a list of what was run and the milliseconds it took, one for each rung."""
+    await client.set_policies(bound(None))
+    steps, prefill = [], []
+    for chunks, prompt_tokens in (rung for rung in LADDER if rung[0] <= max_running):
+        batch = probe(f"{name}-{chunks}x{prompt_tokens}", replicas, chunks, prompt_tokens, STEPS + 1)
+        await client.reset_caches()
+        groups = [group async for group in client.rollout(batch)]
+        context = prompt_tokens + STEPS // 2
+        took_ms = round(step_ms(groups), 3)
+        steps.append({"chunks": chunks, "draft_tokens": 0, "context_tokens": context, "step_ms": took_ms})
+        if chunks == 1:
+            took_ms = 1e3 * mean(sample.timings.prefill_s for group in groups for sample in group.samples)
+            prefill.append({"tokens": prompt_tokens, "prefill_ms": round(took_ms, 3)})
+    return {"steps": steps, "prefill": prefill}
+
+
+def step_ms(groups: Sequence[GroupResult]) -> float:
+    """Milliseconds of a step that all chunks of a group share: the median chunk's, mean over groups."""
+    return 1e3 * mean(median(s.timings.decode_s / (len(s.token_ids) - 1) for s in g.samples) for g in groups)
+
+
+async def hand_over(client: RolloutClient, name: str, replicas: int) -> dict[str, float]:
+    """Seconds that one sample alone takes in one piece and in chunks that stay on its replica."""
+    tokens, took_s = (HANDOVERS + 1) * HANDOVER_CHUNK_TOKENS, {}
+    for way, chunk_tokens in (("whole", None), ("chunks", HANDOVER_CHUNK_TOKENS)):
+        await client.set_policies(bound(chunk_tokens))
+        await client.reset_caches()
+        batch = probe(f"{name}-{way}", replicas, 1, PROMPT_TOKENS, tokens)
+        took_s[way] = mean([group.samples[0].timings.finished_s async for group in client.rollout(batch)])
+    return took_s
+
+
+async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[ReplicaMeasured]]:
+    """What each replica has told the core of itself, latest measures; run after something else was."""
+    await client.journal(True)
+    await client.set_policies(bound(None))
+    _ = [group async for group in client.rollout(probe("engines", 1, 1, PROMPT_TOKENS, 2 * STEPS))]
+    journal: Journal = read_journal((await client.journal(False)).splitlines())
+    found = {kind: {} for kind in (ReplicaJoined, ReplicaMeasured)}
+    for entry in journal.entries:
+        if type(entry) in found:
+            found[type(entry)][entry.replica_id] = entry
+    return list(found[ReplicaJoined].values()), list(found[ReplicaMeasured].values())
+
+
+def model_of(
+    profile: dict, joined: Sequence[ReplicaJoined], measured: Sequence[ReplicaMeasured], handovers: Sequence[dict]
+) -> ReplicaModel:
+    """A replica by its profile, its own reports, and hand-overs: what these take beyond what the model has of them."""
+    pools = [one for one in measured if one.fetch_tokens_s]
+    model = from_profile(
+        profile,
+        kv_capacity_tokens=joined[0].kv_capacity_blocks * joined[0].block_tokens,
+        max_running=joined[0].max_running,
+        fetch_tokens_s=mean(one.fetch_tokens_s for one in pools) if pools else 0.0,
+        fetch_base_s=mean(one.fetch_base_s for one in pools) if pools else 0.0,
+    )
+    model = replace(model, block_tokens=joined[0].block_tokens)
+    took_s = median(one["chunks"] - one["whole"] for one in handovers)
+    tokens = (HANDOVERS + 1) * HANDOVER_CHUNK_TOKENS
+    alone = Workload("hand-over", tokens, ((Group("g", PROMPT_TOKENS, (tokens,)),),))
+    whole_s, chunks_s = (
+        simulate(alone, Cluster(model, 1), bound(chunk_tokens)).makespan_s
+        for chunk_tokens in (None, HANDOVER_CHUNK_TOKENS)
+    )
+    return replace(model, handover_s=max(0.0, (took_s - (chunks_s - whole_s)) / HANDOVERS))

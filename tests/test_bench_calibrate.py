@@ -1,0 +1,152 @@
+"""What calibration makes of its measurements: nothing of the machine is in these, only arithmetic and the model."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from app.bench.calibrate import figures, middle, pooled, runs, verdict, workload
+from app.bench.probes import (
+    HANDOVER_CHUNK_TOKENS,
+    HANDOVERS,
+    LADDER,
+    PROMPT_TOKENS,
+    bound,
+    model_of,
+    probe,
+    step_ms,
+)
+from app.commands.bench import command
+from app.errors import BadInput
+from app.simulator.host import simulate
+from app.simulator.types import Cluster, Group, Workload
+from deployments.messages import GroupResult, PromptGroup, SampleResult, Timings
+from policies.events import ReplicaJoined, ReplicaMeasured
+
+JOINED = [ReplicaJoined(0.0, name, 32, 1000, 8, 0, 0, "n") for name in "ab"]
+MEASURED = [ReplicaMeasured(1.0, "a", 500.0, 20_000.0, 0.01, 0.03, 0.002, 1.0),
+            ReplicaMeasured(1.0, "b", 500.0, 40_000.0, 0.03, 0.03, 0.002, 1.0)]  # fmt: skip
+
+
+def ladder(base_ms: float) -> dict:
+    """Of a machine whose steps are a line through tokens and context read."""
+    steps = [
+        {"chunks": n, "draft_tokens": 0, "context_tokens": c, "step_ms": base_ms + 3 * n + 0.001 * n * c}
+        for n, c in LADDER
+    ]
+    return {"steps": steps, "prefill": [{"tokens": c, "prefill_ms": 10 + 2.0 * c} for n, c in LADDER if n == 1]}
+
+
+PROFILE = pooled([ladder(30)])
+
+
+def test_ladders_make_a_profile_between_them():
+    fit = pooled([ladder(30), ladder(34)])["fit"]
+    assert fit["base_ms"] == pytest.approx(32, rel=0.02)
+    assert fit["per_token_ms"] == pytest.approx(3, rel=0.05) and fit["per_context_token_us"] == pytest.approx(
+        1, rel=0.1
+    )
+
+
+def test_the_model_is_what_the_engines_say_and_the_profile():
+    model = model_of(PROFILE, JOINED, MEASURED, [{"whole": 1.0, "chunks": 1.0}])
+    assert (model.kv_capacity_tokens, model.max_running, model.block_tokens) == (32_000, 8, 32)
+    assert model.fetch_tokens_s == 30_000 and model.fetch_base_s == pytest.approx(0.02)
+    assert model.step.base_s == pytest.approx(0.03, rel=1e-2) and model.prefill_tokens_s == pytest.approx(500, rel=1e-2)
+    assert model.handover_s == 0.0, "chunks cost nothing here: what the model has of them already is not given back"
+    assert model_of(PROFILE, JOINED, [], [{"whole": 1.0, "chunks": 1.0}]).fetch_tokens_s == 0.0
+
+
+@pytest.mark.parametrize("handover_s", [0.0, 0.05, 0.4])
+@pytest.mark.parametrize("measured", [MEASURED, []], ids=["pool", "no pool"])
+def test_a_hand_over_is_what_chunks_take_beyond_the_rest_of_the_model(handover_s, measured):
+    """Probed on a machine that is the model itself, it comes out as it was put in."""
+    model = replace(model_of(PROFILE, JOINED, measured, [{"whole": 1, "chunks": 1}]), handover_s=handover_s)
+    tokens = (HANDOVERS + 1) * HANDOVER_CHUNK_TOKENS
+    work = Workload("w", tokens, ((Group("g", PROMPT_TOKENS, (tokens,)),),))
+    whole, chunks = (
+        simulate(work, Cluster(model, 1), bound(chunk), check=True).makespan_s
+        for chunk in (None, HANDOVER_CHUNK_TOKENS)
+    )
+    assert model_of(PROFILE, JOINED, measured, [{"whole": whole, "chunks": chunks}]).handover_s == pytest.approx(
+        handover_s
+    )
+
+
+def test_kv_is_found_again_in_whole_blocks():
+    """32-token blocks, 10 of prompt and chunks of 40: 18, 26 and 2 tokens are computed again."""
+    model = replace(model_of(PROFILE, JOINED, [], [{"whole": 1, "chunks": 1}]))
+    work = Workload("w", 160, ((Group("g", 10, (160,)),),))
+    (ended,) = simulate(work, Cluster(model, 1), bound(40), check=True).ended
+    assert ended.chunks == 4 and ended.recomputed_tokens == 50 % 32 + 90 % 32 + 130 % 32
+    (ended,) = simulate(work, Cluster(replace(model, block_tokens=1), 1), bound(40), check=True).ended
+    assert ended.recomputed_tokens == 0
+
+
+def test_the_simulated_workload_is_the_live_one():
+    groups = (
+        PromptGroup(prompt_id="a", token_ids=(1, 2, 3), samples=2, max_tokens=9, forced_token_ids=((4,) * 8, (5,))),
+        PromptGroup(prompt_id="b", token_ids=(1,), samples=1, max_tokens=9, forced_token_ids=((),)),
+    )
+    work = workload(groups)
+    assert work.max_tokens == 9
+    assert work.steps == ((Group("calibrate/a", 3, (9, 2)), Group("calibrate/b", 1, (1,))),)
+    model = model_of(PROFILE, JOINED, MEASURED, [{"whole": 1.0, "chunks": 1.0}])
+    for policies in runs(4).values():
+        run = simulate(work, Cluster(model, 2, 2), policies, check=True)
+        assert figures(run)["makespan_s"] == round(run.makespan_s, 3)
+
+
+def test_errors_are_signed_and_rankings_compared():
+    live = {"a": {"makespan_s": 10.0, "tail_s": 4.0}, "b": {"makespan_s": 8.0, "tail_s": 0.0}}
+    near = {"a": {"makespan_s": 11.0, "tail_s": 3.0}, "b": {"makespan_s": 8.0, "tail_s": 0.0}}
+    found = verdict(live, near)
+    assert found["error"] == {"a": {"makespan": 0.1, "tail": -0.25}, "b": {"makespan": 0.0, "tail": None}}
+    assert found["same_ranking"] and found["ranking"]["live"] == ["b", "a"]
+    near["a"]["makespan_s"] = 7.0
+    assert not verdict(live, near)["same_ranking"]
+
+
+def test_the_middle_of_the_repeats_counts():
+    keys = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samples", "moved_samples")
+    repeats = [dict.fromkeys((*keys, "chunked_share"), value) for value in (5.0, 1.0, 2.0)]
+    assert middle(repeats)["makespan_s"] == 2.0 and middle(repeats)["all_makespan_s"] == [5.0, 1.0, 2.0]
+
+
+def test_probes_share_no_kv_and_end_where_they_should():
+    batch = probe("x", 3, 2, 40, 11)
+    prompts = [group.token_ids for group in batch.groups]
+    assert len(batch.groups) == 3 and all(a[0] != b[0] for a, b in pairwise(sorted(prompts)))
+    for group in batch.groups:
+        assert len(group.token_ids) == 40 and {len(ids) for ids in group.forced_token_ids} == {10}
+        assert group.samples == 2 and group.max_tokens == 11
+
+
+def test_a_step_is_the_median_chunks_and_the_mean_replicas():
+    def group(name: str, *decode_s: float) -> GroupResult:
+        samples = tuple(
+            SampleResult(
+                sample_index=i, token_ids=(1,) * 11, text="", logprobs=(), raw_logprobs=(), finish_reason="stop",
+                timings=Timings(decode_s=took),
+            )
+            for i, took in enumerate(decode_s)
+        )  # fmt: skip
+        return GroupResult(batch_id="b", prompt_id=name, prompt_token_ids=(1,), samples=samples)
+
+    assert step_ms([group("a", 0.1, 0.2, 9.0), group("b", 0.4)]) == pytest.approx(30)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"fit": {"base_ms": 1}}', '{"fit": {}, "prefill_ms": {}}'])
+def test_a_file_that_is_no_profile_is_refused_before_anything_starts(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(BadInput, match="not a file of `app profile --out`"):
+        command.main(["calibrate", "--trace", "none", "--profile", str(path)], standalone_mode=False)
+
+
+def test_a_profile_of_the_command_is_taken(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    with pytest.raises(BadInput, match="none"):  # it is the trace that is not there
+        command.main(["calibrate", "--trace", str(tmp_path / "none"), "--profile", str(path)], standalone_mode=False)
