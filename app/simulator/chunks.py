@@ -50,22 +50,25 @@ class Chunk:
 
     As of virtual step `since` it has made `made`; from there it makes `rate` tokens a step, of which it computes
     `cost`, and ends at `end_step`. Before its first step it computes `prefill` tokens of its context; `pulled` come
-    from the pool. `over`: it has left its replica for good.
+    from the pool. It takes part in the share `part` of the steps. `over`: it has left its replica for good. `method`:
+    None unless it is a copy that races; then the draft method that it races with.
     """
 
     __slots__ = ("aborted", "accepted_last", "begin_made", "begin_s", "begin_step", "chunk_id", "class_starts",
-                 "context", "cost", "drafted_last", "end_step", "expected_tokens", "made", "mark", "over", "prefill",
-                 "pulled", "rate", "running", "sample", "serial", "since", "slot", "tokens", "verified")  # fmt: skip
+                 "context", "cost", "drafted_last", "end_step", "expected_tokens", "made", "mark", "method", "over",
+                 "part", "prefill", "pulled", "rate", "running", "sample", "serial", "since", "slot", "tokens",
+                 "verified")  # fmt: skip
 
     def __init__(self, chunk_id: str, sample: Sample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]):
         self.chunk_id, self.sample, self.tokens = chunk_id, sample, tokens
         self.expected_tokens, self.class_starts = expected_tokens, class_starts
         self.context = sample.family.group.prompt_tokens + sample.made  # as it starts
         self.prefill = self.pulled = 0
-        self.made, self.since, self.rate, self.cost = 0.0, 0, 1.0, 1.0
+        self.made, self.since, self.rate, self.cost, self.part = 0.0, 0, 1.0, 1.0, 1.0
         self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break
         self.end_step = self.serial = self.verified = self.drafted_last = self.accepted_last = 0
         self.slot = -1
+        self.method: str | None = None
         self.running = self.aborted = self.over = False
         self.mark: Mark | None = None  # set while it waits to compute again what it lost
 
@@ -79,13 +82,13 @@ class Chunk:
         steps = step - self.since
         if steps:
             self.made += self.rate * steps
-            self.sample.verifications += steps
-            self.sample.drafted += (self.cost - 1.0) * steps
+            self.sample.verifications += self.part * steps
+            self.sample.drafted += (self.cost - self.part) * steps
             self.since = step
 
-    def pace(self, rate: float, cost: float) -> None:
+    def pace(self, rate: float, cost: float, part: float = 1.0) -> None:
         """From step `since` on; the last step may make more than is left, which nobody counts."""
-        self.rate, self.cost = rate, cost
+        self.rate, self.cost, self.part = rate, cost, part
         steps = (self.tokens - self.made) / rate
         self.end_step = self.since + max(1, -int(-(steps - ROUNDING) // 1))
 

@@ -9,7 +9,7 @@ from app.simulator.chunks import Chunk
 from app.simulator.replica import Replica
 from app.simulator.speculation import Speculation
 from app.simulator.types import Cluster, Span
-from policies.events import ReplicaJoined, ReplicaMeasured
+from policies.events import ReplicaJoined, ReplicaLeft, ReplicaMeasured
 
 BLOCK_TOKENS = 16
 """vLLM's default on GPUs."""
@@ -22,7 +22,7 @@ MEASURE_S = 60.0
 
 
 class Fleet:
-    """`cluster.replicas` of them, all up from the start, by id in `by_id`."""
+    """`cluster.replicas` of them, by id in `by_id`; those not up yet, or given back, are `home`."""
 
     def __init__(self, cluster: Cluster, speculation: Callable[[int], Speculation], spans: list[Span] | None):
         self.model, self._per_node = cluster.replica, cluster.per_node
@@ -34,27 +34,39 @@ class Fleet:
         self._ids = [f"r{index:0{width}}" for index in range(cluster.replicas)]
         self.by_id = dict(zip(self._ids, self.replicas, strict=True))
         self._measured_s = [0.0] * cluster.replicas
+        self.home = set(range(cluster.replicas))
 
     def __len__(self):
-        return len(self.replicas)
+        return len(self.replicas) - len(self.home)
+
+    def up(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.index not in self.home]
+
+    def give_back(self, busy: set[int], now: float) -> list[ReplicaLeft]:
+        """All that are up but for those of these indexes."""
+        idle = [replica.index for replica in self.up() if replica.index not in busy]
+        self.home.update(idle)
+        return [ReplicaLeft(now, self._ids[index], "given back") for index in idle]
 
     def room_tokens(self) -> int:
         """Context of the longest sample that a replica can hold."""
         return self.model.kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS - self.draft_tokens
 
-    def joins(self, reserves: bool) -> list[ReplicaJoined | ReplicaMeasured]:
-        """At the start; `reserves`: the core is to keep within their KV and their places."""
+    def joins(self, reserves: bool, now: float) -> list[ReplicaJoined | ReplicaMeasured]:
+        """Of those at home, which are all at the start; `reserves`: the core is to keep within their KV and places."""
+        joining = [self.replicas[index] for index in sorted(self.home)]
+        self.home = set()
         tokens, running = self.model.kv_capacity_tokens, self.model.max_running
         if not reserves:
             tokens = running = UNBOUNDED_TOKENS
         joins = [
             ReplicaJoined(
-                0.0, self._ids[index], BLOCK_TOKENS, tokens // BLOCK_TOKENS, running, self.draft_tokens, 0,
-                f"n{index // self._per_node}",
+                now, self._ids[replica.index], BLOCK_TOKENS, tokens // BLOCK_TOKENS, running, self.draft_tokens, 0,
+                f"n{replica.index // self._per_node}",
             )
-            for index in range(len(self.replicas))
+            for replica in joining
         ]  # fmt: skip
-        return [*joins, *(self._measure(replica, 0.0) for replica in self.replicas)]
+        return [*joins, *(self._measure(replica, now) for replica in joining)]
 
     def measured(self, replica: Replica, now: float) -> list[ReplicaMeasured]:
         """A report of its speeds, where the last one is old."""

@@ -15,6 +15,7 @@ from app.simulator.checks import Checks
 from app.simulator.chunks import Chunk, Family, Sample
 from app.simulator.fleet import Fleet
 from app.simulator.moments import Moments
+from app.simulator.races import LOOK_S, Races, Racing
 from app.simulator.replica import Replica
 from app.simulator.speculation import Acceptance, NoDrafts, Policied, Speculation
 from app.simulator.types import Cluster, Ended, Moment, Run, Span, Workload
@@ -36,6 +37,8 @@ def simulate(
     spans: bool = False,
     check: bool = False,
     reveal: bool = False,
+    racing: Racing | None = None,
+    release: bool = False,
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
@@ -43,15 +46,16 @@ def simulate(
 
     `admission`: the core reserves KV; without it replicas queue and preempt as vLLM does. Drafts are made by
     `policies.drafting` with chances by `acceptance`, or by what `speculation` gives for a replica's index; with neither
-    there are none. `reveal`: true lengths go to the core, which only `oracle_longest_first` takes. `check`: raise
-    LawBroken where a law breaks. `progress` hears of ended and all samples. Raises ValueError where a sample can never
-    fit on a replica, or fails.
+    there are none. `racing`: Fastest-of-N where replicas have room. `release`: once nothing waits, idle replicas are
+    given back until the next step, to which they are up again at once. `reveal`: true lengths go to the core, which
+    only `oracle_longest_first` takes. `check`: raise LawBroken where a law breaks. `progress` hears of ended and all
+    samples. Raises ValueError where a sample can never fit on a replica, or fails.
     """
     if speculation is None:
         speculation = _speculation(policies, acceptance, cluster, seed)
     kept = [] if spans else None
     fleet = Fleet(cluster, speculation, kept)
-    host = _Host(workload, fleet, policies, admission, reveal, kept, check, progress)
+    host = _Host(workload, fleet, policies, admission, reveal, racing, release, kept, check, progress)
     host.run()
     return host.result(system, seed)
 
@@ -63,11 +67,11 @@ def _speculation(policies: Policies, acceptance: Acceptance | None, cluster: Clu
 
 
 class _Host:
-    def __init__(self, workload, fleet, policies, admission, reveal, spans, check, progress):
+    def __init__(self, workload, fleet, policies, admission, reveal, racing, release, spans, check, progress):
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
         self._core = RolloutCore(policies)
-        self._booked = [inf] * len(fleet)  # when each replica's next turn stands in the heap
+        self._booked = [inf] * len(fleet.replicas)  # when each replica's next turn stands in the heap
         self._heap: list[tuple] = []  # (time, number, what to do, with what)
         self._inbox: list[ev.Event] = []
         self._now, self._number, self._events = 0.0, 0, 0
@@ -77,12 +81,14 @@ class _Host:
         self._ended: list[Ended] = []
         self._moments = Moments(self._moment)
         self._checks = Checks(admission) if check else None
+        self._release, self._look_s = release, -inf  # the last look at free replicas, or the next
+        longest = max(group.prompt_tokens for step in workload.steps for group in step) + workload.max_tokens
+        self._races = Races(racing, fleet, fleet.room_tokens() // longest) if racing else None
 
     # ---- the loop --------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Observe, decide, act, until nothing is left to happen."""
-        self._inbox += self._fleet.joins(self._admission)
         self._submit()
         while True:
             while self._inbox:
@@ -122,7 +128,7 @@ class _Host:
                 case EndSample():
                     self._end(action)
                 case ReleaseKv():
-                    self._release(action)
+                    self._drop_kv(action)
         for index in touched:
             self._book(self._fleet.replicas[index])
 
@@ -135,6 +141,7 @@ class _Host:
     def _submit(self) -> None:
         """The next step's groups, and where all is revealed, their truth."""
         self._step += 1
+        self._inbox += self._fleet.joins(self._admission, self._now)
         groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
         for group in groups:
             family = Family(group, self._step)
@@ -164,20 +171,30 @@ class _Host:
         tokens = min(action.max_tokens, sample.length - sample.made)
         chunk = Chunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
         self._running[action.chunk_id] = chunk
-        fetch_s = self._fleet.bring(chunk, action.min_pull_tokens, self._now)
+        self._send(chunk, action.min_pull_tokens, touched)
+
+    def _send(self, chunk: Chunk, min_pull_tokens: int | None, touched: dict[int, None]) -> None:
+        sample, replica = chunk.sample, chunk.sample.replica
+        fetch_s = self._fleet.bring(chunk, min_pull_tokens, self._now)
         if fetch_s:
             if self._spans is not None:
                 until_s = self._now + fetch_s
                 self._spans.append(Span(replica.index, sample.sample_id, "fetch", self._now, until_s, chunk.pulled))
             self._at(self._now + fetch_s, self._arrive, chunk)
         else:
-            replica.submit(chunk, self._now)
+            self._enter(chunk)
             touched[replica.index] = None
 
     def _arrive(self, chunk: Chunk) -> None:
         if not chunk.over:  # stopped on its way
-            chunk.sample.replica.submit(chunk, self._now)
+            self._enter(chunk)
             self._book(chunk.sample.replica)
+
+    def _enter(self, chunk: Chunk) -> None:
+        replica = chunk.sample.replica
+        replica.submit(chunk, self._now)
+        for copy in self._races.in_the_way(replica) if self._races else ():
+            replica.abort(copy, self._now)
 
     def _abort(self, action: AbortChunk, touched: dict[int, None]) -> None:
         chunk = self._running[action.chunk_id]
@@ -202,6 +219,9 @@ class _Host:
         """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
         sample = chunk.sample
         chunk.over = True
+        self._raced(chunk)
+        if chunk.method is not None:
+            return
         sample.made += int(chunk.made)
         sample.mark = chunk.mark
         save_s = self._fleet.save_s(chunk) if sample.made < sample.length else 0.0
@@ -220,6 +240,30 @@ class _Host:
         self._inbox.append(ev.ChunkFinished(self._now, chunk.chunk_id, int(chunk.made), end, 0, sample.stored))
         self._inbox += self._fleet.measured(sample.replica, self._now)
 
+    # ---- free replicas ---------------------------------------------------------------------------------------
+
+    def _raced(self, chunk: Chunk) -> None:
+        """A chunk has left its replica: who raced against it stops; soon there is a look at what is free."""
+        for other in self._races.stopped(chunk) if self._races else ():
+            other.sample.replica.abort(other, self._now)
+            self._book(other.sample.replica)
+        if (self._races or self._release) and self._look_s < self._now:
+            self._look_s = self._now + LOOK_S
+            self._at(self._look_s, self._look, None)
+
+    def _look(self, _) -> None:
+        if len(self._samples) > len(self._running):
+            return  # some wait
+        touched: dict[int, None] = {}
+        for copy in self._races.look(self._running.values(), self._now) if self._races else ():
+            self._send(copy, 1, touched)
+        for index in touched:
+            self._book(self._fleet.replicas[index])
+        if self._release and self._running:
+            busy = {chunk.sample.replica.index for chunk in self._running.values()}
+            busy |= self._races.busy() if self._races else set()
+            self._inbox += self._fleet.give_back(busy, self._now)
+
     # ---- ends ------------------------------------------------------------------------------------------------
 
     def _end(self, action: EndSample) -> None:
@@ -236,7 +280,7 @@ class _Host:
         if self._progress:
             self._progress(len(self._ended), self._total)
 
-    def _release(self, action: ReleaseKv) -> None:
+    def _drop_kv(self, action: ReleaseKv) -> None:
         sample = self._samples.get(action.sample_id)
         if sample is not None:  # else it has ended, or the prompt's is meant: nobody reads either again
             sample.stored = 0

@@ -31,7 +31,8 @@ class Replica:
         self.context = 0.0  # tokens of KV that running chunks hold
         self._written = 0.0  # tokens of KV ever, each over what lay freed for longest
         self._made, self._computed = 0.0, 0.0  # tokens per step of all running chunks
-        self._rate, self._cost, self._floor_s = 1.0, 1.0, 0.0  # the present pace, for a chunk that joins
+        self._rate, self._cost, self._part = 1.0, 1.0, 1.0  # the present pace, for a chunk that joins
+        self._floor_s, self._added_s, self._reads = 0.0, 0.0, 1.0  # and for all: `reads` is the share of context read
         self._first_s, self._growth_s = 0.0, 0.0  # seconds of the next step, and by how much each one is longer
         self._ends: list[tuple[int, int, Chunk]] = []  # (end step, serial, chunk), dead entries among them
         self._due_step, self._until, self._changes, self._serial = 0, FOREVER, 0, 0
@@ -79,6 +80,11 @@ class Replica:
         """Seconds of the next step; 0 while nothing runs."""
         return self._first_s if self.running else 0.0
 
+    def progress(self, chunk: Chunk, now: float) -> tuple[int, int]:
+        """Whole tokens of a running chunk after the step that runs at `now`, and steps since it was settled."""
+        steps = self.step + self._steps_until(now) - chunk.since
+        return min(int(chunk.made + chunk.rate * steps + ROUNDING), chunk.tokens), steps
+
     # ---- a turn ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
@@ -116,7 +122,8 @@ class Replica:
         self._changes += 1
         self._speculation.drop(chunk)
         if self._spans is not None:
-            self._note(chunk, "generate", chunk.begin_s, chunk.made - chunk.begin_made, self.step - chunk.begin_step)
+            role = "generate" if chunk.method is None else "race"
+            self._note(chunk, role, chunk.begin_s, chunk.made - chunk.begin_made, self.step - chunk.begin_step)
 
     def _make_room(self) -> bool:
         """Preempt until the next step fits; whether any was."""
@@ -155,7 +162,7 @@ class Replica:
         self._serial += 1
         chunk.running, chunk.serial, chunk.since = True, self._serial, self.step
         chunk.begin_s, chunk.begin_step, chunk.begin_made = self.clock_s, self.step, int(chunk.made)
-        chunk.pace(self._rate, self._cost)
+        chunk.pace(self._rate, self._cost, self._part)
         heappush(self._ends, (chunk.end_step, chunk.serial, chunk))
         self.running[chunk.chunk_id] = chunk
         self.context += held
@@ -172,13 +179,17 @@ class Replica:
         for chunk in chunks:
             chunk.settle(self.step)
         pace = self._speculation.pace(chunks, self.context)
-        for chunk, rate, cost in zip(chunks, pace.rates, pace.costs, strict=True):
-            chunk.pace(rate, cost)
+        parts = pace.parts or [1.0] * len(chunks)
+        for chunk, rate, cost, part in zip(chunks, pace.rates, pace.costs, parts, strict=True):
+            chunk.pace(rate, cost, part)
         self._ends = [(chunk.end_step, chunk.serial, chunk) for chunk in chunks]
         heapify(self._ends)
         self._made, self._computed = sum(pace.rates), sum(pace.costs)
         self._rate, self._cost = self._made / len(chunks), self._computed / len(chunks)
-        self._floor_s, self._until = pace.floor_s, self.step + pace.steps
+        self._part, self._reads = sum(parts) / len(chunks), 1.0
+        if pace.parts:
+            self._reads = sum(chunk.part * (chunk.context + chunk.made) for chunk in chunks) / self.context
+        self._floor_s, self._added_s, self._until = pace.floor_s, pace.added_s, self.step + pace.steps
 
     # ---- the clock -----------------------------------------------------------------------------------------
 
@@ -188,8 +199,8 @@ class Replica:
             self.due_s = inf
             return
         step = self.model.step
-        self._first_s = step.seconds(self._computed, self.context)
-        self._growth_s = step.context_s * self._made
+        self._first_s = step.seconds(self._computed, self._reads * self.context) + self._added_s
+        self._growth_s = step.context_s * self._reads * self._made
         if self._first_s < self._floor_s:
             self._first_s, self._growth_s = self._floor_s, 0.0
         due = min(self._next_end().end_step, self._until)
@@ -203,6 +214,7 @@ class Replica:
             self._due(self.step)
         else:
             self._due(self.step + self._steps_until(now))
+            self.due_s = max(self.due_s, now)  # a boundary just before `now`, by rounding, is one at `now`
 
     def _due(self, step: int) -> None:
         steps = step - self.step

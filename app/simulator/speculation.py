@@ -5,6 +5,7 @@ step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a fu
 is drawn for one sample depends on no other. Called by `Replica`.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -44,12 +45,15 @@ class Acceptance(Protocol):
 
 class Pace(NamedTuple):
     """For each chunk, tokens it makes and tokens it computes per step; `floor_s`: least seconds of a step; `steps`:
-    how long this holds unless the batch changes."""
+    how long this holds unless the batch changes; `added_s`: what a step takes besides; `parts`: for each chunk, the
+    share of steps that it takes part in and reads its context for (empty: every step)."""
 
     rates: list[float]
     costs: list[float]
     floor_s: float = 0.0
     steps: int = FOREVER
+    added_s: float = 0.0
+    parts: Sequence[float] = ()
 
 
 class Speculation(Protocol):
