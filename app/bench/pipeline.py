@@ -107,7 +107,8 @@ def measure(scenario: Scenario, steps: int, seeds: int, say: Callable[[str], Non
     model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
     cluster, drafts = Cluster(model, scenario.replicas, scenario.replicas_per_node), history_drafts(scenario, model)
     ample = replace(cluster, replica=replace(model, kv_capacity_tokens=AMPLE * model.kv_capacity_tokens))
-    few = scenario.model_copy(update={"prompts": scenario.prompts.scaled(cluster.replicas, cluster.replicas / scenario.prompts.value)})
+    prompts = scenario.prompts.scaled(cluster.replicas, cluster.replicas / scenario.prompts.value)
+    few = scenario.model_copy(update={"prompts": prompts})
     load_s = weights_s(scenario)
     found, regimes = [], {"ample_kv": [], "few_answers": []}
     for seed in range(seeds):
