@@ -1,6 +1,7 @@
 """`python -m app simulate`: the policies of a configuration, and the papers' systems, over a modelled cluster."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
@@ -43,6 +44,7 @@ def command(workload, compare, config, seeds, steps, scale, check, report, out, 
         if path is not None and not path.resolve().parent.is_dir():
             raise BadInput(f"{path}: its folder does not exist")
     systems = _systems(compare, config)
+    _check_methods(scenario, systems)
     scenario = scenario.scaled(scale) if scale < 1 else scenario
     summaries, pages = _run(scenario, systems, seeds, steps, check, report is not None)
     result = ratios(summaries, next(iter(systems)))
@@ -67,6 +69,7 @@ def _scenario(workload: str):
 
 
 def _systems(compare: str, config: Path) -> dict:
+    from app.simulator import specactor
     from app.simulator.systems import System, system
 
     names = list(dict.fromkeys(name.strip() for name in compare.split(",") if name.strip()))
@@ -79,11 +82,22 @@ def _systems(compare: str, config: Path) -> dict:
             del policies["chunking"]  # sized for this machine's models; the workload has its own
             found[name] = System(f"the policies of {config.name}", policies)
             continue
+        if name in specactor.SYSTEMS:
+            found[name] = specactor.SYSTEMS[name]
+            continue
         try:
             found[name] = system(name)
         except ValueError as error:
-            raise BadInput(f"--compare: {error}, {CONFIGURED}") from error
+            raise BadInput(f"--compare: {error}, {', '.join(specactor.SYSTEMS)}, {CONFIGURED}") from error
     return found
+
+
+def _check_methods(scenario, systems: dict) -> None:
+    from app.simulator import specactor
+
+    asking = [name for name in systems if name in specactor.SYSTEMS]
+    if asking and not scenario.methods:
+        raise BadInput(f"--compare {asking[0]}: {scenario.name} names no draft model (`methods`); dapo-32b does")
 
 
 def _run(scenario, systems: dict, seeds: int, steps: int, check: bool, spans: bool) -> tuple[dict, dict]:
@@ -91,6 +105,7 @@ def _run(scenario, systems: dict, seeds: int, steps: int, check: bool, spans: bo
     from rich.console import Console
     from rich.progress import Progress
 
+    from app.simulator import specactor
     from app.simulator.report import summary
     from app.simulator.systems import Setup
 
@@ -101,10 +116,11 @@ def _run(scenario, systems: dict, seeds: int, steps: int, check: bool, spans: bo
             setup = Setup.of(scenario, seed, steps)
             for name, chosen in systems.items():
                 task = bar.add_task(f"{name}, seed {seed}", total=None)
-                run = setup.run(
-                    name, chosen, seed, spans=spans and not seed, check=check,
-                    progress=lambda ended, samples, task=task: bar.update(task, completed=ended, total=samples),
-                )  # fmt: skip
+                how = {"spans": spans and not seed, "check": check, "progress": partial(_show, bar, task)}
+                if name in specactor.SYSTEMS:
+                    run = specactor.run(scenario, name, seed, steps, **how)
+                else:
+                    run = setup.run(name, chosen, seed, **how)
                 bar.remove_task(task)
                 summaries[name].append(summary(run))
                 if spans and not seed:
@@ -112,6 +128,10 @@ def _run(scenario, systems: dict, seeds: int, steps: int, check: bool, spans: bo
                 if not console.is_terminal:
                     click.echo(f"{name}, seed {seed}: {run.makespan_s:.1f} s", err=True)
     return summaries, pages
+
+
+def _show(bar, task, ended: int, samples: int) -> None:
+    bar.update(task, completed=ended, total=samples)
 
 
 def _page(scenario, pages: dict, result: dict) -> str:
@@ -122,10 +142,12 @@ def _page(scenario, pages: dict, result: dict) -> str:
 
 
 def _list(scenario, as_json: bool) -> None:
+    from app.simulator import specactor
     from app.simulator.scenario import scenario_names
     from app.simulator.systems import SYSTEMS
 
-    systems = {name: chosen.about for name, chosen in SYSTEMS.items()} | {CONFIGURED: "the policies of --config"}
+    systems = {name: chosen.about for name, chosen in (SYSTEMS | specactor.SYSTEMS).items()}
+    systems[CONFIGURED] = "the policies of --config"
     notes = [dict(zip(("key", "value", "kind", "why"), note, strict=True)) for note in scenario.notes()]
     if as_json:
         click.echo(json.dumps({"systems": systems, "workloads": scenario_names(), scenario.name: notes}))
