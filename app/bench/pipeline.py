@@ -31,7 +31,7 @@ ROLLOUT_SHARE = 0.91
 half of it on twice as many (assumed: the best case for `sequential_all`)."""
 
 RANKING_GROUPS = 16
-"""For mathematics (RhymeRL 7.2.3)."""
+"""For mathematics (RhymeRL 7.2.3), on twice as many workers or more; fewer where there are fewer workers."""
 
 AMPLE = 64
 """Times the KV memory: all answers of a worker fit."""
@@ -141,7 +141,8 @@ def play(
 ) -> dict[str, dict]:
     """Every arrangement on the same steps, the ones with drafts under NAME+drafts."""
     every = replace(cluster, replicas=2 * cluster.replicas)
-    knobs, train_s, rows = HistoPipe(ranking_groups=RANKING_GROUPS), None, {}
+    knobs = HistoPipe(ranking_groups=min(RANKING_GROUPS, max(cluster.replicas // 2, 1)))
+    train_s, rows = None, {}
     for drafts in draftings:
 
         def run(mode: str, train_s: float, on: Cluster = cluster, drafts: Drafts = drafts) -> dict:
