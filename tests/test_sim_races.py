@@ -37,7 +37,7 @@ def race(work: Workload, where: Cluster, how, races: bool = True, **more):
 STATIC = policies("group_static", "pinned", None)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv_tokens", [900, 4_000])
 def test_races_change_times_and_nothing_else(seed, kv_tokens):
     """With chunks or without, room or none: the core takes every event, and KV is not over-reserved."""
@@ -51,14 +51,14 @@ def test_races_change_times_and_nothing_else(seed, kv_tokens):
 
 def test_where_copies_are_in_nobody_s_way_they_only_gain():
     gained = 0.0
-    for seed in range(4):
+    for seed in range(2):
         work, where = workload(seed, groups=6), Cluster(FLAT, 4)
         alone, raced = (race(work, where, STATIC, races, admission=False) for races in (False, True))
         ends = [{one.sample_id: one.ended_s for one in got.ended} for got in (alone, raced)]
         for sample_id, end_s in ends[1].items():
             assert end_s <= ends[0][sample_id] + FLAT.step.base_s + 1e-9, "who is beaten stops a step later"
         gained += 1 - raced.makespan_s / alone.makespan_s
-    assert gained / 4 > 0.2
+    assert gained / 2 > 0.2
 
 
 def test_a_straggler_is_as_fast_as_the_best_method_from_the_first_look_on():
