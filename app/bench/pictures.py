@@ -59,6 +59,6 @@ def pipelines(path: Path, result: dict) -> None:
             axes.barh(places, mean, height=0.25, xerr=reach, label=label, color=SHADES[index])
         axes.set(yticks=range(len(names)), yticklabels=[name.replace("_", " ") for name in names], xlabel=title)
         axes.invert_yaxis()
-    axes.legend(fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(f"{result['workload']}, {result['steps']} steps, {result['seeds']} draws")
     figure.savefig(path)
