@@ -133,6 +133,7 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
     for turn in range(1, repeats + 1):
         for name, policies in named.items():
             await client.reset_caches()
+            await client.forget_history()
             await client.set_policies(policies)
             # Batches of one name are in flight one after the other; digests of sample ids are then the simulation's.
             batch = RolloutBatch(batch_id=BATCH, groups=tuple(groups))

@@ -1,0 +1,149 @@
+"""A recorded live run tells a fresh core the same and hears the same; whatever is changed in it is noticed."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deployments import journal as module
+from deployments.journal import Decision, Journal, JournaledCore, read_journal, replay
+from policies import events as ev
+from policies.actions import AbortChunk, EndSample, ReleaseKv, StartChunk
+from policies.bundle import Policies
+from policies.events import IllegalEvent
+
+RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
+"""`python -m app rollout --journal FILE` of the demo model on two replicas, in chunks, with drafts."""
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return gzip.decompress(RECORDED.read_bytes()).decode().splitlines()
+
+
+@pytest.fixture(scope="module")
+def live(lines) -> Journal:
+    return read_journal(lines)
+
+
+def of(live: Journal, kind: type) -> list:
+    """Its events of a kind, or its actions of one."""
+    actions = [action for entry in live.entries if isinstance(entry, Decision) for action in entry.actions]
+    return [one for one in (*live.entries, *actions) if isinstance(one, kind)]
+
+
+def changed(live: Journal, old, new) -> Journal:
+    return replace(live, entries=tuple(new if entry is old else entry for entry in live.entries))
+
+
+def test_a_fresh_core_answers_a_live_run_alike(live):
+    assert replay(live) is None
+
+
+def test_the_live_run_holds_what_a_run_can_hold(live):
+    """Else the test above shows little."""
+    starts = of(live, StartChunk)
+    assert len(of(live, ev.ReplicaJoined)) == 2 and len({start.replica_id for start in starts}) == 2
+    assert len({start.sample_id for start in starts}) >= 16 and max(start.start for start in starts) > 0
+    assert of(live, ev.TokensStreamed) and of(live, ev.ReplicaMeasured) and of(live, ReleaseKv)
+    assert len({start.min_pull_tokens for start in starts}) > 1, "some wait for the pool's KV, by measured speeds"
+    assert len(of(live, EndSample)) == sum(g.samples for e in of(live, ev.SamplesSubmitted) for g in e.groups)
+
+
+def test_a_change_of_what_was_told_changes_the_answers(live):
+    """A chunk that had stopped goes on; a group with other samples; a replica with less room."""
+    stop = next(one for one in of(live, ev.ChunkFinished) if one.end is ev.ChunkEnd.STOP)
+    joined, submitted = of(live, ev.ReplicaJoined)[0], of(live, ev.SamplesSubmitted)[0]
+    fewer = replace(submitted, groups=(replace(submitted.groups[0], samples=1), *submitted.groups[1:]))
+    for old, new in (
+        (stop, replace(stop, end=ev.ChunkEnd.ABORTED)),
+        (joined, replace(joined, max_running=1)),
+        (submitted, fewer),
+    ):
+        try:
+            assert replay(changed(live, old, new)) is not None
+        except IllegalEvent:
+            continue  # what came next could not have happened
+
+
+def test_the_first_difference_is_named(live):
+    tick = next(entry for entry in live.entries if isinstance(entry, Decision) and entry.actions)
+    forged = (replace(tick.actions[0], reason="because"), *tick.actions[1:])
+    found = replay(changed(live, tick, Decision(tick.tick, forged)))
+    assert found == (live.entries.index(tick) + 2, forged, tick.actions)
+
+
+def test_another_policy_answers_otherwise(live):
+    ordering = "fcfs" if live.policies.ordering.type != "fcfs" else "seer"
+    other = live.policies.model_copy(update={"ordering": Policies(ordering=ordering).ordering})
+    assert replay(replace(live, policies=other)) is not None
+
+
+def told(core: JournaledCore) -> JournaledCore:
+    core.observe(ev.ReplicaJoined(0.5, "r", 16, 100, 4, 0, 3, "n"))
+    core.observe(ev.SamplesSubmitted(1.0, "b", (ev.GroupSpec("g", 10, 2, 50, ((7, 9), (4,))),)))
+    starts = [one for one in core.decide(ev.Tick(1.0)) if isinstance(one, StartChunk)]
+    core.observe(ev.ChunkFinished(2.0, starts[0].chunk_id, 5, ev.ChunkEnd.STOP, 3, 12))
+    core.observe(ev.KvLost(2.5, None))
+    core.observe(ev.BatchCancelled(3.0, "b"))
+    assert any(isinstance(one, AbortChunk) for one in core.decide(ev.Tick(3.0)))
+    return core
+
+
+def test_what_was_written_is_read_back_and_replayed():
+    core = told(JournaledCore(Policies(), 3))
+    again = read_journal(core.journal().splitlines())
+    assert (again.policies, again.weights_version, again.dropped) == (Policies(), 3, 0)
+    assert again.entries[0] == ev.ReplicaJoined(0.5, "r", 16, 100, 4, 0, 3, "n") and len(again.entries) == 7
+    assert replay(again) is None
+
+
+def test_an_illegal_event_is_not_kept():
+    core = told(JournaledCore(Policies(), 3))
+    before = core.journal()
+    with pytest.raises(IllegalEvent):
+        core.observe(ev.ReplicaLeft(4.0, "nobody", "gone"))
+    assert core.journal() == before
+
+
+def test_a_full_journal_keeps_its_beginning_and_says_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(module, "MOST_ENTRIES", 3)
+    again = read_journal(told(JournaledCore(Policies(), 3)).journal().splitlines())
+    assert (len(again.entries), again.dropped) == (3, 4)
+    assert replay(again) is None
+
+
+HEADER = JournaledCore(Policies()).journal().strip()
+JOINED = {"now": 0.5, "replica_id": "r", "block_tokens": 16, "kv_capacity_blocks": 9, "max_running": 4,
+          "draft_tokens": 0, "weights_version": 0, "node_id": ""}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "Expecting"),
+        ("[1]", "list"),
+        ("{}", "unpack"),
+        ({"ReplicaJoint": JOINED}, "'ReplicaJoint' is neither"),
+        ({"ReplicaJoined": JOINED | {"colour": 1}}, "other fields than now"),
+        ({"ReplicaJoined": {key: JOINED[key] for key in JOINED if key != "node_id"}}, "other fields"),
+        ({"ReplicaJoined": {key: JOINED[key] for key in JOINED if key != "now"}}, "ReplicaJoined.now"),
+        ({"ReplicaJoined": JOINED | {"max_running": "4"}}, "values of other kinds"),
+        ({"ReplicaJoined": JOINED, "actions": []}, "an event is needed"),
+        ({"Tick": {"now": 1.0}}, "stands with its actions"),
+        ({"Tick": {"now": 1.0}, "actions": [{"ReplicaJoined": JOINED}]}, "stands with its actions"),
+        ({"Prefetch": {"sample_id": "s", "replica_id": "r", "reason": ""}}, "an event is needed"),
+    ],
+)
+def test_a_bad_line_is_named(line, said):
+    text = line if isinstance(line, str) else json.dumps(line)
+    with pytest.raises(ValueError, match=f"line 3: not a line of a journal: .*{said}"):
+        read_journal([HEADER, json.dumps({"ReplicaJoined": JOINED}), text])
+
+
+@pytest.mark.parametrize("header", [[], ["{}"], [HEADER.replace('"journal": 1', '"journal": 2')]])
+def test_a_bad_header_is_named(header):
+    with pytest.raises(ValueError, match="line 1: not a line of a journal"):
+        read_journal(header)
