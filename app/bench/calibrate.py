@@ -106,13 +106,14 @@ def measure(
     with service(file, None) as client:
         live, ladders, handovers, told = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
     profile = profile or pooled(ladders)
-    model = model_of(profile, *told, handovers)
+    model = model_of(profile, *told, median(handovers))
     modelled = simulated(work, model, replicas, named)
     return verdict(live, modelled) | {
         "live": live,
         "simulated": modelled,
         "profile": {key: profile[key] for key in ("fit", "prefill_ms")},
-        "drift": [ladder["steps"][0]["step_ms"] for ladder in ladders],
+        "ladders": [fit(ladder["steps"]) for ladder in ladders],
+        "handovers_s": handovers,
         "replica": asdict(model),
         "tokens": sum(sum(group.lengths) for group in work.steps[0]),
         "repeats": repeats,
@@ -127,7 +128,7 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
     async def probe(turn: int) -> None:
         ladders.append(await climb(client, f"ladder-{turn}", replicas, told[0][0].max_running))
         handovers.append(await hand_over(client, f"hand-over-{turn}", replicas))
-        say(f"probes: {fit(ladders[-1]['steps'])}, hand-over {handovers[-1]}")
+        say(f"probes: {fit(ladders[-1]['steps'])}, hand-over {handovers[-1]:.3f} s")
 
     await probe(0)
     for turn in range(1, repeats + 1):

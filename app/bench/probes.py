@@ -11,14 +11,13 @@ from statistics import mean, median
 
 from app.client import RolloutClient
 from app.simulator.hardware import from_profile
-from app.simulator.host import simulate
-from app.simulator.types import Cluster, Group, ReplicaModel, Workload
+from app.simulator.types import ReplicaModel
 from deployments.journal import Journal, read_journal
 from deployments.messages import GroupResult, PromptGroup, RolloutBatch
 from policies.bundle import Policies
 from policies.events import ReplicaJoined, ReplicaMeasured
 
-STEPS = 40
+STEPS = 60
 LADDER = ((1, 40), (2, 40), (4, 40), (8, 40), (16, 40), (1, 240), (1, 960), (8, 960))
 """(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out."""
 
@@ -72,15 +71,16 @@ def step_ms(groups: Sequence[GroupResult]) -> float:
     return 1e3 * mean(median(s.timings.decode_s / (len(s.token_ids) - 1) for s in g.samples) for g in groups)
 
 
-async def hand_over(client: RolloutClient, name: str, replicas: int) -> dict[str, float]:
-    """Seconds that one sample alone takes in one piece and in chunks that stay on its replica."""
-    tokens, took_s = (HANDOVERS + 1) * HANDOVER_CHUNK_TOKENS, {}
-    for way, chunk_tokens in (("whole", None), ("chunks", HANDOVER_CHUNK_TOKENS)):
-        await client.set_policies(bound(chunk_tokens))
+async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
+    """Seconds between two chunks of a sample alone on its replica, on which it stays: while no step computes it."""
+    await client.set_policies(bound(HANDOVER_CHUNK_TOKENS))
+    idle_s = []
+    for chunks in (1, 1 + HANDOVERS):
         await client.reset_caches()
-        batch = probe(f"{name}-{way}", replicas, 1, PROMPT_TOKENS, tokens)
-        took_s[way] = mean([group.samples[0].timings.finished_s async for group in client.rollout(batch)])
-    return took_s
+        batch = probe(f"{name}-{chunks}", replicas, 1, PROMPT_TOKENS, chunks * HANDOVER_CHUNK_TOKENS)
+        timings = [group.samples[0].timings async for group in client.rollout(batch)]
+        idle_s.append(mean(t.finished_s - t.started_s - t.prefill_s - t.decode_s for t in timings))
+    return (idle_s[1] - idle_s[0]) / HANDOVERS
 
 
 async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[ReplicaMeasured]]:
@@ -97,9 +97,9 @@ async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[Repl
 
 
 def model_of(
-    profile: dict, joined: Sequence[ReplicaJoined], measured: Sequence[ReplicaMeasured], handovers: Sequence[dict]
+    profile: dict, joined: Sequence[ReplicaJoined], measured: Sequence[ReplicaMeasured], handover_s: float
 ) -> ReplicaModel:
-    """A replica by its profile, its own reports, and hand-overs: what these take beyond what the model has of them."""
+    """A replica by its profile, its own reports, and what a hand-over takes: the save, as modelled, and a rest."""
     pools = [one for one in measured if one.fetch_tokens_s]
     model = from_profile(
         profile,
@@ -108,12 +108,5 @@ def model_of(
         fetch_tokens_s=mean(one.fetch_tokens_s for one in pools) if pools else 0.0,
         fetch_base_s=mean(one.fetch_base_s for one in pools) if pools else 0.0,
     )
-    model = replace(model, block_tokens=joined[0].block_tokens)
-    took_s = median(one["chunks"] - one["whole"] for one in handovers)
-    tokens = (HANDOVERS + 1) * HANDOVER_CHUNK_TOKENS
-    alone = Workload("hand-over", tokens, ((Group("g", PROMPT_TOKENS, (tokens,)),),))
-    whole_s, chunks_s = (
-        simulate(alone, Cluster(model, 1), bound(chunk_tokens)).makespan_s
-        for chunk_tokens in (None, HANDOVER_CHUNK_TOKENS)
-    )
-    return replace(model, handover_s=max(0.0, (took_s - (chunks_s - whole_s)) / HANDOVERS))
+    save_s = model.fetch_base_s + HANDOVER_CHUNK_TOKENS / model.fetch_tokens_s if pools else 0.0
+    return replace(model, block_tokens=joined[0].block_tokens, handover_s=max(0.0, handover_s - save_s))
