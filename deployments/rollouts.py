@@ -149,7 +149,8 @@ class Rollouts:
         """Observe, decide, act, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
             self._wake.clear()
             self._swap_policies()
             self._observe()

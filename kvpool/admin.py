@@ -123,7 +123,8 @@ class PoolAdmin:
     async def _in_time(self, work: Callable[[], Any], deadline_s: float) -> Any:
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
-            return await asyncio.wait_for(running, deadline_s)
+            async with asyncio.timeout(deadline_s):  # Python 3.11's wait_for can swallow a cancellation
+                return await running
         except TimeoutError:
             raise PoolDown(f"the pool's master did not answer within {deadline_s:.0f} s") from None
 

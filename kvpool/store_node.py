@@ -43,7 +43,8 @@ class KvStoreNode:
     async def endpoint(self, deadline_s: float) -> PoolEndpoint:
         """What an engine on this node needs, once the segment is mounted. Raises PoolDown after `deadline_s`."""
         try:
-            await asyncio.wait_for(self._is_mounted.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._is_mounted.wait()
         except TimeoutError:
             said = self._process.last_line()
             raise PoolDown(f"no pool memory on {self._host} after {deadline_s:.0f} s: {said}") from None

@@ -19,7 +19,7 @@ from policies import views
 from policies.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
 from policies.rollout import IllegalEvent, RolloutCore
 
-PROFILE = settings(max_examples=12, derandomize=True, deadline=None, database=None)
+PROFILE = settings(max_examples=8, derandomize=True, deadline=None, database=None)
 
 
 def law(test):

@@ -1,4 +1,4 @@
-"""`python -m app simulate` from end to end, small: the systems by name, their laws, the same bytes for the same seed."""
+"""`python -m app simulate` from end to end, small: the systems by name, their laws, the same bytes for a seed."""
 
 import json
 
