@@ -105,7 +105,7 @@ class GroupIndex:
         self._past = history.arena if history is not None and self._evidence.settings.history else None
         self._followers.counts[:, 1] = 0
 
-    def extend(self, sample_index: int, start: int, tokens: np.ndarray) -> None:
+    def extend(self, sample_index: int, start: int, tokens: np.ndarray | list[int]) -> None:
         """Take answer tokens [start, start + n) of a sample; known ones are skipped, a gap starts a new run."""
         sample = self._sample(sample_index)
         if start < sample.known:

@@ -138,7 +138,7 @@ class Drafts:
     def _spread(self, drafted: Drafted, start: int, tokens: list[int]) -> None:
         """To the index here, and to the mates elsewhere."""
         plan = drafted.chunk.draft
-        drafted.group.index.extend(plan.sample_index, start, np.array(tokens, np.int32))
+        drafted.group.index.extend(plan.sample_index, start, tokens)
         if self._feed is not None:
             self._feed.append(plan.group, plan.sample_index, start, tokens)
 
