@@ -9,8 +9,10 @@ import click
 COMMANDS = {
     "bench": "Benchmarks, live and modelled: `bench --help` lists them.",
     "compare": "What one simulation gains over another, system by system.",
+    "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
     "drafts": "What drafts are made from: inspect.",
     "history": "Answers of earlier epochs, from which later ones draft: import, list, forget.",
+    "ladder": "What each draft method gains on this machine, by how often drafts are right.",
     "model": "Make the demo model (SmolLM2-135M-Instruct) on its own.",
     "policies": "List policy families, their members and knobs.",
     "pool": "The shared KV pool: status, drain, verify, chaos.",
@@ -18,6 +20,7 @@ COMMANDS = {
     "rollout": "Roll out a file of prompts and write the samples.",
     "serve": "Start a local cluster and deploy the service on it.",
     "simulate": "Roll out the papers' workloads on modelled clusters, with the live decision code.",
+    "timeline": "Draw what every replica did in a recorded run.",
     "verify": "Show that scheduling never changes a token.",
 }
 
@@ -31,7 +34,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx, name):
         if name not in COMMANDS:
             return None
-        return import_module(f"app.commands.{name}").command
+        return import_module(f"app.commands.{name.replace('-', '_')}").command
 
     def format_commands(self, ctx, formatter):
         with formatter.section("Commands"):

@@ -12,7 +12,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from queue import Queue
 
 from app.config import otlp_wanted
-from deployments.messages import GroupResult, PoolView, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
+from deployments.messages import (
+    GroupResult,
+    PoolView,
+    Rejected,
+    ReplicasChanged,
+    RolloutBatch,
+    ServiceStatus,
+    WeightsLoaded,
+)
 from deployments.telemetry import Telemetry, traceparent
 from policies.bundle import Policies
 
@@ -110,6 +118,19 @@ class RolloutClient:
         Returns what is written so far under the present policies, as JSON lines; None: nothing.
         """
         return await self._handle.journal.remote(on)
+
+    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
+        """How many engine replicas are up and wanted: now, then whenever that changes, until the iterator is dropped.
+
+        What is given back is free for Ray once `replicas` has come down to `wanted`.
+        """
+        async for change in self._stream.replica_changes.remote():
+            yield change
+
+    async def reserve(self, replicas: int) -> None:
+        """Want at least so many replicas until the next batch comes: engines that were given back take seconds to
+        minutes to start, which the time before a step hides. The limits of the configuration hold."""
+        await self._handle.reserve.remote(replicas)
 
     async def reset_caches(self) -> None:
         """Every replica forgets the KV of chunks that have ended. For benchmarks, between batches."""

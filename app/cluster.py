@@ -88,11 +88,11 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     import ray
     from ray import serve
 
-    from app.build import build_from_file
-
-    application = build_from_file(file)
     engine = file.application.of("Engine")
-    needed_cpus = engine.num_replicas * (engine.ray_actor_options.num_cpus or 0)
+    needed_cpus = engine.most_replicas * (engine.ray_actor_options.num_cpus or 0)
+    if file.application.args.drafter is not None:
+        drafter = file.application.of("Drafter")
+        needed_cpus += drafter.num_replicas * (drafter.ray_actor_options.num_cpus or 0)
     ray.init(
         address="local",
         num_cpus=max(1, int(needed_cpus)),
@@ -104,15 +104,31 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel("WARNING")
     try:
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
-        try:
-            serve.run(application, name=file.application.name, route_prefix=None)
-        except RuntimeError as error:
-            raise Failed(f"the service did not start: {_reason(str(error))}") from error
+        _deploy(file)
         yield
     finally:
         with redirect_stdout(StringIO()):  # Ray 2.60 prints there that its controller, now stopped, has ended
             serve.shutdown()
             ray.shutdown()
+
+
+def _deploy(file: ServeFile) -> None:
+    """On the cluster that this process is connected to; returns when the application runs."""
+    if file.application.autoscaling_policy is not None:  # which only Serve's declarative way has
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        _get_global_client().deploy_apps(ServeDeploySchema(**file.model_dump(mode="json", exclude_none=True)))
+        _await_application("local", file.application.name)
+        return
+    from ray import serve
+
+    from app.build import build_from_file
+
+    try:
+        serve.run(build_from_file(file), name=file.application.name, route_prefix=None)
+    except RuntimeError as error:
+        raise Failed(f"the service did not start: {_reason(str(error))}") from error
 
 
 def _reason(report: str) -> str:

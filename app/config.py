@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.errors import BadInput
 from deployments.context.config import ContextConfig
+from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import EngineConfig
 from kvpool.config import PoolConfig
-from policies.bundle import Policies
+from policies.bundle import Policies, name_of
+from policies.ordering import GroupStatic
+from policies.tail import Hold
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
 
@@ -30,12 +33,46 @@ class AppArgs(Strict):
     engine: EngineConfig = EngineConfig(model="demo")
     pool: PoolConfig | None = Field(PoolConfig(), description="null: every move recomputes")
     context: ContextConfig | None = Field(ContextConfig(), description="null: an engine drafts from its own samples")
+    drafter: DrafterConfig | None = Field(None, description="a draft model on replicas of its own; null: none")
+
+    @model_validator(mode="after")
+    def _drafts(self):
+        method = self.engine.draft.method
+        if self.drafter is not None and not self.engine.draft.is_ours:
+            raise ValueError(f"drafter: engine.draft.method is {method}; a draft model needs group or model")
+        if self.drafter is None and method == "model":
+            raise ValueError("engine.draft.method is model, but drafter is null: name a draft model there")
+        return self
+
+
+class ReplicaLimits(Strict):
+    """Engine replicas that there may be; how many there are, `policies.tail` decides."""
+
+    least: int = Field(ge=0)
+    most: int = Field(ge=1)
 
 
 class UserConfig(Strict):
     """What may change without a restart."""
 
     policies: Policies = Policies()
+    replicas: ReplicaLimits | None = Field(None, description="null: as many as Engine.num_replicas, always")
+
+
+class Autoscaling(Strict):
+    """Serve's own keys. None has a default: with Serve's defaults it would react in half a minute."""
+
+    min_replicas: int = Field(ge=0)
+    max_replicas: int = Field(ge=1)
+    initial_replicas: int | None = Field(None, ge=0)
+    upscale_delay_s: Literal[0]
+    downscale_delay_s: Literal[0]
+    metrics_interval_s: float = Field(gt=0, le=1)
+    look_back_period_s: float = Field(gt=0, le=5)
+
+
+class AutoscalingPolicy(Strict):
+    policy_function: Literal["deployments.autoscaler:AsCoordinated"]
 
 
 class ActorOptions(Strict):
@@ -48,16 +85,41 @@ class ActorOptions(Strict):
 class CoordinatorSettings(Strict):
     name: Literal["Coordinator"]
     ray_actor_options: ActorOptions = ActorOptions(num_cpus=0)
+    autoscaling_config: Autoscaling | None = Field(None, description="one replica; that it reports to Serve")
     user_config: UserConfig = UserConfig()
 
 
 class EngineSettings(Strict):
     name: Literal["Engine"]
-    num_replicas: int = Field(2, ge=1)
+    num_replicas: int | None = Field(None, ge=1, description="null: 2, or as autoscaling says")
+    autoscaling_config: Autoscaling | None = None
     ray_actor_options: ActorOptions = ActorOptions(num_cpus=1)
     graceful_shutdown_timeout_s: float = Field(20, ge=0)
     health_check_period_s: float = Field(2, gt=0)
     health_check_timeout_s: float = Field(30, gt=0)
+
+    @property
+    def most_replicas(self) -> int:
+        return self.autoscaling_config.max_replicas if self.autoscaling_config else self.num_replicas
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("autoscaling_config") is None and data.get("num_replicas") is None:
+            return {**data, "num_replicas": 2}
+        return data
+
+
+class DrafterSettings(Strict):
+    name: Literal["Drafter"]
+    num_replicas: int = Field(1, ge=1)
+    ray_actor_options: ActorOptions = ActorOptions(num_cpus=1)
+    graceful_shutdown_timeout_s: float = Field(5, ge=0)
+    health_check_period_s: float = Field(2, gt=0)
+    health_check_timeout_s: float = Field(30, gt=0)
+
+
+SETTINGS = {"Coordinator": CoordinatorSettings, "Engine": EngineSettings, "Drafter": DrafterSettings}
 
 
 class Application(Strict):
@@ -65,26 +127,60 @@ class Application(Strict):
     import_path: Literal["app.build:build"] = "app.build:build"
     route_prefix: None = None
     runtime_env: dict[str, Any] = {}
+    autoscaling_policy: AutoscalingPolicy | None = None
     args: AppArgs = AppArgs()
-    deployments: tuple[CoordinatorSettings | EngineSettings, ...] = ()
+    deployments: tuple[CoordinatorSettings | EngineSettings | DrafterSettings, ...] = ()
 
     @field_validator("deployments", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         """Pick each deployment's model by its name, so that errors speak of the one that was meant."""
-        known = {"Coordinator": CoordinatorSettings, "Engine": EngineSettings}
         names = [item.get("name") if isinstance(item, dict) else item.name for item in value]
         for name in names:
-            if name not in known:
-                raise ValueError(f"no deployment is called {name!r}; known: {', '.join(known)}")
+            if name not in SETTINGS:
+                raise ValueError(f"no deployment is called {name!r}; known: {', '.join(SETTINGS)}")
         if len(set(names)) < len(names):
             raise ValueError("a deployment is named twice")
-        return tuple(known[name].model_validate(item) for name, item in zip(names, value, strict=True))
+        return tuple(SETTINGS[name].model_validate(item) for name, item in zip(names, value, strict=True))
 
-    def of(self, name: Literal["Coordinator", "Engine"]) -> CoordinatorSettings | EngineSettings:
+    @model_validator(mode="after")
+    def _elastic(self):
+        """Autoscaling is there with all its parts, which agree, or not at all."""
+        coordinator, engine = self.of("Coordinator"), self.of("Engine")
+        limits, scaling = coordinator.user_config.replicas, engine.autoscaling_config
+        parts = {
+            "autoscaling_policy": self.autoscaling_policy,
+            "Engine.autoscaling_config": scaling,
+            "Coordinator.autoscaling_config": coordinator.autoscaling_config,
+            "Coordinator.user_config.replicas": limits,
+        }
+        missing = [name for name, part in parts.items() if part is None]
+        if missing and len(missing) < len(parts):
+            raise ValueError(f"replicas that come and go need {', '.join(missing)} too; serve.elastic.yaml shows it")
+        tail = coordinator.user_config.policies.tail
+        if missing and not isinstance(tail, Hold):
+            raise ValueError(f"policies.tail {name_of(tail)} needs replicas that come and go: see serve.elastic.yaml")
+        if missing:
+            return self
+        if isinstance(coordinator.user_config.policies.ordering, GroupStatic):
+            raise ValueError("policies.ordering group_static binds groups to the replicas of the moment: take another")
+        if engine.num_replicas is not None:
+            raise ValueError("Engine.num_replicas is fixed, Engine.autoscaling_config is not: remove one of them")
+        if (limits.least, limits.most) != (scaling.min_replicas, scaling.max_replicas):
+            raise ValueError("Coordinator.user_config.replicas must be Engine's min_replicas and max_replicas")
+        if (coordinator.autoscaling_config.min_replicas, coordinator.autoscaling_config.max_replicas) != (1, 1):
+            raise ValueError("Coordinator.autoscaling_config: min_replicas and max_replicas must be 1: there is one")
+        return self
+
+    @model_validator(mode="after")
+    def _has_drafter(self):
+        if self.args.drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
+            raise ValueError("deployments: Drafter has settings, but args.drafter is null: name a draft model there")
+        return self
+
+    def of(self, name: Literal["Coordinator", "Engine", "Drafter"]):
         """The settings of one deployment, the defaults where the file has none."""
-        defaults = {"Coordinator": CoordinatorSettings, "Engine": EngineSettings}[name](name=name)
-        return next((d for d in self.deployments if d.name == name), defaults)
+        return next((d for d in self.deployments if d.name == name), SETTINGS[name](name=name))
 
 
 class HttpOptions(Strict):

@@ -76,17 +76,19 @@ class Batch:
             "start": start.start,
             "weights_version": start.weights_version,
             "reason": start.reason,
-        }
+        } | ({"copy_of": start.copy_of, "method": start.method} if start.copy_of else {})
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
     def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
         """What the engine needs to go on with `sample` where it stands."""
         place = sample.group.ref, sample.index, self.message.step
-        plan = DraftPlan(*place, start.expected_tokens, start.class_starts, drafting) if drafting.most else None
+        expected = start.expected_tokens, start.class_starts
+        plan = DraftPlan(*place, *expected, drafting, method=start.method) if drafting.most else None
+        context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(
             chunk_id=start.chunk_id,
             sample_key=sample.key,
-            token_ids=sample.context(),
+            token_ids=sample.context()[:context_tokens],
             prompt_tokens=len(sample.group.prompt),
             max_tokens=start.max_tokens,
             sampling=sample.group.group.sampling,

@@ -1,6 +1,6 @@
 """The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.client`.
 
-`user_config: {policies: {...}}` in `serve.yaml` changes the policies without a restart.
+`user_config: {policies: {...}, replicas: {least, most}}` in `serve.yaml` changes both without a restart.
 """
 
 import asyncio
@@ -9,18 +9,28 @@ from collections.abc import AsyncIterator
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.autoscaler import METRIC
 from deployments.context.actors import ensure_context
 from deployments.context.config import ContextConfig
 from deployments.context.service import ContextService
 from deployments.fleet import Fleet
 from deployments.keeper import Keeper
-from deployments.messages import GroupResult, PoolView, Rejected, RolloutBatch, ServiceStatus, WeightsLoaded
+from deployments.messages import (
+    GroupResult,
+    PoolView,
+    Rejected,
+    ReplicasChanged,
+    RolloutBatch,
+    ServiceStatus,
+    WeightsLoaded,
+)
 from deployments.prompts import Prompts
 from deployments.rollouts import Rollouts
 from deployments.telemetry import Telemetry
 from kvpool.config import PoolConfig
 from kvpool.pool import ensure_pool
 from policies.bundle import Policies
+from policies.scaling import Limits
 
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000)
@@ -55,7 +65,20 @@ class Coordinator:
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:
-        self._rollouts.set_policies(Policies(**user_config.get("policies", {})))
+        replicas = user_config.get("replicas")
+        self._rollouts.cores.set_limits(Limits(**replicas) if replicas else None)
+        self._rollouts.cores.set_policies(Policies(**user_config.get("policies", {})))
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, and carried to `deployments.autoscaler`."""
+        return self._rollouts.elastic.metrics(METRIC)
+
+    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
+        async for change in self._rollouts.elastic.changes():
+            yield change
+
+    async def reserve(self, replicas: int) -> None:
+        self._rollouts.reserve(replicas)
 
     async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
         async for group in self._rollouts.rollout(message):
@@ -71,10 +94,10 @@ class Coordinator:
         return self._rollouts.status()
 
     async def set_policies(self, policies: Policies) -> None:
-        self._rollouts.set_policies(policies)
+        self._rollouts.cores.set_policies(policies)
 
     async def journal(self, on: bool) -> str | None:
-        return self._rollouts.journal(on)
+        return self._rollouts.cores.journal(on)
 
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
         if self._context is not None:

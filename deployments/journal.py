@@ -17,6 +17,7 @@ from policies.actions import Action
 from policies.bundle import Policies
 from policies.events import Event, Tick
 from policies.rollout import RolloutCore
+from policies.scaling import Limits
 
 FORMAT = 1
 
@@ -36,9 +37,9 @@ class Decision(NamedTuple):
 class JournaledCore(RolloutCore):
     """A core that writes down what it takes in and gives out. An illegal event changes nothing and is not kept."""
 
-    def __init__(self, policies: Policies, weights_version: int = 0):
-        super().__init__(policies, weights_version)
-        self._began_at, self._entries, self._dropped = weights_version, [], 0
+    def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
+        super().__init__(policies, weights_version, limits)
+        self._began_at, self._limits, self._entries, self._dropped = weights_version, limits, [], 0
 
     def observe(self, event: Event) -> None:
         super().observe(event)
@@ -55,6 +56,7 @@ class JournaledCore(RolloutCore):
             "journal": FORMAT,
             "policies": self.policies.model_dump(mode="json"),
             "weights_version": self._began_at,
+            "limits": self._limits,
             "dropped": self._dropped,
         }
         return "".join(json.dumps(line) + "\n" for line in (header, *map(_line, self._entries)))
@@ -78,10 +80,12 @@ def _named(value: Event | Action | Tick) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A journal read back. `dropped`: entries that came after the last of these and were not kept."""
+    """A journal read back. `limits`: see `RolloutCore`. `dropped`: entries that came after the last of these and were
+    not kept."""
 
     policies: Policies
     weights_version: int
+    limits: Limits | None
     dropped: int
     entries: tuple[Event | Decision, ...]
 
@@ -103,10 +107,11 @@ def read_journal(lines: Iterable[str]) -> Journal:
     return Journal(*header, tuple(entries))
 
 
-def _header(data: dict) -> tuple[Policies, int, int]:
-    if set(data) != {"journal", "policies", "weights_version", "dropped"} or data["journal"] != FORMAT:
+def _header(data: dict) -> tuple[Policies, int, Limits | None, int]:
+    if set(data) != {"journal", "policies", "weights_version", "limits", "dropped"} or data["journal"] != FORMAT:
         raise ValueError(f"a header of format {FORMAT} is needed")
-    return Policies(**data["policies"]), int(data["weights_version"]), int(data["dropped"])
+    limits = None if data["limits"] is None else Limits(*map(int, data["limits"]))
+    return Policies(**data["policies"]), int(data["weights_version"]), limits, int(data["dropped"])
 
 
 def _entry(data: dict) -> Event | Decision:
@@ -147,7 +152,7 @@ class Difference(NamedTuple):
 def replay(journal: Journal) -> Difference | None:
     """Tell a fresh core all of it; None: it answered the same throughout. Raises IllegalEvent where an event cannot
     have happened by this core's decisions."""
-    core = RolloutCore(journal.policies, journal.weights_version)
+    core = RolloutCore(journal.policies, journal.weights_version, journal.limits)
     for line, entry in enumerate(journal.entries, start=2):
         if not isinstance(entry, Decision):
             core.observe(entry)

@@ -151,6 +151,18 @@ class ReplicaStatus(Message):
     weights_version: int
     preemptions: int
     work: dict[str, int] = {}  # see EngineStats
+    closing: bool = False  # it is to be given back, and takes no new chunks
+    step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
+
+
+class ReplicasChanged(Message):
+    """So many engine replicas are up and so many are wanted, since `at_s` (unix seconds); what is beyond the wanted
+    ones goes, and its resources are then free for Ray."""
+
+    replicas: int
+    wanted: int
+    reason: str
+    at_s: float
 
 
 class BatchStatus(Message):
@@ -272,11 +284,12 @@ class EngineStats:
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
     node_id: str = ""
+    started_at: float = 0.0  # unix seconds
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
     token_bytes: int = 0  # KV of one token, over all ranks
     pool_problem: str = ""  # why this replica runs without the pool that it should have
     kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by WHAT.CAUSE
     speeds: dict[str, float] | None = None  # see deployments.engine.speeds
-    # Since the replica started: steps in microseconds, tokens, verifications; and see deployments.engine.drafts.
+    # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
     work: dict[str, int] = field(default_factory=dict)
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from deployments.batch import Batch
 from deployments.chunks import Chunks
 from deployments.context.service import ContextService
+from deployments.cores import Cores
+from deployments.elastic import Elastic
 from deployments.fleet import Fleet
-from deployments.journal import JournaledCore
 from deployments.keeper import Keeper
 from deployments.messages import (
     EngineStats,
@@ -30,7 +31,7 @@ from deployments.status import replica_statuses, waits_for
 from deployments.telemetry import Telemetry
 from deployments.weights import Weights
 from policies import events as ev
-from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, SampleEnd, StartChunk
+from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, SampleEnd, SetReplicas, StartChunk
 from policies.bundle import Policies
 from policies.ordering import OracleLongestFirst
 from policies.rollout import IllegalEvent, RolloutCore
@@ -58,9 +59,8 @@ class Rollouts:
         self._keeper, self._context = keeper, context
         self._chunks = Chunks(fleet, telemetry, self.now)
         self._weights = Weights(fleet)
-        self._core = RolloutCore(policies)
-        self._new_core = RolloutCore  # or JournaledCore
-        self._next_policies: Policies | None = None
+        self.cores = Cores(policies)
+        self.elastic = Elastic()
         self._roster = Roster()
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
         self._wake = asyncio.Event()
@@ -72,6 +72,10 @@ class Rollouts:
     def now(self) -> float:
         """Seconds since this object was made."""
         return time.monotonic() - self._began_s
+
+    @property
+    def _core(self) -> RolloutCore:
+        return self.cores.present
 
     # ---- what drivers call -------------------------------------------------------------------------
 
@@ -95,19 +99,9 @@ class Rollouts:
         self._tell(ev.BatchCancelled(self.now(), batch_id))
         return True
 
-    def set_policies(self, policies: Policies) -> None:
-        """Decide with other policies, from the moment that no batch is in flight."""
-        self._next_policies = policies
-        self._wake.set()
-
-    def journal(self, on: bool) -> str | None:
-        """Write down what the core is told and answers, or cease to, from the moment that no batch is in flight.
-
-        Returns what is written of the present core, see `deployments.journal`; None: nothing.
-        """
-        self._new_core = JournaledCore if on else RolloutCore
-        self.set_policies(self._next_policies or self._core.policies)
-        return self._core.journal() if isinstance(self._core, JournaledCore) else None
+    def reserve(self, replicas: int) -> None:
+        """At least so many are wanted until the next batch has come."""
+        self._tell(ev.ReplicasReserved(self.now(), replicas))
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
         """Every replica loads the folder `source` in place, between chunks; samples in flight go on under `version`.
@@ -121,7 +115,9 @@ class Rollouts:
 
     def status(self) -> ServiceStatus:
         counts = self._core.counts()
-        streamed = {c: n for c, n in self._roster.streamed().items() if self._core.is_running(c)}
+        streamed = {
+            c: n for c, n in self._roster.streamed().items() if self._core.is_running(c) and not self._core.is_copy(c)
+        }
         return ServiceStatus(
             waiting=counts["waiting"],
             running=counts["running"],
@@ -152,7 +148,7 @@ class Rollouts:
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
             self._wake.clear()
-            self._swap_policies()
+            self._exchange_core()
             self._observe()
             self._act(self._core.decide(ev.Tick(self.now())))
 
@@ -164,6 +160,7 @@ class Rollouts:
             self._follow_weights(reports)
             for event in self._roster.observe(reports, asked_at, self.now()):
                 self._tell(event)
+            self.elastic.see(len(self._roster.joined))
             await asyncio.sleep(POLL_S)
 
     async def poll_pool(self) -> None:
@@ -193,8 +190,9 @@ class Rollouts:
         for event, write in inbox:
             if self._is_late(event):
                 continue
+            counts = not isinstance(event, ev.ChunkFinished) or self._core.counts_tokens(event)
             self._core.observe(event)
-            if write is not None:
+            if write is not None and counts:  # else another chunk has made, or will make, the same tokens
                 write()
 
     def _is_late(self, event: ev.Event) -> bool:
@@ -215,6 +213,8 @@ class Rollouts:
                     self._spawn(self._run_chunk(action, self._home[action.sample_id]))
                 case AbortChunk():
                     self._spawn(self._chunks.abort(action))
+                case SetReplicas():
+                    self.elastic.want(action)
                 case EndSample():
                     self._end(action)
                 case EmitGroup():
@@ -241,7 +241,7 @@ class Rollouts:
         keys = [one.prompt_key for one in prepared]
         past = await self._context.lengths(keys) if self._context is not None else {}
         batch = Batch(message, prepared, past, self.now())
-        self._swap_policies()
+        self._exchange_core()
         try:
             if isinstance(self._core.policies.ordering, OracleLongestFirst):
                 self._core.observe(ev.LengthsRevealed(self.now(), batch.true_lengths()))
@@ -274,13 +274,9 @@ class Rollouts:
             batch.span.end()
             del self._batches[action.batch_id]
 
-    def _swap_policies(self) -> None:
-        if self._next_policies is None or self._batches:
-            return
-        self._core = self._new_core(self._next_policies, self._core.board.weights_version)
-        for joined in self._roster.joined.values():
-            self._core.observe(joined)
-        self._next_policies = None
+    def _exchange_core(self) -> None:
+        if not self._batches:
+            self.cores.exchange(self._roster.joined.values())
 
     # ---- chunks ------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class Roster:
         """The events that follow from the answers to a poll sent at `asked_at`."""
         events: list[Event] = []
         present = set()
-        for report in sorted(reports, key=lambda r: r.replica_id):
+        for report in sorted(reports, key=lambda r: (r.started_at, r.replica_id)):  # Serve stops the newest first
             if self._lost_at.get(report.replica_id, -1.0) < asked_at:
                 present.add(report.replica_id)
                 events += self._report(report, asked_at, now)

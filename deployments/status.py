@@ -11,13 +11,15 @@ def replica_statuses(board: Board, reports: Mapping[str, EngineStats]) -> tuple[
     return tuple(
         ReplicaStatus(
             replica_id=view.replica_id,
-            ready=view.weights_version == board.weights_version,
+            ready=board.is_ready(view.replica_id),
             running=view.running,
             max_running=view.max_running,
             kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
             weights_version=view.weights_version,
             preemptions=reports[view.replica_id].preemptions if view.replica_id in reports else 0,
             work=reports[view.replica_id].work if view.replica_id in reports else {},
+            closing=not board.stays(view.replica_id),
+            step_cost=reports[view.replica_id].step_cost if view.replica_id in reports else None,
         )
         for view in board.views()
     )

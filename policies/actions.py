@@ -19,6 +19,8 @@ class StartChunk:
     `min_pull_tokens` over its own cache; None: it does not look. `expected_tokens` is the length that the whole answer
     is expected to have; from `class_starts` answer tokens on it counts as no short one, and as a long one. All three
     are estimates as the chunk starts: only drafting reads them.
+
+    `copy_of`: it races with that chunk, whose tokens it makes too; `method`: by which it drafts (None: as all do).
     """
 
     chunk_id: str
@@ -32,6 +34,8 @@ class StartChunk:
     expected_tokens: int
     class_starts: tuple[int, int]
     reason: str
+    copy_of: str | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +96,12 @@ class Prefetch:
     reason: str
 
 
-Action = StartChunk | AbortChunk | EndSample | EmitGroup | ReleaseKv | Prefetch
+@dataclass(frozen=True, slots=True)
+class SetReplicas:
+    """From now on there should be `replicas` engine replicas; those that stop for it run nothing."""
+
+    replicas: int
+    reason: str
+
+
+Action = StartChunk | AbortChunk | EndSample | EmitGroup | ReleaseKv | Prefetch | SetReplicas

@@ -6,6 +6,7 @@ runs. A lazy heap finds the roomiest replica in O(log replicas). Called by the c
 
 from bisect import bisect_right, insort
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
 from policies.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
@@ -13,8 +14,8 @@ from policies.views import ReplicaView, Speeds
 
 
 class _Replica:
-    __slots__ = ("block_tokens", "capacity_blocks", "chunks", "draft_tokens", "entry", "free_blocks", "max_running",
-                 "node_id", "speeds", "version")  # fmt: skip
+    __slots__ = ("block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry", "free_blocks",
+                 "max_running", "node_id", "speeds", "version")  # fmt: skip
 
 
 class Board:
@@ -39,7 +40,7 @@ class Board:
             replica.block_tokens, replica.draft_tokens = event.block_tokens, event.draft_tokens
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
-            replica.node_id, replica.speeds = event.node_id, None
+            replica.node_id, replica.speeds, replica.closing = event.node_id, None, False
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
@@ -53,6 +54,20 @@ class Board:
         self._ids.remove(replica_id)
         self._count_node(replica.node_id, -1)
         return list(replica.chunks)
+
+    def close(self, replica_ids: Iterable[str]) -> list[str]:
+        """These, and no others, take no new chunks from now on. Returns those that did until now."""
+        closing = set(replica_ids)
+        changed = [i for i, replica in self._replicas.items() if replica.closing != (i in closing)]
+        for replica_id in changed:
+            replica = self._replicas[replica_id]
+            replica.closing = not replica.closing
+            self._list(replica_id, replica)
+        return sorted(i for i in changed if i in closing)
+
+    def stop_order(self) -> list[str]:
+        """Ids in the order in which Serve stops replicas."""
+        return stop_order({replica_id: replica.node_id for replica_id, replica in self._replicas.items()})
 
     def measure(self, event: ReplicaMeasured) -> None:
         """Note a replica's speeds, unless newer ones are known (law 8). Raises IllegalEvent when it is not here."""
@@ -106,16 +121,26 @@ class Board:
         return None
 
     def ready(self) -> list[str]:
-        """Ids, in order, of the replicas that hold the current weights."""
-        return [i for i in self._ids if self._replicas[i].version == self.weights_version]
+        """Ids, in order, of the replicas that hold the current weights and are not closing."""
+        return [i for i in self._ids if self._is_ready(self._replicas[i])]
 
     def is_ready(self, replica_id: str) -> bool:
-        """Whether a known replica holds the current weights."""
-        return self._replicas[replica_id].version == self.weights_version
+        """Whether a known replica holds the current weights and is not closing."""
+        return self._is_ready(self._replicas[replica_id])
 
     def all_ready(self) -> bool:
-        """Whether there are replicas and every one of them holds the current weights."""
-        return bool(self._ids) and all(r.version == self.weights_version for r in self._replicas.values())
+        """Whether there are replicas that stay, and every one of them holds the current weights."""
+        stay = [replica for replica in self._replicas.values() if not replica.closing]
+        return bool(stay) and all(replica.version == self.weights_version for replica in stay)
+
+    def stays(self, replica_id: str) -> bool:
+        """Whether a replica is here and not closing."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and not replica.closing
+
+    def chunks(self, replica_id: str) -> list[str]:
+        """Ids of the chunks that run there."""
+        return list(self._replicas[replica_id].chunks)
 
     def capacity_tokens(self) -> int:
         """Greatest need any replica could ever take, empty; 0 without replicas."""
@@ -157,8 +182,11 @@ class Board:
             raise IllegalEvent(f"replica {replica_id!r} is not here")
         return self._replicas[replica_id]
 
+    def _is_ready(self, replica: _Replica) -> bool:
+        return replica.version == self.weights_version and not replica.closing
+
     def _room(self, replica: _Replica) -> int:
-        if len(replica.chunks) >= replica.max_running or replica.version != self.weights_version:
+        if len(replica.chunks) >= replica.max_running or not self._is_ready(replica):
             return 0
         return max(0, replica.free_blocks * replica.block_tokens - replica.draft_tokens)
 
@@ -177,3 +205,13 @@ class Board:
             replica.entry = (-room, replica_id) if room else None
         self._roomy = [r.entry for r in self._replicas.values() if r.entry]
         heapify(self._roomy)
+
+
+def stop_order(nodes: Mapping[str, str]) -> list[str]:
+    """Replicas in the order in which Serve stops them (ray.serve `_get_replicas_to_stop`): on the node with the fewest
+    of them first, there the newest first; between such nodes, first where the newest of all is. Not known here, and
+    Serve looks at it first: which node is the cluster's head. `nodes`: of each replica, oldest replica first.
+    """
+    newest, on = list(reversed(nodes)), Counter(nodes.values())
+    at = {node: place for place, node in enumerate(dict.fromkeys(nodes[i] for i in newest))}
+    return sorted(newest, key=lambda i: (on[nodes[i]], at[nodes[i]]))

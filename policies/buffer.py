@@ -22,7 +22,8 @@ WAITING, RUNNING, ENDED = State
 
 
 class Sample:
-    __slots__ = ("asked_nodes", "attempts", "cancelled", "chunks", "expected_tokens", "first_version",
+    __slots__ = ("accepted_tokens", "asked_nodes", "attempts", "cancelled", "chunks", "drafted_tokens",
+                 "expected_tokens", "first_version",
                  "generated_tokens", "group", "home", "index", "last_node", "last_replica", "need_tokens",
                  "observed_at", "sample_id", "state", "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
 
@@ -32,6 +33,7 @@ class Sample:
         self.state = WAITING
         self.generated_tokens = self.streamed_tokens = self.chunks = self.attempts = 0
         self.need_tokens = self.expected_tokens = 0  # the second is `LengthBook`'s
+        self.drafted_tokens = self.accepted_tokens = 0  # of its chunks that have ended
         self.observed_at = 0.0
         self.last_replica: str | None = None
         self.last_node: str | None = None
@@ -41,6 +43,13 @@ class Sample:
         self.stored_version: int | None = None  # the version under which they are stored
         self.home: str | None = None  # the only replica it may run on, once bound
         self.cancelled = False
+
+    def see(self, tokens: int, observed_at: float) -> bool:
+        """Its chunk had made so many. A report that comes late makes a view no older (law 8): False."""
+        if observed_at < self.observed_at:
+            return False
+        self.streamed_tokens, self.observed_at = max(self.streamed_tokens, tokens), observed_at
+        return True
 
     def view(self) -> SampleView:
         group = self.group
@@ -74,25 +83,31 @@ class Group:
 
 
 class Batch:
-    __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "unemitted")
+    __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "samples", "unemitted")
 
     def __init__(self, batch_id: str, groups: list[Group]):
+        self.samples = sum(group.spec.samples for group in groups)
         self.batch_id, self.groups, self.unemitted = batch_id, groups, len(groups)
         self.lengths: BatchLengths | None = None  # `LengthBook` alone writes it, and how many it has not seen yet
         self.new_lengths = 0
 
 
 class Chunk:
-    """A piece of a sample that runs now."""
+    """A piece of a sample that runs now. Copies of it make the same tokens elsewhere; the first of them to end is the
+    chunk, and the others are `beaten`: nobody counts what they have made."""
 
-    __slots__ = ("aborting", "chunk_id", "kv_version", "max_tokens", "replica_id", "sample", "weights_version")
+    __slots__ = ("aborting", "beaten", "chunk_id", "copies", "copy_of", "kv_version", "max_tokens", "method",
+                 "replica_id", "sample", "weights_version")  # fmt: skip
 
     def __init__(
         self, chunk_id: str, sample: Sample, replica_id: str, max_tokens: int, weights_version: int, kv_version: int
     ):
         self.chunk_id, self.sample, self.replica_id = chunk_id, sample, replica_id
         self.max_tokens, self.weights_version, self.kv_version = max_tokens, weights_version, kv_version
-        self.aborting = False
+        self.aborting = self.beaten = False
+        self.copies: list[Chunk] = []
+        self.copy_of: Chunk | None = None
+        self.method: str | None = None  # by which a copy drafts
 
 
 class Buffer:
@@ -101,6 +116,7 @@ class Buffer:
     def __init__(self):
         self.batches: dict[str, Batch] = {}
         self.samples: dict[str, Sample] = {}
+        self.unended = 0  # samples of all batches
         self._arrivals = 0
 
     def check_new(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> None:
@@ -114,7 +130,8 @@ class Buffer:
     def admit(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> list[Group]:
         groups = [Group(spec, batch_id, self._arrivals, position) for position, spec in enumerate(specs)]
         self._arrivals += len(groups)
-        self.batches[batch_id] = Batch(batch_id, groups)
+        self.batches[batch_id] = batch = Batch(batch_id, groups)
+        self.unended += batch.samples
         self.samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
         return groups
 

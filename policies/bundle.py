@@ -25,6 +25,9 @@ from policies.lengths import Lengths, LengthsPolicy, MaxFinished
 from policies.ordering import Ordering, OrderingPolicy, Seer
 from policies.placement import LeastKv, Placement, PlacementPolicy
 from policies.prefetch import NextUp, Prefetching, PrefetchPolicy
+from policies.racing import Off as NoRaces
+from policies.racing import Racing, RacingPolicy
+from policies.tail import Hold, Tail, TailPolicy
 
 FAMILIES = {
     "ordering": (OrderingPolicy, Ordering),
@@ -34,6 +37,8 @@ FAMILIES = {
     "prefetch": (PrefetchPolicy, Prefetching),
     "lengths": (LengthsPolicy, Lengths),
     "drafting": (DraftingPolicy, Drafting),
+    "tail": (TailPolicy, Tail),
+    "racing": (RacingPolicy, Racing),
 }
 
 
@@ -122,3 +127,5 @@ class Policies(BaseModel):
     prefetch: _member("prefetch") = NextUp()
     lengths: _member("lengths") = MaxFinished()
     drafting: _member("drafting") = Goodput()
+    tail: _member("tail") = Hold()
+    racing: _member("racing") = NoRaces()

@@ -55,7 +55,8 @@ class BatchCancelled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFinished:
-    """`stored_tokens`: tokens of the sample's context, prompt and answer, whose KV the pool holds as the chunk ends."""
+    """`stored_tokens`: tokens of the sample's context, prompt and answer, whose KV the pool holds as the chunk ends;
+    `drafted_tokens`, `accepted_tokens`: what was verified of drafts."""
 
     now: float
     chunk_id: str
@@ -63,6 +64,8 @@ class ChunkFinished:
     end: ChunkEnd
     weights_version: int
     stored_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,14 @@ class ReplicaLeft:
     now: float
     replica_id: str
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasReserved:
+    """At least `replicas` are wanted from now until the next batch has come: a driver knows that it soon will."""
+
+    now: float
+    replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +174,7 @@ Event = (
     | TokensStreamed
     | ReplicaJoined
     | ReplicaLeft
+    | ReplicasReserved
     | WeightsChanged
     | ReplicaMeasured
     | PoolReported

@@ -40,6 +40,10 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
         raise IllegalEvent(
             f"{event.chunk_id}: made by weights {event.weights_version}, started under {chunk.weights_version}"
         )
+    if not 0 <= event.accepted_tokens <= event.drafted_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.accepted_tokens} of {event.drafted_tokens} draft tokens accepted")
+    if chunk.beaten:
+        return  # its sample has gone on
     context_tokens = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + event.new_tokens
     if not 0 <= event.stored_tokens <= context_tokens:
         raise IllegalEvent(f"{event.chunk_id}: {event.stored_tokens} tokens stored, of a context of {context_tokens}")

@@ -95,8 +95,8 @@ class CostAware(BaseModel):
             stays = 2 * board.room_tokens(here) >= board.room_tokens(there)
             return here if stays else there, memory
         new_tokens = need_tokens - sample.prompt_tokens - sample.generated_tokens
-        stay_s = new_tokens * _step_s(ours, board.running(here) + 1)
-        move_s = self._kv_s(sample, theirs) + new_tokens * _step_s(theirs, board.running(there) + 1)
+        stay_s = new_tokens * ours.step_s(board.running(here) + 1)
+        move_s = self._kv_s(sample, theirs) + new_tokens * theirs.step_s(board.running(there) + 1)
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
     def min_pull_tokens(self, speeds: Speeds | None) -> int | None:
@@ -118,10 +118,6 @@ class CostAware(BaseModel):
             return compute_s
         fetch_s = speeds.fetch_base_s + sample.stored_tokens / speeds.fetch_tokens_s
         return min(compute_s, fetch_s + (context - sample.stored_tokens) / speeds.prefill_tokens_s)
-
-
-def _step_s(speeds: Speeds, chunks: int) -> float:
-    return speeds.step_base_s + speeds.step_per_chunk_s * chunks
 
 
 PlacementPolicy = Annotated[LeastKv | RoundRobin | Pinned | CostAware, Field(discriminator="type")]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -101,14 +101,57 @@ class Assignment(NamedTuple):
     reason: str
 
 
+@runtime_checkable
+class Racing(Protocol):
+    """What the core asks. `room`: chunks on a replica up to which it takes copies, 0: nobody races; `own`: the method
+    of chunks that are no copies; `usual`: the acceptance of a sample that has none yet."""
+
+    room: int
+    own: str
+    usual: float
+    ladder: Ladder
+
+    def assign(
+        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: Ladder
+    ) -> list[Assignment]: ...
+
+
+class Off(BaseModel):
+    """No copies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["off"] = "off"
+    room: ClassVar[int] = 0
+    own: ClassVar[str] = ""
+    usual: ClassVar[float] = 0.0
+    ladder: ClassVar[Ladder] = Ladder(())
+
+    def assign(
+        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: Ladder
+    ) -> list[Assignment]:
+        return []
+
+
+USUAL = (Rung("group", ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)), Rung("model", ((0.0, 0.9), (0.9, 3.0)), (0.5,)))
+"""Guesses of what the group's index and a draft model bring; `python -m app ladder --out` measures it."""
+
+
 class FastestOfN(BaseModel):
     """Algorithm 3: the sample that accepts least gets every method it lacks before the next sample gets any."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fastest_of_n"] = "fastest_of_n"
+    room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
+    own: str = Field("group", min_length=1, description="by which chunks draft that are no copies")
+    usual: float = Field(0.5, ge=0.0, le=1.0, description="acceptance of a sample that has drafted nothing yet")
+    rungs: tuple[Rung, ...] = Field(USUAL, min_length=1, description="what each method brings, see `app ladder --out`")
     least_gain: float = Field(
         1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published"
     )
+
+    @property
+    def ladder(self) -> Ladder:
+        return Ladder(self.rungs)
 
     def assign(
         self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: Ladder
@@ -152,3 +195,6 @@ def _least_loaded(heap: list[tuple[int, str, int]], but: str) -> str | None:
     if own:
         heappush(heap, own)
     return taken
+
+
+RacingPolicy = Annotated[Off | FastestOfN, Field(discriminator="type")]

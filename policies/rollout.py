@@ -9,27 +9,34 @@ The live coordinator and the simulator drive this same object. An illegal event 
 """
 
 from policies import events as ev
-from policies.actions import Action, EmitGroup, EndSample, SampleEnd, StartChunk
+from policies.actions import Action, EmitGroup, EndSample, SampleEnd
 from policies.board import Board
 from policies.buffer import ENDED, WAITING, Buffer, Chunk, Group, Sample
-from policies.bundle import Policies, name_of
+from policies.bundle import Policies
+from policies.ends import BY_ITSELF, end_by
 from policies.events import IllegalEvent
 from policies.kvbook import KvBook
 from policies.legal import check_finish, check_groups, check_join, check_measured, check_pool
 from policies.lengthbook import LengthBook
+from policies.races import Races, counts
 from policies.running import Running
+from policies.scaling import Limits, Scaling
+from policies.starts import Starts
+from policies.unbound import Unbound
 from policies.upcoming import Upcoming
 from policies.waiting import Waiting
 
-BY_ITSELF = (SampleEnd.STOP, SampleEnd.LENGTH)
 MAX_ATTEMPTS = 5
 """Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
 
 
 class RolloutCore:
-    """See the module docstring. `policies` decide; `weights_version` is the version chunks start under."""
+    """See the module docstring. `policies` decide; `weights_version` is the version chunks start under.
 
-    def __init__(self, policies: Policies, weights_version: int = 0):
+    `limits`: how many replicas there may be, where that is for `policies.tail` to say.
+    """
+
+    def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         self.policies = policies
         self.board = Board(weights_version)
         self._waiting = Waiting(policies.ordering)
@@ -38,19 +45,19 @@ class RolloutCore:
         self._kv = KvBook(policies.kv_on_update, self.board)
         self._running = Running(self.board, self._kv)
         self._upcoming = Upcoming(policies.prefetch, self.board, self._waiting, self._running)
+        self._races = Races(policies.racing, self.board, self._running)
+        self._starts = Starts(policies, self.board, self._running, self._upcoming)
+        self._scaling = Scaling(policies.tail, limits, self.board, self._running, self._buffer)
+        self._unbound = Unbound(policies.ordering, self.board, self._buffer)
         self._outbox: list[Action] = []
-        self._unbound: list[Group] = []  # not queued yet: no replica was ready to bind them to
-        self._memory = None  # the placement policy's
-        self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
     # ---- observe ---------------------------------------------------------------------------------
 
     def observe(self, event: ev.Event) -> None:
         """Take in one event. Raises IllegalEvent, changing nothing, when it cannot have happened."""
-        handler = _HANDLERS.get(type(event))
-        if handler is None:
+        if type(event) not in _HANDLERS:
             raise IllegalEvent(f"not an event: {event!r}")
-        handler(self, event)
+        _HANDLERS[type(event)](self, event)
 
     def _submitted(self, event: ev.SamplesSubmitted) -> None:
         check_groups(event)
@@ -58,7 +65,8 @@ class RolloutCore:
         self._waiting.check_new(event.groups)
         groups = self._buffer.admit(event.batch_id, event.groups)
         self._lengths.admit(groups)
-        self._unbound += groups
+        self._unbound.add(groups)
+        self._scaling.reopen()
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
         self._waiting.reveal(event.lengths)
@@ -76,31 +84,33 @@ class RolloutCore:
     def _chunk_finished(self, event: ev.ChunkFinished) -> None:
         chunk = self._running.named(event.chunk_id)
         check_finish(event, chunk)
-        sample = self._stop(chunk)
+        self._stop(chunk)
+        if not counts(event, chunk):
+            self._races.passes_on(chunk)
+            return
+        self._races.won(chunk)
+        sample = self._running.count_out(chunk)
         sample.generated_tokens += event.new_tokens
+        sample.drafted_tokens += event.drafted_tokens
+        sample.accepted_tokens += event.accepted_tokens
         sample.attempts = 0
         if sample.first_version is None and event.new_tokens:
             sample.first_version = chunk.weights_version
         self._kv.store(chunk, event.stored_tokens)
-        if event.end is ev.ChunkEnd.STOP:
-            self._end(sample, SampleEnd.STOP, None, "stop token")
-        elif sample.generated_tokens == sample.group.spec.max_tokens:
-            self._end(sample, SampleEnd.LENGTH, None, "max_tokens of the sample")
-        elif event.end is ev.ChunkEnd.LENGTH and event.new_tokens < chunk.max_tokens:
-            self._end(sample, SampleEnd.LENGTH, None, "the model's context is used up")
+        if (ended := end_by(event, chunk)) is not None:
+            self._end(sample, ended[0], None, ended[1])
         else:
             self._outbox += self._kv.release_stale(sample)
             self._wait_again(sample)
 
     def _chunk_failed(self, event: ev.ChunkFailed) -> None:
-        self._failed(self._stop(self._running.named(event.chunk_id)), event.error)
+        chunk = self._running.named(event.chunk_id)
+        self._stop(chunk)
+        self._failed(chunk, event.error)
 
     def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
         chunk = self._running.named(event.chunk_id)
-        sample = chunk.sample
-        if event.observed_at >= sample.observed_at:  # a report that comes late makes a view no older (law 8)
-            sample.streamed_tokens = max(sample.streamed_tokens, event.tokens)
-            sample.observed_at = event.observed_at
+        if chunk.sample.see(event.tokens, event.observed_at):
             self._upcoming.seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
@@ -122,10 +132,13 @@ class RolloutCore:
 
     def _replica_left(self, event: ev.ReplicaLeft) -> None:
         lost = self._running.lose(event.replica_id)
-        for sample in self._waiting.evict(event.replica_id):
-            self._queue(sample)
+        self._bind_anew(event.replica_id)
         for chunk in lost:
-            self._failed(chunk.sample, f"replica {event.replica_id} left: {event.error}")
+            self._running.stop(chunk)
+            self._failed(chunk, f"replica {event.replica_id} left: {event.error}")
+
+    def _replicas_reserved(self, event: ev.ReplicasReserved) -> None:
+        self._scaling.reserve(event.replicas)
 
     def _weights_changed(self, event: ev.WeightsChanged) -> None:
         if event.version < self.board.weights_version:
@@ -143,9 +156,8 @@ class RolloutCore:
     def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
         """All actions due: ends and hand-outs since the last tick, then every chunk that can start now, then what the
         pool should give up or bring near for those that still wait."""
-        self._outbox += self._running.aborts()
-        if self._unbound and self.board.ready():
-            self._bind()
+        for sample in self._unbound.bind():
+            self._put(sample)
         homes = self._waiting.homes()
         for home in homes:
             while (found := self._waiting.take_first(home, self.board.room_tokens(home))) is not None:
@@ -155,7 +167,13 @@ class RolloutCore:
             if found is None:
                 break
             self._place(found)
-        if not self._running and self._waiting and self.board.all_ready():
+        closed, actions = self._scaling.decide(tick.now)
+        for replica_id in closed:
+            self._bind_anew(replica_id)
+        copies = self._races.look(tick.now, bool(self._waiting or self._unbound))
+        self._outbox += [self._starts.action(chunk, reason) for chunk, reason in copies]
+        self._outbox += [*actions, *self._running.aborts()]
+        if not self._running.chunks and self._waiting and self.board.all_ready():
             self._give_up()
         self._outbox += self._kv.make_room(tick.now, self._waiting)
         if not self.board.one_node:
@@ -163,64 +181,33 @@ class RolloutCore:
         actions, self._outbox = tuple(self._outbox), []
         return actions
 
-    def _bind(self) -> None:
-        """Queue the groups that waited for a ready replica; static orderings bind them to one now."""
-        ready = self.board.ready()
-        for group in [group for group in self._unbound if group.unended]:
-            groups = len(self._buffer.batch(group.batch_id).groups)
-            group.home = self.policies.ordering.bind(group.position, groups, ready)
-            for sample in group.samples:
-                if sample.state is WAITING:
-                    sample.home = group.home
-                    self._put(sample)
-        self._unbound = []
-
     def _give_up(self) -> None:
-        """All replicas are ready and idle: what waits never starts, unless it fits to the token (queues round up)."""
+        """All replicas are ready and idle, but for those that go: what waits never starts, unless it fits to the token
+        (queues round up)."""
         waiting = self._waiting.samples()
         for sample in waiting:
             home = sample.home or self.board.roomiest()
             if home is not None and sample.need_tokens <= self.board.room_tokens(home):
                 self._waiting.drop(sample)
                 self._place(sample)
-        for sample in waiting if not self._running else ():
+        for sample in waiting if not self._running.chunks else ():
             room = self.board.room_tokens(sample.home) if sample.home else self.board.capacity_tokens()
             error = f"its next chunk needs {sample.need_tokens} tokens of KV; the replica open to it has {room}"
             self._end(sample, SampleEnd.FAILED, error, "does not fit")
 
     def _place(self, sample: Sample) -> None:
-        if sample.home is not None:
-            self._start(sample, sample.home, f"bound to {sample.home}")
-            return
-        view = sample.view()
-        replica_id, self._memory = self.policies.placement.choose(view, sample.need_tokens, self.board, self._memory)
-        if self.policies.placement.sticky:
-            sample.home = replica_id
-        move = "first chunk"
-        if view.last_replica is not None:
-            move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
-        self._start(sample, replica_id, f"{self._names}: {move}")
-
-    def _start(self, sample: Sample, replica_id: str, reason: str) -> None:
-        chunk = self._running.start(sample, replica_id)
-        self._upcoming.seen(chunk)
-        pull = self.policies.placement.min_pull_tokens(self.board.speeds(replica_id))
-        self._outbox.append(
-            StartChunk(
-                chunk.chunk_id, sample.sample_id, replica_id, sample.generated_tokens, chunk.max_tokens,
-                chunk.weights_version, chunk.kv_version, pull, sample.expected_tokens, sample.group.class_starts,
-                reason,
-            )
-        )  # fmt: skip
+        self._outbox.append(self._starts.place(sample))
 
     # ---- transitions -----------------------------------------------------------------------------
 
-    def _stop(self, chunk: Chunk) -> Sample:
+    def _stop(self, chunk: Chunk) -> None:
         self._running.stop(chunk)
         self._waiting.look_at(chunk.replica_id)
-        return chunk.sample
 
-    def _failed(self, sample: Sample, error: str) -> None:
+    def _failed(self, chunk: Chunk, error: str) -> None:
+        if self._races.passes_on(chunk):
+            return
+        sample = self._running.count_out(chunk)
         sample.attempts += 1
         if sample.attempts < MAX_ATTEMPTS:
             self._wait_again(sample)
@@ -238,13 +225,17 @@ class RolloutCore:
     def _queue(self, sample: Sample) -> None:
         """Queue a waiting sample; a group whose replica has left is bound anew, with all that waits of it."""
         group = sample.group
-        if group.home is not None and group.home not in self.board:
-            if group not in self._unbound:
-                self._unbound.append(group)
+        if group.home is not None and not self.board.stays(group.home):
+            self._unbound.add((group,))
             return
-        if sample.home not in self.board:
+        if sample.home is not None and not self.board.stays(sample.home):
             sample.home = group.home
         self._put(sample)
+
+    def _bind_anew(self, replica_id: str) -> None:
+        """What waits for a replica that goes may run elsewhere."""
+        for sample in self._waiting.evict(replica_id):
+            self._queue(sample)
 
     def _put(self, sample: Sample) -> None:
         """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
@@ -258,6 +249,7 @@ class RolloutCore:
         sample.state = ENDED
         group = sample.group
         group.unended -= 1
+        self._buffer.unended -= 1
         self._outbox.append(EndSample(sample.sample_id, end, error, reason))
         self._outbox += self._kv.end(sample)
         if end in BY_ITSELF:
@@ -276,11 +268,18 @@ class RolloutCore:
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
 
+    def is_copy(self, chunk_id: str) -> bool:
+        """Of a running chunk: whether it races with another."""
+        return self._running.chunks[chunk_id].copy_of is not None
+
+    def counts_tokens(self, event: ev.ChunkFinished) -> bool:
+        """Whether the tokens of a running chunk that ends so will be its sample's."""
+        return counts(event, self._running.chunks[event.chunk_id])
+
     def counts(self) -> dict[str, int]:
         """Samples that wait and run, and batches not handed out in full."""
-        running = len(self._running)
-        unended = sum(sample.state is not ENDED for sample in self._buffer.samples.values())
-        return {"waiting": unended - running, "running": running, "batches": len(self._buffer.batches)}
+        running, waiting = len(self._running), self._buffer.unended - len(self._running)
+        return {"waiting": waiting, "running": running, "batches": len(self._buffer.batches)}
 
 
 _HANDLERS = {
@@ -292,6 +291,7 @@ _HANDLERS = {
     ev.TokensStreamed: RolloutCore._tokens_streamed,
     ev.ReplicaJoined: RolloutCore._replica_joined,
     ev.ReplicaLeft: RolloutCore._replica_left,
+    ev.ReplicasReserved: RolloutCore._replicas_reserved,
     ev.WeightsChanged: RolloutCore._weights_changed,
     ev.ReplicaMeasured: RolloutCore._replica_measured,
     ev.PoolReported: RolloutCore._pool_reported,

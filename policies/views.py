@@ -59,6 +59,10 @@ class Speeds(NamedTuple):
     step_per_chunk_s: float
     observed_at: float
 
+    def step_s(self, chunks: int) -> float:
+        """Seconds of a decode step of so many chunks."""
+        return self.step_base_s + self.step_per_chunk_s * chunks
+
 
 class ReplicaView(NamedTuple):
     replica_id: str
@@ -69,6 +73,19 @@ class ReplicaView(NamedTuple):
     weights_version: int
     node_id: str = ""
     speeds: Speeds | None = None  # None until the replica has reported any
+
+
+class TailView(NamedTuple):
+    """The replicas, and what is left of the batches in flight."""
+
+    now: float
+    waiting: int  # samples that no replica has room for
+    running: int  # chunks
+    unended: int  # samples of the batches in flight
+    submitted: int  # all samples of these batches
+    replicas: tuple[ReplicaView, ...]  # in the order in which they stay: Serve stops the last one first
+    least: int  # replicas that there may be
+    most: int
 
 
 class DraftView(NamedTuple):

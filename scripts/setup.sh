@@ -59,4 +59,9 @@ if [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 .venv/bin/python -m app model
+if ! ls deployments/context/__pycache__/*.nbi >/dev/null 2>&1; then
+    say "compiling the draft index" # once, and not in every engine that starts first
+    quietly .venv/bin/python -c "from deployments.context.index import warm_up; warm_up()" ||
+        fail "the draft index did not compile"
+fi
 say "ready"

@@ -6,6 +6,7 @@ imported for the live tier (those packages, and our own modules that came with t
 """
 
 import importlib.abc
+import shutil
 import sys
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def model_dir() -> Path:
     from app.model import resolve_model
 
     return resolve_model("demo")
+
+
+@pytest.fixture(scope="session")
+def other_weights(model_dir, tmp_path_factory) -> Path:
+    """The demo model's folder with other weights, made once for all live tests: 10 s, and 540 MB while they run."""
+    from app.model import perturbed
+
+    folder = perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,12 @@ from kv_ledger import KvLedger
 
 from policies import events as ev
 from policies import views
-from policies.actions import Action, Prefetch, ReleaseCause, ReleaseKv, StartChunk
+from policies.actions import Action, Prefetch, ReleaseCause, ReleaseKv, SetReplicas, StartChunk
 from policies.buffer import Sample, State
 from policies.bundle import Policies, name_of
 from policies.fitqueue import STEP_TOKENS
 from policies.rollout import IllegalEvent, RolloutCore
+from policies.scaling import Limits
 
 ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first")
 PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
@@ -79,6 +80,7 @@ class Play:
     stale: list[str] = field(default_factory=list)  # breaches of freshness
     evicted: list[str] = field(default_factory=list)  # breaches of the order and amount of what a full pool gives up
     hasty: list[str] = field(default_factory=list)  # prefetches for somebody else than the next in order
+    closed: list[str] = field(default_factory=list)  # chunks started on replicas that were to be given back
 
     def actions(self, kind: type) -> list:
         return [action for _, actions in self.steps for action in actions if isinstance(action, kind)]
@@ -87,8 +89,9 @@ class Play:
 class Player:
     """One play: reads operations from `data`, turns them into events that are legal now, and feeds them."""
 
-    def __init__(self, policies: Policies, data: bytes):
-        self.play, self.ledger = Play(RolloutCore(policies)), Ledger()
+    def __init__(self, policies: Policies, data: bytes, limits: Limits | None = None):
+        self.play, self.ledger = Play(RolloutCore(policies, limits=limits)), Ledger()
+        self.wanted = limits.most if limits else 1_000  # replicas that the core asked for last
         self.kv = KvLedger(keeps=name_of(policies.kv_on_update) == "keep")
         self.data, self.at, self.now, self.batches, self.joins = data, 0, 0.0, 0, 0
 
@@ -102,7 +105,10 @@ class Player:
     def feed(self, event: ev.Event | ev.Tick) -> None:
         actions = ()
         if isinstance(event, ev.Tick):
+            closing = {i for i in self.ledger.replicas if not self.play.core.board.stays(i)}
             actions = self.play.core.decide(event)
+            self.play.closed += [str(a) for a in actions if isinstance(a, StartChunk) and a.replica_id in closing]
+            self.wanted = next((a.replicas for a in actions if isinstance(a, SetReplicas)), self.wanted)
         else:
             self.play.core.observe(event)
         self.ledger.note(event, actions)
@@ -191,6 +197,11 @@ class Player:
     def lose(self):
         if self.ledger.replicas:
             self.feed(ev.ReplicaLeft(self.now, self.pick(sorted(self.ledger.replicas)), "node gone"))
+
+    def obey(self):
+        """As Serve does: the first in order goes while there are more than the core has asked for."""
+        if len(self.ledger.replicas) > self.wanted:
+            self.feed(ev.ReplicaLeft(self.now, self.play.core.board.stop_order()[0], "given back"))
 
     def weights(self):
         self.feed(ev.WeightsChanged(self.now, self.ledger.version + self.take(3)))
@@ -295,6 +306,7 @@ class Player:
                 need = -(-self._need_tokens(sample.sample_id) // STEP_TOKENS) * STEP_TOKENS
                 for replica_id, books in self.ledger.replicas.items():
                     ready = books.version == self.ledger.version and sample.home in (None, replica_id)
+                    ready = ready and self.play.core.board.stays(replica_id)
                     if ready and need <= books.room_tokens():
                         self.play.starved.append(f"{sample.sample_id} ({need}) and {replica_id} at {self.now}")
 
@@ -305,7 +317,8 @@ class Player:
 
 _OPERATIONS = (
     ("tick",) * 6 + ("finish",) * 7 + ("submit",) * 3 + ("fail",) * 2 + ("stream",) * 2 + ("join",) * 2
-    + ("rejoin",) * 3 + ("measure",) * 2 + ("report",) * 3 + ("lose", "lose_kv", "weights", "cancel", "illegal")
+    + ("rejoin",) * 3 + ("measure",) * 2 + ("report",) * 3 + ("obey",) * 2
+    + ("lose", "lose_kv", "weights", "cancel", "illegal")
 )  # fmt: skip
 
 
@@ -364,8 +377,8 @@ def policies_of(ordering: str, placement: str, chunk_tokens: int | None, kv_on_u
     return Policies(ordering=ordering, placement=placement, chunking=chunking, kv_on_update=kv_on_update)
 
 
-def play(policies: Policies, data: bytes) -> Play:
-    return Player(policies, data).run()
+def play(policies: Policies, data: bytes, limits: Limits | None = None) -> Play:
+    return Player(policies, data, limits).run()
 
 
 def replay(policies: Policies, steps: list) -> list[tuple[Action, ...]]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from app.bench.calibrate import figures, middle, pooled, runs, verdict, workload
+from app.bench.calibrate import figures, middle, pooled, runs, simulated, slowness, verdict, workload
 from app.bench.probes import (
     HANDOVER_CHUNK_TOKENS,
     HANDOVERS,
@@ -74,6 +74,20 @@ def test_a_hand_over_is_what_chunks_take_beyond_the_rest_of_the_model(handover_s
     assert found.handover_s == pytest.approx(handover_s, abs=1e-3), "the first save takes the prompt's KV, too"
 
 
+def test_a_run_is_simulated_as_slow_as_the_machine_was_around_it():
+    times = slowness({"steps": [step | {"step_ms": 1.5 * step["step_ms"]} for step in ladder(30)["steps"]]}, PROFILE)
+    assert times == pytest.approx(1.5, rel=1e-3)
+    policies = runs(16)
+    models = dict.fromkeys(policies, model_of(PROFILE, JOINED, MEASURED, 0.3))
+    answers = tuple(tuple(range(5, 5 + length)) for length in (89, 39, 6))
+    groups = [PromptGroup(prompt_id="g", token_ids=(1,) * 10, samples=3, max_tokens=99, forced_token_ids=answers)]
+    once = simulated(groups, models, 2, policies, {key: [1.0] for key in policies})
+    slow = simulated(groups, models, 2, policies, {key: [times, 9.0, 0.1] for key in policies})
+    assert set(policies) == {"group_static", "seer", "remaining_first", "goodput"}
+    for name in policies:
+        assert slow[name]["makespan_s"] == pytest.approx(1.5 * once[name]["makespan_s"], rel=2e-3)
+
+
 def test_kv_is_found_again_in_whole_blocks():
     """32-token blocks, 10 of prompt and chunks of 40: 18, 26 and 2 tokens are computed again."""
     model = model_of(PROFILE, JOINED, [], 0.0)
@@ -110,7 +124,7 @@ def test_errors_are_signed_and_rankings_compared():
 
 def test_the_middle_of_the_repeats_counts():
     keys = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samples", "moved_samples")
-    repeats = [dict.fromkeys((*keys, "chunked_share"), value) for value in (5.0, 1.0, 2.0)]
+    repeats = [dict.fromkeys((*keys, "chunked_share", "steps", "step_ms"), value) for value in (5.0, 1.0, 2.0)]
     assert middle(repeats)["makespan_s"] == 2.0 and middle(repeats)["all_makespan_s"] == [5.0, 1.0, 2.0]
 
 

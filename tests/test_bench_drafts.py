@@ -69,15 +69,19 @@ def rollouts():
     return read_rollouts(read_trace(TRACE)[::8], lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def test_real_rollouts_are_drafted_better_than_by_the_longest_match(rollouts):
-    """A sample of the prompts; the whole trace is `bench drafts`."""
-    for name in ("mates_15", "history_16_mates_7", "mates_15_paths_4"):
-        ours, theirs = replay(rollouts, SETTINGS[name]), replay_arctic(rollouts, SETTINGS[name])
-        assert ours.tokens_per_step > 1.05 * theirs.tokens_per_step
+@pytest.fixture(scope="module")
+def tallies(rollouts):
+    """Of a sample of the prompts; the whole trace is `bench drafts`."""
+    return {name: replay(rollouts, SETTINGS[name]) for name in ("mates_15", "history_16_mates_7", "mates_15_paths_4")}
 
 
-def test_on_real_rollouts_probabilities_are_right(rollouts):
-    tally = replay(rollouts, SETTINGS["mates_15"])
+def test_real_rollouts_are_drafted_better_than_by_the_longest_match(rollouts, tallies):
+    for name, ours in tallies.items():
+        assert ours.tokens_per_step > 1.05 * replay_arctic(rollouts, SETTINGS[name]).tokens_per_step
+
+
+def test_on_real_rollouts_probabilities_are_right(tallies):
+    tally = tallies["mates_15"]
     assert tally.bins[:, 0].sum() > 2000
     assert tally.calibration_gap < 0.07
     assert tally.index_bytes / tally.index_tokens <= 200

@@ -2,7 +2,17 @@
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from user_policies import Doubling, HalfADraft, HalfTheQueue, Halving, HighestId, KeepYoung, LastComeFirst
+from user_policies import (
+    Doubling,
+    HalfADraft,
+    HalfTheQueue,
+    Halving,
+    HighestId,
+    KeepYoung,
+    LastComeFirst,
+    NobodyTwice,
+    OneForEight,
+)
 
 from policies.bundle import FAMILIES, Policies, load_policy, members, name_of
 from policies.ordering import Fcfs, Seer
@@ -15,6 +25,8 @@ BUILT_IN = {
     "prefetch": ["off", "next_up"],
     "lengths": ["max_finished", "history_quantile", "length_class", "shrunk"],
     "drafting": ["off", "fixed", "aimd", "length_class", "closed_form", "concurrency", "goodput"],
+    "tail": ["hold", "release", "consolidate", "threshold"],
+    "racing": ["off", "fastest_of_n"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
@@ -24,6 +36,8 @@ USERS_OWN = {
     "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
     "lengths": {"type": "user_policies:Doubling", "args": {}},
     "drafting": {"type": "user_policies:HalfADraft", "args": {"most": 8}},
+    "tail": {"type": "user_policies:OneForEight", "args": {"samples": 8}},
+    "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
 
@@ -72,6 +86,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
         LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), Doubling(), HalfADraft(),
+        OneForEight(), NobodyTwice(),
     ]  # fmt: skip
 
 
@@ -94,6 +109,8 @@ def test_the_defaults_are_seer_s():
         "next_up",
         "max_finished",
         "goodput",
+        "hold",
+        "off",
     ] and policies.ordering == Seer(explore=0.1, seed=0)
 
 

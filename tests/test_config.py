@@ -11,11 +11,11 @@ from app.errors import BadInput
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "serve.gpu.yaml"])
+@pytest.mark.parametrize("name", ["serve.yaml", "serve.elastic.yaml", "serve.gpu.yaml"])
 def test_the_files_we_ship_load(name):
     application = load_config(ROOT / name).application
     assert application.import_path == "app.build:build"
-    assert application.of("Engine").num_replicas >= 2
+    assert application.of("Engine").most_replicas >= 2
     assert application.of("Coordinator").user_config.policies.ordering.type == "seer"
 
 

@@ -94,10 +94,15 @@ def tokens_of(policy, seen: DraftView, memory=None) -> list[int]:
 # ---- the contract ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 @settings(max_examples=30, derandomize=True, database=None)
 @given(steps=st.lists(views(), min_size=1, max_size=3))
-def test_every_member_keeps_the_contract(policy, steps):
+def test_every_member_keeps_the_contract(steps):
+    """By the same steps: to draw them takes longer than to ask all members."""
+    for policy in EVERY:
+        _keeps_the_contract(policy, steps)
+
+
+def _keeps_the_contract(policy, steps):
     """Budgets within 0 to min(proposed, most); the same for the same; neither view nor memory is written to."""
     assert isinstance(policy, Drafting)
     memory = None
@@ -225,10 +230,11 @@ def test_goodput_corrects_chances_that_do_not_come_true():
 @pytest.mark.parametrize("samples", [1, 4, 16])
 @pytest.mark.parametrize("truth", [0.0, 0.2, 0.5, 0.8])
 def test_goodput_loses_little_to_no_drafts_and_to_the_best_fixed_budget_however_wrong_the_claims(samples, truth):
-    """1,500 steps by the CPU's costs; every token is claimed with 0.9, and right with `truth`."""
+    """By the CPU's costs; every token is claimed with 0.9, and right with `truth`. Chance is less over many samples."""
+    turns = 1500 if samples == 1 else 500
     rng, memory, tokens = np.random.default_rng(0), None, np.zeros(samples, np.int32)
     seen, spent_s, made = view([[0.9] * 8] * samples, CPU), 0.0, 0
-    for turn in range(1500):
+    for turn in range(turns):
         lucky = np.cumprod(rng.random((samples, 8)) < truth, axis=1).sum(axis=1)
         accepted = np.minimum(lucky, tokens)
         spent_s += float(CPU.at(samples + tokens.sum()))

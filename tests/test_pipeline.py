@@ -24,7 +24,7 @@ def mean_of(ranked, at) -> float:
     return sum(tokens) / len(tokens)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(prompts, st.integers(1, 12), st.integers(0, 3), st.booleans(), st.integers(1, 6))
 def test_each_prompt_is_assigned_once_and_each_worker_is_used_where_there_is_work(
     given, workers, step, two_tier, ranks

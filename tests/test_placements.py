@@ -36,7 +36,6 @@ def measured(board: Board, replica_id: str, prefill=1_000.0, fetch=10_000.0, bas
     return board
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @PROFILE
 @given(
     blocks=st.lists(st.integers(0, 30), min_size=1, max_size=6),
@@ -44,7 +43,12 @@ def measured(board: Board, replica_id: str, prefill=1_000.0, fetch=10_000.0, bas
     last=st.integers(0, 7),
     speeds=st.lists(st.sampled_from((0.0, 100.0, 5_000.0)), max_size=6),
 )
-def test_the_replica_chosen_has_room_and_memory_is_a_value(placement, blocks, needs, last, speeds):
+def test_the_replica_chosen_has_room_and_memory_is_a_value(blocks, needs, last, speeds):
+    for placement in PLACEMENTS:
+        _chooses_among_those_with_room(placement, blocks, needs, last, speeds)
+
+
+def _chooses_among_those_with_room(placement, blocks, needs, last, speeds):
     assert isinstance(placement, Placement)
     board, memory = board_of(**{f"r{n}": free for n, free in enumerate(blocks)}), None
     for number, fetch in enumerate(speeds[: len(blocks)]):
@@ -69,13 +73,13 @@ def test_from_how_much_on_to_pull_is_a_count_or_never_also_before_anything_is_me
         assert pull is None or (isinstance(pull, int) and pull >= 0)
 
 
-@pytest.mark.parametrize("chunking", CHUNKINGS, ids=repr)
 @PROFILE
 @given(max_tokens=st.integers(1, 20_000), generated=st.integers(0, 19_999))
-def test_a_chunk_has_a_token_at_least_and_never_more_than_is_left(chunking, max_tokens, generated):
-    assert isinstance(chunking, Chunking)
+def test_a_chunk_has_a_token_at_least_and_never_more_than_is_left(max_tokens, generated):
     generated %= max_tokens
-    assert 1 <= chunking.tokens(sample(None, generated, max_tokens)) <= max_tokens - generated
+    for chunking in CHUNKINGS:
+        assert isinstance(chunking, Chunking)
+        assert 1 <= chunking.tokens(sample(None, generated, max_tokens)) <= max_tokens - generated, chunking
 
 
 @PROFILE

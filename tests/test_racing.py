@@ -38,7 +38,7 @@ workers = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(stragglers, workers, st.sampled_from([1.0, 1.1]), st.randoms())
 def test_an_assignment_keeps_every_law(samples, free, least_gain, shuffler):
     policy = FastestOfN(least_gain=least_gain)

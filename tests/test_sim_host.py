@@ -73,9 +73,13 @@ def conserved(work: Workload, got: Run) -> bool:
 @pytest.mark.parametrize(("ordering", "placement"), [*product(ORDERINGS, ("least_kv", "cost_aware", "pinned"))])
 def test_every_sample_ends_once_with_its_own_length(ordering, placement):
     """With and without chunks, pool and drafts; the core takes every event, and KV is never over-reserved."""
-    for chunk, fetch_tokens_s, drafting in ((None, 1e5, "off"), (37, 1e5, "goodput"), (200, 0.0, "off")):
-        work, how = workload(), policies(ordering, placement, chunk, drafting=drafting)
-        got = run(work, cluster(fetch_tokens_s=fetch_tokens_s), how, acceptance=Even(0.6))
+    for chunk, fetch_tokens_s, drafting, groups in (
+        (None, 1e5, "off", 8),
+        (37, 1e5, "goodput", 4),
+        (200, 0.0, "off", 8),
+    ):
+        work, how = workload(groups=groups), policies(ordering, placement, chunk, drafting=drafting)
+        got = run(work, cluster(2, fetch_tokens_s=fetch_tokens_s), how, acceptance=Even(0.6))
         assert conserved(work, got)
         assert sum(one.preemptions for one in got.ended) == 0
         assert all(one.tokens == pytest.approx(one.verifications + one.accepted) for one in got.ended)
@@ -176,7 +180,7 @@ def test_a_sample_that_moves_takes_its_kv_along_or_computes_it_again():
         return sum(one.moves for one in got.ended), sum(one.recomputed_tokens for one in got.ended), spans["fetch"]
 
     moves, recomputed, fetched = both(1e5)
-    assert moves > 20 and recomputed == 0 and fetched >= moves
+    assert moves > 15 and recomputed == 0 and fetched >= moves
     moves, recomputed, fetched = both(0.0)
     assert moves > 20 and recomputed > 100 * moves and fetched == 0
 

@@ -4,6 +4,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from policies.racing import Assignment, Ladder, Rung
+
 
 class LastComeFirst(BaseModel):
     """By arrival, backwards; every `spread`-th group of a batch is bound to a replica."""
@@ -90,6 +92,30 @@ class HalfADraft(BaseModel):
 
     def decide(self, view, memory):
         return (view.proposed.clip(max=self.most) + 1) // 2, memory
+
+
+class OneForEight(BaseModel):
+    """A replica for so many samples."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    samples: int = Field(8, ge=1)
+
+    def wanted(self, view, memory):
+        return min(max(-(-view.unended // self.samples), view.least), view.most), memory
+
+
+class NobodyTwice(BaseModel):
+    """One copy, on the first free replica, of the first sample that has none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    own: ClassVar[str] = "group"
+    usual: ClassVar[float] = 0.5
+    ladder: ClassVar[Ladder] = Ladder((Rung("model", ((0.0, 1.0),), (0.5,)),))
+    room: int = Field(1, ge=1)
+
+    def assign(self, stragglers, workers, ladder):
+        alone = [one for one in stragglers if len(one.methods) == 1 and one.replica != workers[0].worker_id]
+        return [Assignment(alone[0].sample_id, "model", workers[0].worker_id, "it has none")] if alone else []
 
 
 class NotAPolicy(BaseModel):

@@ -1,21 +1,25 @@
 """The simulator against the service: one replayed workload, rolled out live and simulated, under three policies.
 
 The model knows this machine from probes alone (`probes`): made-up rollouts in the same service, before, between and
-after the predicted ones, so that a machine that slows down slows both. Nothing is fitted to what is predicted. Live
-figures are medians of the repeats; a simulation needs none. Called by `python -m app bench calibrate`.
+after the predicted ones. A run is simulated at the speed that the probes before and after it found, so that a machine
+that slows down slows both. Nothing is fitted to what is predicted. Figures are medians of the repeats, of live runs and
+of simulated ones. Called by `python -m app bench calibrate`.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from statistics import mean, median
 
 from app.bench.live import KEPT
-from app.bench.probes import climb, engines, hand_over, model_of
+from app.bench.probes import CHECK, LADDER, Ladder, climb, drafted_steps, engines, hand_over, model_of, stepped
 from app.bench.stepcost import fit
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
+from app.replay.recorded import forced
+from app.replay.speculation import replaying
 from app.simulator.host import simulate
 from app.simulator.types import Cluster, Group, ReplicaModel, Run, Workload
 from app.summary import quantile, summarise
@@ -24,15 +28,19 @@ from policies.bundle import Policies
 
 BATCH = "calibrate"
 
+REPORTED_S = 1.5
+"""By then the coordinator has heard of all that its replicas counted: three polls."""
+
 
 def runs(chunk_tokens: int) -> dict[str, Policies]:
-    """Whole groups in one piece; Seer in chunks; most expected tokens left first, in chunks. None of them drafts."""
+    """Whole groups in one piece; Seer in chunks; most expected tokens left first, in chunks; and that with drafts."""
     whole = {"type": "fixed", "chunk_tokens": None}
     chunks = {"placement": "cost_aware", "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}, "drafting": "off"}
     return {
         "group_static": Policies(ordering="group_static", placement="pinned", chunking=whole, drafting="off"),
         "seer": Policies(ordering="seer", **chunks),
         "remaining_first": Policies(ordering="remaining_first", **chunks),
+        "goodput": Policies(ordering="remaining_first", **(chunks | {"drafting": "goodput"})),
     }
 
 
@@ -54,8 +62,50 @@ def pooled(ladders: Sequence[Mapping]) -> dict:
     return {"steps": steps, "prefill_ms": {n: round(mean(took), 3) for n, took in by_tokens.items()}, "fit": fit(steps)}
 
 
-def simulated(work: Workload, model: ReplicaModel, replicas: int, named: Mapping[str, Policies]) -> dict[str, dict]:
-    return {name: figures(simulate(work, Cluster(model, replicas, replicas), how)) for name, how in named.items()}
+def slowness(ladder: Mapping, profile: Mapping) -> float:
+    """How many times as long as by the profile's fit steps took in a ladder: the median over its rungs."""
+    line = profile["fit"]
+    return median(
+        step["step_ms"]
+        / (
+            line["base_ms"]
+            + step["chunks"] * (line["per_token_ms"] + line["per_context_token_us"] / 1e3 * step["context_tokens"])
+        )
+        for step in ladder["steps"]
+    )
+
+
+def slowed(model: ReplicaModel, times: float) -> ReplicaModel:
+    """Everything takes so many times as long."""
+    step = model.step
+    return replace(
+        model,
+        step=replace(step, base_s=step.base_s * times, token_s=step.token_s * times, context_s=step.context_s * times),
+        prefill_tokens_s=model.prefill_tokens_s / times,
+        fetch_tokens_s=model.fetch_tokens_s / times,
+        fetch_base_s=model.fetch_base_s * times,
+        handover_s=model.handover_s * times,
+    )
+
+
+def simulated(
+    groups: Sequence[PromptGroup],
+    models: Mapping[str, ReplicaModel],
+    replicas: int,
+    named: Mapping[str, Policies],
+    times: Mapping[str, list[float]],
+) -> dict[str, dict]:
+    """Medians over what each policy's runs were slowed by (`times`); drafts are made and judged as they were live."""
+    work, recorded, found = workload(groups), forced(groups, BATCH), {}
+    for name, policies in named.items():
+        all_of = []
+        for one in times[name]:
+            model = slowed(models[name], one)
+            with replaying(work, recorded, policies.drafting, model.step) as speculation:
+                cluster = Cluster(model, replicas, replicas)
+                all_of.append(figures(simulate(work, cluster, policies, speculation=speculation)))
+        found[name] = {key: median(one[key] for one in all_of) for key in all_of[0]}
+    return found
 
 
 def figures(run: Run) -> dict:
@@ -71,7 +121,7 @@ def figures(run: Run) -> dict:
 
 def middle(repeats: Sequence[Mapping]) -> dict:
     """Medians of each figure, and all makespans and tails, in order."""
-    found = {key: median(one[key] for one in repeats) for key in KEPT}
+    found = {key: median(one[key] for one in repeats) for key in (*KEPT, "steps", "step_ms")}
     return found | {f"all_{key}": [one[key] for one in repeats] for key in ("makespan_s", "tail_s")}
 
 
@@ -101,45 +151,61 @@ def measure(
     say: Callable[[str], None],
 ) -> dict:
     """`profile`: one of `app profile`, in place of the probes' ladder."""
-    replicas, named, work = file.application.of("Engine").num_replicas, runs(chunk_tokens), workload(groups)
+    replicas, named = file.application.of("Engine").most_replicas, runs(chunk_tokens)
     say(f"starting {replicas} replicas")
     with service(file, None) as client:
         live, ladders, handovers, told = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
     profile = profile or pooled(ladders)
-    model = model_of(profile, *told, median(handovers))
-    modelled = simulated(work, model, replicas, named)
+    drafting = profile | {"fit": fit([step for ladder in ladders for step in (*ladder["steps"], *ladder["drafted"])])}
+    models = {
+        name: model_of(drafting if policies.drafting.most else profile, *told, median(handovers))
+        for name, policies in named.items()
+    }
+    speeds = [slowness(ladder, profile) for ladder in ladders]
+    around = [mean(pair) for pair in pairwise(speeds)]  # of each run, in order
+    times = {name: around[place :: len(named)] for place, name in enumerate(named)}
+    modelled = simulated(groups, models, replicas, named, times)
     return verdict(live, modelled) | {
         "live": live,
         "simulated": modelled,
-        "profile": {key: profile[key] for key in ("fit", "prefill_ms")},
-        "ladders": [fit(ladder["steps"]) for ladder in ladders],
+        "profile": {key: profile[key] for key in ("fit", "prefill_ms")} | {"fit_with_drafts": drafting["fit"]},
+        "slowness": [round(speed, 4) for speed in speeds],
         "handovers_s": handovers,
-        "replica": asdict(model),
-        "tokens": sum(sum(group.lengths) for group in work.steps[0]),
+        "replica": asdict(models["seer"]),
+        "tokens": sum(len(ids) + 1 for group in groups for ids in group.forced_token_ids),
         "repeats": repeats,
     }
 
 
 async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say):
-    """Probes, then the policies in turn with probes after each turn."""
+    """Probes, then the policies in turn with probes after each run."""
     told = await engines(client)
     ladders, handovers, rolled = [], [], {name: [] for name in named}
 
-    async def probe(turn: int) -> None:
-        ladders.append(await climb(client, f"ladder-{turn}", replicas, told[0][0].max_running))
-        handovers.append(await hand_over(client, f"hand-over-{turn}", replicas))
-        say(f"probes: {fit(ladders[-1]['steps'])}, hand-over {handovers[-1]:.3f} s")
+    async def probe(ladder: Ladder) -> None:
+        number = len(ladders)
+        ladders.append(await climb(client, f"ladder-{number}", replicas, told[0][0].max_running, ladder))
+        ladders[-1]["drafted"] = await drafted_steps(client)
+        handovers.append(await hand_over(client, f"hand-over-{number}", replicas))
+        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in ladders[-1]["steps"]}
+        say(f"probes: steps of {took} ms, hand-over {handovers[-1]:.3f} s")
 
-    await probe(0)
-    for turn in range(1, repeats + 1):
+    await probe(LADDER)
+    for turn in range(repeats):
         for name, policies in named.items():
             await client.reset_caches()
             await client.forget_history()
             await client.set_policies(policies)
             # Batches of one name are in flight one after the other; digests of sample ids are then the simulation's.
             batch = RolloutBatch(batch_id=BATCH, groups=tuple(groups))
+            before = await stepped(client)
             summary = summarise([group async for group in client.rollout(batch)])
-            rolled[name].append(summary)
-            say(f"{name}: makespan {summary['makespan_s']} s, tail {summary['tail_s']} s")
-        await probe(turn)
+            await asyncio.sleep(REPORTED_S)
+            steps, step_s = (now - then for now, then in zip(await stepped(client), before, strict=True))
+            rolled[name].append(summary | {"steps": steps, "step_ms": round(1e3 * step_s / steps, 3)})
+            done = (
+                f"{summary['makespan_s']} s, tail {summary['tail_s']} s, {steps} steps of {1e3 * step_s / steps:.1f} ms"
+            )
+            say(f"{name}, {turn + 1} of {repeats}: {done}")
+            await probe(CHECK)
     return {name: middle(all_of) for name, all_of in rolled.items()}, ladders, handovers, told

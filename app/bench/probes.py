@@ -17,9 +17,14 @@ from deployments.messages import GroupResult, PromptGroup, RolloutBatch
 from policies.bundle import Policies
 from policies.events import ReplicaJoined, ReplicaMeasured
 
+Ladder = Sequence[tuple[int, int]]
+
 STEPS = 60
 LADDER = ((1, 40), (2, 40), (4, 40), (8, 40), (16, 40), (1, 240), (1, 960), (8, 960))
 """(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out."""
+
+CHECK = ((1, 40), (8, 40), (8, 960))
+"""Enough to see how fast the machine is now, in a quarter of the time."""
 
 HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
 PROMPT_TOKENS = 40
@@ -49,11 +54,11 @@ def probe(name: str, replicas: int, chunks: int, prompt_tokens: int, answer_toke
     return RolloutBatch(batch_id=name, groups=tuple(groups))
 
 
-async def climb(client: RolloutClient, name: str, replicas: int, max_running: int) -> dict:
+async def climb(client: RolloutClient, name: str, replicas: int, max_running: int, ladder: Ladder = LADDER) -> dict:
     """`steps` and `prefill`, each a list of what was run and the milliseconds it took, one for each rung."""
     await client.set_policies(bound(None))
     steps, prefill = [], []
-    for chunks, prompt_tokens in (rung for rung in LADDER if rung[0] <= max_running):
+    for chunks, prompt_tokens in (rung for rung in ladder if rung[0] <= max_running):
         batch = probe(f"{name}-{chunks}x{prompt_tokens}", replicas, chunks, prompt_tokens, STEPS + 1)
         await client.reset_caches()
         groups = [group async for group in client.rollout(batch)]
@@ -64,6 +69,22 @@ async def climb(client: RolloutClient, name: str, replicas: int, max_running: in
             took_ms = 1e3 * mean(sample.timings.prefill_s for group in groups for sample in group.samples)
             prefill.append({"tokens": prompt_tokens, "prefill_ms": round(took_ms, 3)})
     return {"steps": steps, "prefill": prefill}
+
+
+async def drafted_steps(client: RolloutClient) -> list[dict]:
+    """What steps cost that verify many tokens, as engines have measured: like `climb`'s `steps`, of one chunk each."""
+    costs = [replica.step_cost for replica in (await client.status()).replicas if replica.step_cost is not None]
+    return [
+        {"chunks": 1, "draft_tokens": tokens - 1, "context_tokens": 0, "step_ms": 1e3 * took_s}
+        for cost in costs
+        for tokens, took_s in zip(*cost, strict=True)
+    ]
+
+
+async def stepped(client: RolloutClient) -> tuple[int, float]:
+    """Steps of all replicas since they started, and the seconds that these took; at most a second old."""
+    work = [replica.work for replica in (await client.status()).replicas]
+    return sum(one.get("steps", 0) for one in work), sum(one.get("step_us", 0) for one in work) / 1e6
 
 
 def step_ms(groups: Sequence[GroupResult]) -> float:

@@ -25,6 +25,7 @@ class Run:
     disturb: Callable[[RolloutClient, str], Awaitable[str]] | None = None
     must_pull: bool = False  # nothing moves until it is disturbed; then what had been saved must be pulled elsewhere
     must_draft: bool = True
+    must_race: bool = False
     after_an_epoch: bool = False  # another epoch of the same prompts is rolled out first, and drafted from
 
 
@@ -74,12 +75,14 @@ OWN_CAP_5 = (*drafts(index=IndexSettings(group_context=False, history=False)), (
 
 WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
 
+RACES = {"racing": {"type": "fastest_of_n", "room": 16}}
+
 RUNS = (
     Run("plain", WHOLE | {"drafting": "off"}, GROUP, must_draft=False),
     Run("chunks_of_64", chunked(64, "length_class"), GROUP),
     Run("chunks_of_23", chunked(23, {"type": "aimd", "least_match_tokens": 1}), GROUP),
     Run("moved", chunked(48, "fixed", "round_robin"), GROUP),
-    Run("context_killed", chunked(64, "closed_form"), GROUP, disturb=kill_the_context),
+    Run("raced", chunked(64, "closed_form") | RACES, GROUP, disturb=kill_the_context, must_race=True),
     Run("replica_killed", chunked(96, "concurrency"), GROUP, disturb=kill_a_replica),
     Run("pulled_after_stop", chunked(32, "goodput", "pinned"), GROUP, disturb=kill_a_replica, must_pull=True),
     Run("history_drafts", chunked(64, "fixed"), GROUP, after_an_epoch=True),

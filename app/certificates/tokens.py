@@ -14,7 +14,9 @@ from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
 from app.summary import summarise
+from deployments.journal import read_journal
 from deployments.messages import GroupResult, RolloutBatch, SampleResult
+from policies.actions import StartChunk
 from policies.bundle import Policies
 
 TOLERANCE = 1e-4
@@ -25,6 +27,8 @@ REPORTED_S = 1.5
 
 async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> dict:
     """Roll out the workload once: its groups, what was done to it, and the tokens whose KV came from the pool."""
+    if run.must_race:
+        await client.journal(True)
     await client.set_policies(Policies(**run.policies))
     await client.forget_history()
     if run.after_an_epoch:
@@ -37,13 +41,20 @@ async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> dict:
     groups = [group async for group in client.rollout(batch)]
     note = await disturbed if disturbed else None
     await asyncio.sleep(REPORTED_S)
-    return {"groups": groups, "note": note, "pulled_tokens": await pulled_tokens(client) - before}
+    races = copies(await client.journal(False)) if run.must_race else 0
+    return {"groups": groups, "note": note, "pulled_tokens": await pulled_tokens(client) - before, "races": races}
 
 
 async def pulled_tokens(client: RolloutClient) -> int:
     """Tokens whose KV replicas have pulled from the pool so far; 0 without a pool."""
     pool = await client.pool_status()
     return 0 if pool is None else pool.counts.get("pool_tokens", 0)
+
+
+def copies(journal: str) -> int:
+    """Chunks that raced with another."""
+    decisions = (getattr(entry, "actions", ()) for entry in read_journal(journal.splitlines()).entries)
+    return sum(isinstance(action, StartChunk) and action.copy_of is not None for of in decisions for action in of)
 
 
 def roll_all(file: ServeFile, batch: RolloutBatch, say: Callable[[str], None]) -> dict[str, dict]:
@@ -133,11 +144,12 @@ def certificate(rolled: dict[str, dict]) -> dict:
         for must, did, what in (
             (run.must_pull, done["pulled_tokens"], "nothing was pulled from the pool"),
             (run.must_draft, summary["drafted_tokens"], "nothing was drafted"),
+            (run.must_race, done["races"], "nothing raced"),
         ):
             if must and not did and same["identical"]:  # the run has not shown what it is there for
                 first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": what}
                 same |= {"identical": False, "first_difference": first}
-        figures = {k: summary[k] for k in kept} | {k: done[k] for k in ("pulled_tokens", "note")}
+        figures = {k: summary[k] for k in kept} | {k: done[k] for k in ("pulled_tokens", "races", "note")}
         drafting = Policies(**run.policies).drafting.type
         runs.append({"name": run.name, "drafting": drafting, **same, **figures})
     return {

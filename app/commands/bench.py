@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from app.commands.calibrate import command as calibrate
+from app.commands.control import command as control
+from app.commands.decoupled import command as decoupled
 from app.config import DEFAULT_CONFIG, load_config
 from app.errors import BadInput
 
@@ -25,6 +27,8 @@ def command():
 
 
 command.add_command(calibrate)
+command.add_command(decoupled)
+command.add_command(control)
 
 
 @command.command()

@@ -3,6 +3,7 @@
 import json
 
 import click
+from pydantic_core import to_jsonable_python
 
 from policies.bundle import FAMILIES, members
 
@@ -14,7 +15,7 @@ def catalogue() -> dict:
 
 def _member(cls) -> dict:
     knobs = {
-        name: {"default": field.default, "about": field.description}
+        name: {"default": to_jsonable_python(field.default), "about": field.description}
         for name, field in cls.model_fields.items()
         if name != "type"
     }

@@ -1,6 +1,8 @@
 """`python -m app simulate`: the policies of a configuration, and the papers' systems, over a modelled cluster."""
 
 import json
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +14,23 @@ from app.errors import BadInput
 CONFIGURED = "config"
 """The name of the system whose policies the configuration names."""
 
+TRACES = (".jsonl", ".gz")
+"""How the name of a workload ends that is recorded rollouts."""
+
+TRACE_CLUSTER = "das-7b-16k"
+"""Where a trace is rolled out: one node, a replica on each GPU."""
+
 SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
 """Columns of the table: what fits a terminal. All figures are in the JSON and on the page."""
 
 
 @click.command()
-@click.option("--workload", default="moonlight", show_default=True, help="A paper's set-up by name, or a file.")
+@click.option("--workload", default="moonlight", show_default=True,
+              help="A paper's set-up by name, or a file: a set-up, or recorded rollouts (.jsonl, .gz).")  # fmt: skip
+@click.option("--acceptance", type=click.Choice(["table", "replay"]), default="table", show_default=True,
+              help="Which drafts are right: by a measured table, or by an engine's own index.")  # fmt: skip
+@click.option("--cluster", default=None, help=f"The set-up on whose cluster a trace runs.  [default: {TRACE_CLUSTER}]")
+@click.option("--tokenizer", default="demo", show_default=True, help="Of a trace: a model's folder, or demo.")
 @click.option("--compare", default=f"verl,{CONFIGURED}", show_default=True, help="Systems; the first is the baseline.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Draws of the workload.")
@@ -29,14 +42,21 @@ SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Also write the JSON to this file.")
 @click.option("--list", "listing", is_flag=True, help="What there is to choose from, and what a workload assumes.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(workload, compare, config, seeds, steps, scale, check, report, out, listing, as_json):
+def command(workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, check, report, out, listing,
+            as_json):  # fmt: skip
     """Roll out a paper's workload by several systems on a modelled cluster, with the live decision code.
 
     Ratios are to the first system, seed by seed: [mean, least, greatest]. `config` is the policies of --config.
+    Of recorded rollouts the last checkpoint is rolled out, with those before it as history. By `--acceptance replay`
+    every draft is really made and compared, which takes 0.1 to 0.2 ms a verification on this side of the model.
     """
     from app.simulator.report import ratios
 
-    scenario = _scenario(workload)
+    trace = Path(workload) if workload.endswith(TRACES) else None
+    if trace is None and (cluster is not None or acceptance == "replay"):
+        given = "--cluster" if cluster is not None else "--acceptance replay"
+        raise BadInput(f"{given}: for recorded rollouts only; give one by --workload FILE.jsonl, or leave it out")
+    scenario = _scenario(workload) if trace is None else _scenario(cluster or TRACE_CLUSTER, "--cluster")
     if listing:
         _list(scenario, as_json)
         return
@@ -44,28 +64,54 @@ def command(workload, compare, config, seeds, steps, scale, check, report, out, 
         if path is not None and not path.resolve().parent.is_dir():
             raise BadInput(f"{path}: its folder does not exist")
     systems = _systems(compare, config)
-    _check_methods(scenario, systems)
+    _check_methods(scenario, systems, trace, steps)
     scenario = scenario.scaled(scale) if scale < 1 else scenario
-    summaries, pages = _run(scenario, systems, seeds, steps, check, report is not None)
+    setup_of = _papers(scenario, steps) if trace is None else _traces(trace, scenario, scale, tokenizer, acceptance)
+    summaries, pages = _run(scenario, setup_of, systems, seeds, steps, check, report is not None)
     result = ratios(summaries, next(iter(systems)))
-    result |= {"claims": {key: list(claim.value) for key, claim in scenario.claims.items()}}
+    result |= {"claims": {key: list(claim.value) for key, claim in scenario.claims.items() if trace is None}}
     if out is not None:
         out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if report is not None:
-        report.write_text(_page(scenario, pages, result), encoding="utf-8")
+        title = f"{scenario.name}: {scenario.about}" if trace is None else f"{trace.name} on {scenario.name}'s cluster"
+        report.write_text(_page(title, scenario, pages, result), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(result))
     else:
         _print(result)
 
 
-def _scenario(workload: str):
+def _scenario(name: str, option: str = "--workload"):
     from app.simulator.scenario import load_scenario
 
     try:
-        return load_scenario(workload)
+        return load_scenario(name)
     except ValueError as error:
-        raise BadInput(f"--workload {error}") from error
+        raise BadInput(f"{option} {error}") from error
+
+
+def _papers(scenario, steps: int) -> Callable:
+    """The set-up of a seed."""
+    from app.simulator.systems import Setup
+
+    return lambda seed: Setup.of(scenario, seed, steps)
+
+
+def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str) -> Callable:
+    """The same for every seed: nothing of the workload is drawn."""
+    from app.trace_file import read_trace
+
+    lines = read_trace(trace)
+    lines = lines[: max(1, round(scale * len(lines)))]
+    from app.model import resolve_model
+    from app.replay.recorded import of_trace
+    from app.replay.setup import TraceSetup
+    from deployments.prompts import Prompts
+
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    found = of_trace(lines, encode, scenario.samples.value, scenario.max_tokens.value)
+    setup = TraceSetup.of(scenario, trace.name.split(".")[0], found, acceptance == "replay")
+    return lambda seed: setup
 
 
 def _systems(compare: str, config: Path) -> dict:
@@ -92,31 +138,35 @@ def _systems(compare: str, config: Path) -> dict:
     return found
 
 
-def _check_methods(scenario, systems: dict) -> None:
+def _check_methods(scenario, systems: dict, trace: Path | None, steps: int) -> None:
     from app.simulator import specactor
 
     asking = [name for name in systems if name in specactor.SYSTEMS]
+    if asking and trace is not None:
+        raise BadInput(f"--compare {asking[0]}: has draft models, whose drafts no trace records; name others")
+    if steps > 1 and trace is not None:
+        raise BadInput(f"--steps {steps}: recorded rollouts are one step, the last checkpoint's; leave --steps out")
     if asking and not scenario.methods:
         raise BadInput(f"--compare {asking[0]}: {scenario.name} names no draft model (`methods`); dapo-32b does")
 
 
-def _run(scenario, systems: dict, seeds: int, steps: int, check: bool, spans: bool) -> tuple[dict, dict]:
+def _run(scenario, setup_of, systems: dict, seeds: int, steps: int, check: bool, spans: bool) -> tuple[dict, dict]:
     """Summaries of every system by seed, and the first seed's runs, with spans if a page is wanted."""
     from rich.console import Console
     from rich.progress import Progress
 
     from app.simulator import specactor
     from app.simulator.report import summary
-    from app.simulator.systems import Setup
 
     summaries, pages = {name: [] for name in systems}, {}
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         for seed in range(seeds):
-            setup = Setup.of(scenario, seed, steps)
+            setup = setup_of(seed)
             for name, chosen in systems.items():
                 task = bar.add_task(f"{name}, seed {seed}", total=None)
                 how = {"spans": spans and not seed, "check": check, "progress": partial(_show, bar, task)}
+                began_s = time.monotonic()
                 if name in specactor.SYSTEMS:
                     run = specactor.run(scenario, name, seed, steps, **how)
                 else:
@@ -126,7 +176,8 @@ def _run(scenario, systems: dict, seeds: int, steps: int, check: bool, spans: bo
                 if spans and not seed:
                     pages[name] = run
                 if not console.is_terminal:
-                    click.echo(f"{name}, seed {seed}: {run.makespan_s:.1f} s", err=True)
+                    took_s = time.monotonic() - began_s
+                    click.echo(f"{name}, seed {seed}: {run.makespan_s:.1f} s, simulated in {took_s:.1f} s", err=True)
     return summaries, pages
 
 
@@ -134,11 +185,11 @@ def _show(bar, task, ended: int, samples: int) -> None:
     bar.update(task, completed=ended, total=samples)
 
 
-def _page(scenario, pages: dict, result: dict) -> str:
+def _page(title: str, scenario, pages: dict, result: dict) -> str:
     from app.simulator.page import page
 
     assumed = [f"Assumed: {key} = {value}. {text}" for key, value, kind, text in scenario.notes() if kind == "assumed"]
-    return page(f"{scenario.name}: {scenario.about}", pages, result, assumed)
+    return page(title, pages, result, assumed)
 
 
 def _list(scenario, as_json: bool) -> None:

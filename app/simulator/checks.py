@@ -3,6 +3,7 @@
 Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be checked.
 """
 
+from app.simulator.types import Workload
 from policies.actions import EndSample, SampleEnd, StartChunk
 from policies.events import ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
 
@@ -67,3 +68,15 @@ class Checks:
     def _demand(self, holds: bool, what: str) -> None:
         if not holds:
             raise LawBroken(what)
+
+
+def check_step(workload: Workload, step: int, room: int) -> None:
+    """Raises ValueError where a step cannot be run: lengths beyond their bounds, or more context than `room`, what a
+    replica has KV for."""
+    groups, most = workload.steps[step], workload.max_tokens
+    lengths = [length for group in groups for length in group.lengths]
+    if not 1 <= min(lengths) <= max(lengths) <= most:
+        raise ValueError(f"{workload.name}, step {step}: lengths must be 1 to {most} tokens")
+    longest = max(group.prompt_tokens for group in groups) + most
+    if longest > room:
+        raise ValueError(f"{workload.name}: {longest} tokens of context; a replica has KV for {room}")

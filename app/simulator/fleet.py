@@ -3,12 +3,14 @@
 Invariant: what is told is what a live replica could have measured by then. Called by `Host`.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from app.simulator.chunks import Chunk
 from app.simulator.replica import Replica
 from app.simulator.speculation import Speculation
 from app.simulator.types import Cluster, Span
+from policies.board import stop_order
 from policies.events import ReplicaJoined, ReplicaLeft, ReplicaMeasured
 
 BLOCK_TOKENS = 16
@@ -22,7 +24,8 @@ MEASURE_S = 60.0
 
 
 class Fleet:
-    """`cluster.replicas` of them, by id in `by_id`; those not up yet, or given back, are `home`."""
+    """`cluster.replicas` of them, by id in `by_id`; `order`: those that are up, as they joined; `starting`: those that
+    will be."""
 
     def __init__(self, cluster: Cluster, speculation: Callable[[int], Speculation], spans: list[Span] | None):
         self.model, self._per_node = cluster.replica, cluster.per_node
@@ -34,39 +37,56 @@ class Fleet:
         self._ids = [f"r{index:0{width}}" for index in range(cluster.replicas)]
         self.by_id = dict(zip(self._ids, self.replicas, strict=True))
         self._measured_s = [0.0] * cluster.replicas
-        self.home = set(range(cluster.replicas))
+        self.order: list[int] = []
+        self.starting: set[int] = set()
+        self._stopping: deque[float] = deque()  # until when, of those that went
 
-    def __len__(self):
-        return len(self.replicas) - len(self.home)
+    def occupying(self, now: float) -> int:
+        """Replicas that are up, start or stop."""
+        while self._stopping and self._stopping[0] <= now:
+            self._stopping.popleft()
+        return len(self.order) + len(self.starting) + len(self._stopping)
 
     def up(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.index not in self.home]
+        return [self.replicas[index] for index in sorted(self.order)]
 
-    def give_back(self, busy: set[int], now: float) -> list[ReplicaLeft]:
-        """All that are up but for those of these indexes."""
-        idle = [replica.index for replica in self.up() if replica.index not in busy]
-        self.home.update(idle)
-        return [ReplicaLeft(now, self._ids[index], "given back") for index in idle]
+    def resize(self, wanted: int, now: float) -> tuple[list[int], list[ReplicaLeft]]:
+        """Have so many, as Serve would: indexes of those that begin to start, and those that leave at once. A start
+        that nobody wants any more goes first."""
+        while self.starting and len(self.order) + len(self.starting) > wanted:
+            self.starting.remove(max(self.starting))
+        absent = [i for i in range(len(self.replicas)) if i not in self.order and i not in self.starting]
+        begin = absent[: max(0, wanted - len(self.order) - len(self.starting))]
+        self.starting.update(begin)
+        leaving = stop_order({self._ids[i]: self._node(i) for i in self.order})[: max(0, len(self.order) - wanted)]
+        for replica_id in leaving:
+            self.order.remove(self.by_id[replica_id].index)
+            self._stopping.append(now + self.model.stop_s)
+        return begin, [ReplicaLeft(now, replica_id, "given back") for replica_id in leaving]
 
     def room_tokens(self) -> int:
         """Context of the longest sample that a replica can hold."""
         return self.model.kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS - self.draft_tokens
 
-    def joins(self, reserves: bool, now: float) -> list[ReplicaJoined | ReplicaMeasured]:
-        """Of those at home, which are all at the start; `reserves`: the core is to keep within their KV and places."""
-        joining = [self.replicas[index] for index in sorted(self.home)]
-        self.home = set()
+    def joins(self, indexes: Iterable[int], reserves: bool, now: float) -> list[ReplicaJoined | ReplicaMeasured]:
+        """These are up from now on; `reserves`: the core is to keep within their KV and places."""
+        joining = [self.replicas[index] for index in indexes]
+        self.order += [replica.index for replica in joining]
+        self.starting.difference_update(indexes)
         tokens, running = self.model.kv_capacity_tokens, self.model.max_running
         if not reserves:
             tokens = running = UNBOUNDED_TOKENS
         joins = [
             ReplicaJoined(
                 now, self._ids[replica.index], BLOCK_TOKENS, tokens // BLOCK_TOKENS, running, self.draft_tokens, 0,
-                f"n{replica.index // self._per_node}",
+                self._node(replica.index),
             )
             for replica in joining
         ]  # fmt: skip
         return [*joins, *(self._measure(replica, now) for replica in joining)]
+
+    def _node(self, index: int) -> str:
+        return f"n{index // self._per_node}"
 
     def measured(self, replica: Replica, now: float) -> list[ReplicaMeasured]:
         """A report of its speeds, where the last one is old."""

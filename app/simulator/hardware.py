@@ -113,6 +113,13 @@ REDUCE_S = 15e-6
 EXCHANGE_S = 25e-6
 """Assumed, latency of one all-to-all between nodes; dispatch and combine per layer of experts."""
 
+START_S, LOAD_BYTES_S = 20.0, 5e9
+"""Assumed, until a replica is up: process, engine and captured graphs; and its weights, so many bytes a second on each
+GPU, as from a node's shared NVMe or a peer."""
+
+STOP_S = 2.0
+"""Assumed, until the GPUs of a replica that goes are free: Serve's control loop and the end of its processes."""
+
 FETCH_S = 0.02
 """Assumed, before the first byte of KV from the pool: two round trips to its master and a step of the engine."""
 
@@ -149,6 +156,8 @@ def replica_model(
         prefill_tokens_s=1 / (compute_token_s + send_token_s),
         fetch_tokens_s=NETWORK_BYTES_S * SEND_SHARE * n / m.kv_bytes,
         fetch_base_s=FETCH_S,
+        start_s=START_S + held_bytes / n / LOAD_BYTES_S,
+        stop_s=STOP_S,
         gpus=n,
     )
 

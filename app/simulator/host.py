@@ -11,18 +11,19 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
-from app.simulator.checks import Checks
+from app.simulator.checks import Checks, check_step
 from app.simulator.chunks import Chunk, Family, Sample
 from app.simulator.fleet import Fleet
 from app.simulator.moments import Moments
 from app.simulator.races import LOOK_S, Races, Racing
 from app.simulator.replica import Replica
-from app.simulator.speculation import Acceptance, NoDrafts, Policied, Speculation
+from app.simulator.speculation import Acceptance, Speculation, by_policy
 from app.simulator.types import Cluster, Ended, Moment, Run, Span, Workload
 from policies import events as ev
-from policies.actions import AbortChunk, Action, EndSample, ReleaseKv, SampleEnd, StartChunk
+from policies.actions import AbortChunk, Action, EndSample, ReleaseKv, SampleEnd, SetReplicas, StartChunk
 from policies.bundle import Policies
 from policies.rollout import RolloutCore
+from policies.scaling import Limits
 
 
 def simulate(
@@ -38,39 +39,34 @@ def simulate(
     check: bool = False,
     reveal: bool = False,
     racing: Racing | None = None,
-    release: bool = False,
+    elastic: Limits | None = None,
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Roll the workload out, step by step, each submitted when the last one has ended.
-
     `admission`: the core reserves KV; without it replicas queue and preempt as vLLM does. Drafts are made by
     `policies.drafting` with chances by `acceptance`, or by what `speculation` gives for a replica's index; with neither
-    there are none. `racing`: Fastest-of-N where replicas have room. `release`: once nothing waits, idle replicas are
-    given back until the next step, to which they are up again at once. `reveal`: true lengths go to the core, which
+    there are none. `racing`: Fastest-of-N where replicas have room. `elastic`: within these limits `policies.tail` says
+    how many replicas there are; a start takes the model's start_s. `reveal`: true lengths go to the core, which
     only `oracle_longest_first` takes. `check`: raise LawBroken where a law breaks. `progress` hears of ended and all
-    samples. Raises ValueError where a sample can never fit on a replica, or fails.
+    samples. Raises ValueError where a sample can never fit on a replica, or fails, and for `policies.racing`.
     """
+    if policies.racing.room:
+        raise ValueError("policies.racing: only SpecActor's systems race in a simulation yet; set it to off")
     if speculation is None:
-        speculation = _speculation(policies, acceptance, cluster, seed)
+        speculation = by_policy(policies.drafting, acceptance, cluster.replica.step, seed)
     kept = [] if spans else None
     fleet = Fleet(cluster, speculation, kept)
-    host = _Host(workload, fleet, policies, admission, reveal, racing, release, kept, check, progress)
+    host = _Host(workload, fleet, policies, admission, reveal, racing, elastic, kept, check, progress)
     host.run()
     return host.result(system, seed)
 
 
-def _speculation(policies: Policies, acceptance: Acceptance | None, cluster: Cluster, seed: int):
-    if acceptance is None or not policies.drafting.most:
-        return lambda index: NoDrafts()
-    return lambda index: Policied(policies.drafting, acceptance, cluster.replica.step, seed)
-
-
 class _Host:
-    def __init__(self, workload, fleet, policies, admission, reveal, racing, release, spans, check, progress):
+    def __init__(self, workload, fleet, policies, admission, reveal, racing, elastic, spans, check, progress):
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
-        self._core = RolloutCore(policies)
+        self._core = RolloutCore(policies, limits=elastic)
         self._booked = [inf] * len(fleet.replicas)  # when each replica's next turn stands in the heap
         self._heap: list[tuple] = []  # (time, number, what to do, with what)
         self._inbox: list[ev.Event] = []
@@ -81,7 +77,7 @@ class _Host:
         self._ended: list[Ended] = []
         self._moments = Moments(self._moment)
         self._checks = Checks(admission) if check else None
-        self._release, self._look_s = release, -inf  # the last look at free replicas, or the next
+        self._look_s = -inf  # for races: the last look at free replicas, or the next
         longest = max(group.prompt_tokens for step in workload.steps for group in step) + workload.max_tokens
         self._races = Races(racing, fleet, fleet.room_tokens() // longest) if racing else None
 
@@ -129,6 +125,8 @@ class _Host:
                     self._end(action)
                 case ReleaseKv():
                     self._drop_kv(action)
+                case SetReplicas():
+                    self._resize(action.replicas)
         for index in touched:
             self._book(self._fleet.replicas[index])
 
@@ -141,19 +139,16 @@ class _Host:
     def _submit(self) -> None:
         """The next step's groups, and where all is revealed, their truth."""
         self._step += 1
-        self._inbox += self._fleet.joins(self._admission, self._now)
+        if not self._step:
+            self._inbox += self._fleet.joins(range(len(self._fleet.replicas)), self._admission, self._now)
         groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
+        check_step(self._workload, self._step, self._fleet.room_tokens())
         for group in groups:
             family = Family(group, self._step)
             for index in range(len(group.lengths)):
                 sample = Sample(family, index, self._now)
                 self._samples[sample.sample_id] = sample
         lengths = {sample.sample_id: sample.length for sample in self._samples.values()}
-        if not 1 <= min(lengths.values()) <= max(lengths.values()) <= max_tokens:
-            raise ValueError(f"{self._workload.name}, step {self._step}: lengths must be 1 to {max_tokens} tokens")
-        longest, room = max(group.prompt_tokens for group in groups) + max_tokens, self._fleet.room_tokens()
-        if longest > room:
-            raise ValueError(f"{self._workload.name}: {longest} tokens of context; a replica has KV for {room}")
         if self._checks:
             self._checks.submit(lengths)
         if self._reveal:
@@ -177,10 +172,11 @@ class _Host:
         sample, replica = chunk.sample, chunk.sample.replica
         fetch_s = self._fleet.bring(chunk, min_pull_tokens, self._now)
         if fetch_s:
+            begin_s = replica.boundary_s(self._now)  # an engine begins to pull between two steps
+            until_s = begin_s + fetch_s
             if self._spans is not None:
-                until_s = self._now + fetch_s
-                self._spans.append(Span(replica.index, sample.sample_id, "fetch", self._now, until_s, chunk.pulled))
-            self._at(self._now + fetch_s, self._arrive, chunk)
+                self._spans.append(Span(replica.index, sample.sample_id, "fetch", begin_s, until_s, chunk.pulled))
+            self._at(until_s, self._arrive, chunk)
         else:
             self._enter(chunk)
             touched[replica.index] = None
@@ -227,9 +223,12 @@ class _Host:
         save_s = self._fleet.save_s(chunk) if sample.made < sample.length else 0.0
         if save_s:
             sample.stored = chunk.context + int(chunk.made) if self._fleet.model.fetch_tokens_s else 0
-            self._at(self._now + save_s, self._finish, chunk)
+            self._at(self._now + save_s, self._saved, chunk)
         else:
             self._finish(chunk)
+
+    def _saved(self, chunk: Chunk) -> None:  # an engine looks between two steps, and hands over its result
+        self._at(chunk.sample.replica.boundary_s(self._now), self._finish, chunk)
 
     def _finish(self, chunk: Chunk) -> None:
         sample = chunk.sample
@@ -247,7 +246,7 @@ class _Host:
         for other in self._races.stopped(chunk) if self._races else ():
             other.sample.replica.abort(other, self._now)
             self._book(other.sample.replica)
-        if (self._races or self._release) and self._look_s < self._now:
+        if self._races and self._look_s < self._now:
             self._look_s = self._now + LOOK_S
             self._at(self._look_s, self._look, None)
 
@@ -255,14 +254,20 @@ class _Host:
         if len(self._samples) > len(self._running):
             return  # some wait
         touched: dict[int, None] = {}
-        for copy in self._races.look(self._running.values(), self._now) if self._races else ():
+        for copy in self._races.look(self._running.values(), self._now):
             self._send(copy, 1, touched)
         for index in touched:
             self._book(self._fleet.replicas[index])
-        if self._release and self._running:
-            busy = {chunk.sample.replica.index for chunk in self._running.values()}
-            busy |= self._races.busy() if self._races else set()
-            self._inbox += self._fleet.give_back(busy, self._now)
+
+    def _resize(self, wanted: int) -> None:
+        begin, left = self._fleet.resize(wanted, self._now)
+        self._inbox += left
+        for index in begin:
+            self._at(self._now + self._fleet.model.start_s, self._up, index)
+
+    def _up(self, index: int) -> None:
+        if index in self._fleet.starting:  # else it was called off
+            self._inbox += self._fleet.joins((index,), self._admission, self._now)
 
     # ---- ends ------------------------------------------------------------------------------------------------
 
@@ -287,10 +292,9 @@ class _Host:
 
     def _moment(self, now: float) -> Moment:
         running, kv_tokens = self._fleet.load(now)
-        return Moment(now, running, len(self._samples) - running, kv_tokens, len(self._fleet))
+        return Moment(now, running, len(self._samples) - running, kv_tokens, self._fleet.occupying(now))
 
     def result(self, system: str, seed: int) -> Run:
         makespan_s = max(ended.ended_s for ended in self._ended)
         moments, spans = self._moments.all(makespan_s), tuple(self._spans or ())
-        ended = tuple(self._ended)
-        return Run(system, self._workload.name, seed, makespan_s, ended, moments, spans, self._events, {})
+        return Run(system, self._workload.name, seed, makespan_s, tuple(self._ended), moments, spans, self._events, {})

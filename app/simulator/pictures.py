@@ -77,11 +77,23 @@ Reach = tuple[float, float, str]
 """An axis before it has a place: its least and greatest value, its label with the unit."""
 
 
-def curves(x: Reach, y: Reach, series: Mapping[str, Points], colours: Colours, *, stepped=False, share=False) -> str:
-    """Lines. `stepped`: a value holds until the next point; `share`: y in per cent."""
+def curves(
+    x: Reach,
+    y: Reach,
+    series: Mapping[str, Points],
+    colours: Colours,
+    *,
+    stepped=False,
+    share=False,
+    shaded: Points = (),
+) -> str:
+    """Lines. `stepped`: a value holds until the next point; `share`: y in per cent; `shaded`: stretches of x."""
     across = Axis(*x[:2], LEFT, W - RIGHT, x[2])
     up = Axis(*y[:2], H - BOTTOM, TOP, y[2], share)
-    lines = []
+    lines = [
+        _rect("shade", across.at(low), TOP, across.at(high) - across.at(low), H - BOTTOM - TOP, "tail")
+        for low, high in shaded
+    ]
     for name, points in series.items():
         path = _path([(across.at(a), up.at(b)) for a, b in thinned(points, across.high)], stepped)
         lines.append(f'<path class="line {colours[name]}" d="{path}"><title>{escape(name)}</title></path>')

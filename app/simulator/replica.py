@@ -76,6 +76,11 @@ class Replica:
         written = self._written + self._made * self._steps_until(now) - mark.written
         return max(0, int(context - max(0.0, written - mark.slack)))
 
+    def boundary_s(self, now: float) -> float:
+        """When the step that runs at `now` is over; `now` where none does."""
+        steps = self._steps_until(now)
+        return max(now, self.clock_s + steps * self._first_s + self._growth_s * (steps * (steps - 1) / 2))
+
     def step_s(self) -> float:
         """Seconds of the next step; 0 while nothing runs."""
         return self._first_s if self.running else 0.0

@@ -26,7 +26,7 @@ def summary(run: Run) -> dict:
     ended = run.ended
     tokens = sum(sample.tokens for sample in ended)
     verifications = sum(sample.verifications for sample in ended)
-    tail_s = _tail_s(ended)
+    tail_s = sum(end_s - begin_s for begin_s, end_s in tails(ended))
     replica_s = replica_seconds(run.moments, run.makespan_s)
     return _rounded(
         {
@@ -41,7 +41,7 @@ def summary(run: Run) -> dict:
             "tokens_per_s": _ratio(tokens, run.makespan_s),
             "mean_sample_s": _ratio(sum(sample.ended_s - sample.submitted_s for sample in ended), len(ended)),
             "replica_s": replica_s,
-            "idle_share": _ratio(replica_s - _busy_seconds(run.spans), replica_s) if run.spans else None,
+            "idle_share": _ratio(replica_s - busy_seconds(run.spans), replica_s) if run.spans else None,
             "chunks": sum(sample.chunks for sample in ended),
             "moves": sum(sample.moves for sample in ended),
             "preemptions": sum(sample.preemptions for sample in ended),
@@ -156,7 +156,7 @@ def replica_seconds(moments: Sequence[Moment], end_s: float) -> float:
     return sum(moment.replicas * max(0.0, until - moment.at_s) for moment, until in zip(moments, ends, strict=False))
 
 
-def _busy_seconds(spans: Sequence[Span]) -> float:
+def busy_seconds(spans: Sequence[Span]) -> float:
     """The union of each replica's spans, summed over replicas."""
     total = 0.0
     for _, of_replica in groupby(sorted(spans, key=_place), key=lambda span: span.replica):
@@ -171,14 +171,14 @@ def _place(span: Span) -> tuple[int, float]:
     return span.replica, span.begin_s
 
 
-def _tail_s(ended: Sequence[Ended]) -> float:
-    """A step's tail: its last end minus the least end that 90 % of its samples do not exceed."""
-    total = 0.0
+def tails(ended: Sequence[Ended]) -> list[tuple[float, float]]:
+    """Of each step, from the least end that 90 % of its samples do not exceed to its last end."""
+    found = []
     by_step = sorted(ended, key=lambda sample: (sample.step, sample.ended_s))
     for _, of_step in groupby(by_step, key=lambda sample: sample.step):
         ends = [sample.ended_s for sample in of_step]
-        total += ends[-1] - ends[max(0, ceil(len(ends) * (1 - TAIL_SHARE)) - 1)]
-    return total
+        found.append((ends[max(0, ceil(len(ends) * (1 - TAIL_SHARE)) - 1)], ends[-1]))
+    return found
 
 
 def _ratio(value: float, by: float) -> float | None:

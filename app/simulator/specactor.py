@@ -74,9 +74,9 @@ class Layout:
 
 def run(
     scenario: Scenario, name: str, seed: int, steps: int = 1, *, spans: bool = False, check: bool = False,
-    release: bool = False, progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Run:  # fmt: skip
-    """One of SYSTEMS on a paper's workload, with its lower bounds; by release, idle replicas of the tail go home."""
+    """One of SYSTEMS on a paper's workload, with its lower bounds."""
     chosen, workload, methods = SYSTEMS[name], scenario.workload(seed, steps), scenario.drafting()
     odds = Odds(seed)
     layout = coupled(scenario, chosen.method) if chosen.method else decoupled(scenario, chosen.published)
@@ -88,7 +88,7 @@ def run(
     ran = simulate(
         workload, layout.cluster, POLICIES, seed=seed, admission=False,
         speculation=lambda index: Drafted(layout.way, odds, model.step, ways, layout.plan, policy),
-        racing=racing, release=release, spans=spans, check=check, system=name, progress=progress,
+        racing=racing, spans=spans, check=check, system=name, progress=progress,
     )  # fmt: skip
     chances = BestOf([odds.facing(method) for method in (methods if chosen.race else (layout.way.method,))])
     most = Drafted(layout.way, odds, model.step, ways, layout.plan, policy).most

@@ -5,7 +5,7 @@ step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a fu
 is drawn for one sample depends on no other. Called by `Replica`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -198,3 +198,12 @@ class Policied:
             acceptance=self._accepted / self._drafted,
             cost=cost,
         )
+
+
+def by_policy(
+    policy: Drafting, acceptance: Acceptance | None, step: StepModel, seed: int
+) -> Callable[[int], Speculation]:
+    """The way of each replica, by its index; without chances, or a policy that drafts, one token a step."""
+    if acceptance is None or not policy.most:
+        return lambda index: NoDrafts()
+    return lambda index: Policied(policy, acceptance, step, seed)

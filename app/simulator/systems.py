@@ -15,8 +15,11 @@ from app.simulator.bounds import bounds
 from app.simulator.hardware import replica_model
 from app.simulator.host import simulate
 from app.simulator.scenario import Scenario
+from app.simulator.speculation import Speculation
 from app.simulator.types import Cluster, Group, Run, Workload
 from policies.bundle import Policies
+from policies.scaling import Limits
+from policies.tail import Hold
 
 Evidence = Literal["own", "group", "history", "all"]
 
@@ -75,6 +78,17 @@ SYSTEMS = {
     "tailrace_own": _ours("tailrace, drafts from the sample itself alone", {"drafting": "goodput"}, "own"),
     "tailrace_fixed": _ours("tailrace, four drafts a step, always", _fixed(4)),
     "tailrace": _ours("remaining, with drafts from group and history by goodput", {"drafting": "goodput"}),
+    "tailrace_release": _ours(
+        "tailrace; replicas that run nothing are given back", {"drafting": "goodput", "tail": "release"},
+    ),
+    "tailrace_consolidate": _ours(
+        "tailrace; what is left moves together, and the other replicas are given back",
+        {"drafting": "goodput", "tail": "consolidate"},
+    ),
+    "tailrace_threshold": _ours(
+        "tailrace; a quarter of the replicas stays for the last fifth of the samples (as RollPacker scales down)",
+        {"drafting": "goodput", "tail": "threshold"},
+    ),
 }  # fmt: skip
 
 
@@ -123,16 +137,19 @@ class Setup:
         chosen: System,
         seed: int,
         *,
+        speculation: Callable[[int], Speculation] | None = None,
         spans: bool = False,
         check: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Run:
-        """One system. Its bounds are those of all systems that may draft as it does."""
+        """One system. Its bounds are those of all systems that may draft as it does. `speculation`: of a replica's
+        index; drafts are made so, and the chances are for the bounds alone."""
         policies = chosen.bundle(self.chunk_tokens)
         drafts = policies.drafting.most and self.chances is not None
         run = simulate(
-            self.workload, self.cluster, policies, seed=seed, admission=chosen.admission,
+            self.workload, self.cluster, policies, seed=seed, admission=chosen.admission, speculation=speculation,
             acceptance=Sees(self.chances, chosen.evidence) if drafts else None, spans=spans, check=check,
+            elastic=None if isinstance(policies.tail, Hold) else Limits(1, self.cluster.replicas),
             reveal=chosen.reveal, system=name, progress=progress,
         )  # fmt: skip
         return replace(run, bounds=self._bounds(policies.drafting.most if drafts else 0))

@@ -54,8 +54,9 @@ class ReplicaModel:
     """One engine replica. KV capacity and rates count tokens of context; `gpus` is what it occupies.
 
     Fetching n tokens of KV from the pool takes fetch_base_s + n / fetch_tokens_s (0: it cannot); prefill computes
-    prefill_tokens_s. A sample waits handover_s between two chunks beyond what is modelled; KV is found again in whole
-    blocks of block_tokens.
+    prefill_tokens_s. start_s pass until a replica that is wanted is up, stop_s until what one that went occupied is
+    free. A sample waits handover_s between two chunks beyond what is modelled; KV is found again in whole blocks of
+    block_tokens.
     """
 
     step: StepModel
@@ -82,7 +83,8 @@ class Cluster:
 
 class Span(NamedTuple):
     """What a replica did with one sample without a break. role: generate, prefill, fetch, race, draft.
-    `verifications`: the engine steps it took (0: not counted); the page's acceptance length over time needs them."""
+    `verifications`: the engine steps it took (0: not counted); the page's acceptance length over time needs them.
+    `note`: a word on why or how, for whoever points at it; runs have few different ones."""
 
     replica: int
     sample_id: str
@@ -91,6 +93,7 @@ class Span(NamedTuple):
     end_s: float
     tokens: int
     verifications: float = 0.0
+    note: str = ""
 
 
 class Ended(NamedTuple):
@@ -111,7 +114,8 @@ class Ended(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The cluster at `at_s`: samples running and waiting, KV tokens that running samples hold, replicas up."""
+    """The cluster at `at_s`: samples running and waiting, KV tokens that running samples hold, replicas that occupy
+    something: those that are up, start or stop."""
 
     at_s: float
     running: int

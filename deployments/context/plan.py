@@ -1,6 +1,7 @@
 """What an engine is told about drafting for a chunk, and what it tells about it afterwards."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +10,15 @@ from policies.drafting import Drafting
 
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
-    """Counts i64[3] under the names of their sources, those that are not 0."""
+    """Counts i64[4] under the names of their sources, those that are not 0."""
     return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
+
+
+class Way(NamedTuple):
+    """How a draft model drafts for a sample: tokens of a window, and whether it waits for them to be verified."""
+
+    window: int
+    coupled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +31,13 @@ class DraftPlan:
     expected_tokens: int  # of the whole answer
     class_starts: tuple[int, int]  # answer tokens from which it is of medium length, and long
     policy: Drafting
+    way: Way | None = None  # None: as the configuration of the draft model says
+    method: str | None = None  # "group": by the index alone; else by the draft model first, where there is one
 
 
 @dataclass(slots=True)
 class DraftReport:
-    """How drafts went: tokens by `Source`, int64[3], and verifications that accepted more than j tokens, int64[K]."""
+    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K]."""
 
     verifications: int
     drafted: np.ndarray

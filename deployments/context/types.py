@@ -16,6 +16,7 @@ class Source(IntEnum):
     OWN = 0  # the sample itself, its prompt included
     MATE = 1  # other samples of its group
     HISTORY = 2  # answers to the same prompt in earlier epochs
+    MODEL = 3  # a draft model, see deployments.drafter
 
 
 class GroupRef(NamedTuple):

@@ -8,11 +8,12 @@ from deployments.context.settings import IndexSettings
 
 
 class DraftConfig(BaseModel):
-    """What proposes draft tokens: `group`, the index of the sample's group; `ngram` and `suffix` are vLLM's own."""
+    """What proposes draft tokens: `group`, the index of the sample's group, and a draft model where there is one;
+    `model`, that alone; `ngram` and `suffix` are vLLM's own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["off", "ngram", "suffix", "group"] = "group"
+    method: Literal["off", "ngram", "suffix", "group", "model"] = "group"
     draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens per verification")
     lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
     lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
@@ -20,6 +21,11 @@ class DraftConfig(BaseModel):
     fork_running: int = Field(2, ge=1, description="group: branches only while at most so many chunks run here")
     index: IndexSettings = IndexSettings()
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether drafts are made beside vLLM's scheduler (`drafts.py`), and not by vLLM."""
+        return self.method in ("group", "model")
 
 
 class EngineConfig(BaseModel):

@@ -1,4 +1,5 @@
 """The drafts of one engine: tokens go into their group's index, proposals come out, a policy says how much of each.
+Where a draft model has sent some by then, they are proposed instead.
 
 Runs beside vLLM's scheduler, on the engine's thread, between two steps: what is set as a request's `spec_token_ids` is
 verified in the next one. Invariant: nothing here waits or changes a token (the exact sampler verifies by equality), and
@@ -18,6 +19,8 @@ from deployments.context.index import Proposal, warm_up
 from deployments.context.types import Source
 from deployments.engine.config import DraftConfig
 from deployments.engine.groups import Group, Groups
+from deployments.engine.guesses import NOTHING, agreed, behind, cut
+from deployments.engine.hold import hold, let_go
 from deployments.engine.steptimes import StepTimes
 from deployments.messages import ChunkRequest, DraftReport
 from policies.stepcost import StepCost
@@ -25,10 +28,8 @@ from policies.views import DraftView
 
 if TYPE_CHECKING:  # the feed brings Ray, which nothing else here needs
     from deployments.context.feed import Feed
+    from deployments.drafter.client import Drafters
     from deployments.engine.forks import Fork, Forks
-
-CERTAIN = 0.999
-"""That a token which a copy of the sample has made comes here too: copies share their noise; floating point remains."""
 
 ALL_EVIDENCE = 8
 """Samples of a step up to which each is drafted with all its evidence. With 64, an eighth of it each costs 0.7 % of the
@@ -57,11 +58,12 @@ class Drafted:
 
 
 class Drafts:
-    """`feed`: what mates elsewhere write; None: only this engine's own samples are known."""
+    """`feed`: what mates elsewhere write; None: only this engine's own samples are known. `model`: draft models."""
 
-    def __init__(self, config: DraftConfig, max_model_len: int, feed: Feed | None):
+    def __init__(self, config: DraftConfig, max_model_len: int, feed: Feed | None, model: Drafters | None = None):
         self._draft_tokens, self._max_model_len = config.draft_tokens, max_model_len
-        self._groups, self._feed = Groups(config, feed), feed
+        self._indexed = config.method == "group"
+        self._groups, self._feed, self._model = Groups(config, feed), feed, model
         self._running: dict[str, Drafted] = {}  # by chunk id
         self._fresh: list[Drafted] = []  # those that have made tokens in this step
         self._free: list[int] = []
@@ -87,6 +89,8 @@ class Drafts:
         slot = self._free.pop() if self._free else len(self._running)
         report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
         self._running[chunk.chunk_id] = Drafted(chunk, request, group, slot, len(answer), until, report, NOTHING)
+        if self._model is not None:
+            self._model.open(chunk, plan.way)
         if plan.policy != self._policy:
             self._policy, self._memory = plan.policy, None
 
@@ -108,6 +112,10 @@ class Drafts:
         if len(draft.tokens):
             self._accepted = FADE * self._accepted + accepted
             self._drafted = FADE * self._drafted + len(draft.tokens)
+        if self._model is not None:
+            self._model.made(chunk_id, tokens)
+            if len(draft.sources) and draft.sources[0] == Source.MODEL:
+                self._model.judge(chunk_id, accepted, len(draft.tokens))
         self._spread(drafted, start, tokens)
         self._fresh.append(drafted)
         self._spent_s += time.perf_counter() - began_s
@@ -118,6 +126,8 @@ class Drafts:
         if drafted is None:
             return None
         self._groups.close(drafted.group)
+        if self._model is not None:
+            self._model.close(chunk_id)
         self._free.append(drafted.slot)
         for source in Source:
             self._counts[f"drafted.{source.name.lower()}"] += int(drafted.report.drafted[source])
@@ -147,7 +157,7 @@ class Drafts:
         began_s = time.perf_counter()
         self._groups.receive()
         fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
-        self._fresh = []
+        fresh, self._fresh = self._apart(fresh)
         cost = self._times.cost()
         if fresh and cost is not None and self._policy.most:
             proposals = self._proposals(fresh, cost)
@@ -159,13 +169,29 @@ class Drafts:
                     self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
         self._spent_s += time.perf_counter() - began_s
 
+    def _apart(self, fresh: list[Drafted]) -> tuple[list[Drafted], list[Drafted]]:
+        """Those in the next step, and those that sit it out: they and their draft models take turns."""
+        if self._model is None:
+            return fresh, []
+        self._model.exchange()
+        parts: tuple[list[Drafted], list[Drafted]] = [], []
+        for drafted in fresh:
+            waits = self._model.waits(drafted.chunk.chunk_id)
+            (hold if waits else let_go)(drafted.request)
+            parts[waits].append(drafted)
+        return parts
+
     def _proposals(self, fresh: list[Drafted], cost: StepCost) -> list[Proposal]:
         """Of each, group by group: one call of the index serves all samples of a group."""
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
         most, share = min(self._policy.most, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
         proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
         for row, drafted in enumerate(fresh):
-            by_group[drafted.group.ref].append(row)
+            guess = self._from_model(drafted, most)
+            if len(guess.tokens):
+                proposals[row] = guess
+            elif self._indexed:
+                by_group[drafted.group.ref].append(row)
         for rows in by_group.values():
             index = fresh[rows[0]].group.index
             found = index.propose_for([fresh[row].chunk.draft.sample_index for row in rows], most, 1, least, share)
@@ -176,13 +202,23 @@ class Drafts:
 
     def _within(self, drafted: Drafted, guess: Proposal, most: int) -> Proposal:
         """What may be drafted of a guess for what follows all that the index knows of the sample."""
-        # The last token of a chunk is the bonus token, and vLLM computes no position behind its context.
-        room = min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
         if index.known(sample_index) > drafted.generated:  # a copy has made more, or a chunk that was lost
             known = index.ahead(sample_index, drafted.generated, most)
             guess = cut(behind(known, guess), most) if len(known) else NOTHING
+        room = self._room(drafted)
         return guess if len(guess.tokens) <= room else cut(guess, max(0, room))
+
+    def _room(self, drafted: Drafted) -> int:
+        """The last token of a chunk is the bonus token, and vLLM computes no position behind its context."""
+        return min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
+
+    def _from_model(self, drafted: Drafted, most: int) -> Proposal:
+        """What a draft model has sent, unless the index knows what comes (see `_within`)."""
+        plan, index = drafted.chunk.draft, drafted.group.index
+        if self._model is None or plan.method == "group" or index.known(plan.sample_index) > drafted.generated:
+            return NOTHING
+        return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
 
     def _branch(self, drafted: Drafted, forks: list[Fork], budget: int) -> None:
         """Each fork catches up with what is known of the sample, and goes on along a branch of its own."""
@@ -229,7 +265,8 @@ class Drafts:
             self._looked_s = now_s
             self._sizes = {"index_tokens": self._groups.tokens, "index_bytes": self._groups.nbytes}
             self._sizes |= self._feed.counts() if self._feed is not None else {}
-        return dict(self._counts) | {"draft_us": int(self._spent_s * 1e6)} | self._sizes
+        model = self._model.counts() if self._model is not None else {}
+        return dict(self._counts) | {"draft_us": int(self._spent_s * 1e6)} | self._sizes | model
 
     def step_cost(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """What a step costs by its tokens, as measured: (tokens, seconds); None before two sizes were seen."""
@@ -240,32 +277,5 @@ class Drafts:
         self._groups.close_all()
         if self._feed is not None:
             self._feed.close()
-
-
-def behind(known: np.ndarray, guess: Proposal) -> Proposal:
-    """A proposal for what follows known tokens, with them before it."""
-    count = len(known)
-    return Proposal(
-        tokens=np.concatenate([known, guess.tokens]),
-        right=np.concatenate([np.full(count, CERTAIN, np.float32), guess.right]),
-        sources=np.concatenate([np.full(count, Source.OWN, np.uint8), guess.sources]),
-        match_tokens=count + guess.match_tokens,
-    )
-
-
-def cut(proposal: Proposal, tokens: int) -> Proposal:
-    """Its first so many tokens."""
-    return proposal._replace(
-        tokens=proposal.tokens[:tokens], right=proposal.right[:tokens], sources=proposal.sources[:tokens]
-    )
-
-
-def agreed(draft: list[int], tokens: list[int]) -> int:
-    """How many tokens of a draft are those that came. Behind a stop token vLLM cuts the rest, the bonus token too."""
-    for place, (guess, token) in enumerate(zip(draft, tokens, strict=False)):
-        if guess != token:
-            return place
-    return min(len(draft), len(tokens))
-
-
-NOTHING = Proposal(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8), 0)
+        if self._model is not None:
+            self._model.stop()

@@ -112,7 +112,7 @@ def speculative_config(draft: DraftConfig) -> dict | None:
             return most | {"prompt_lookup_max": draft.lookup_max, "prompt_lookup_min": draft.lookup_min}
         case "suffix":
             return most
-        case "group":
+        case "group" | "model":
             return most | {"method": "custom_class", "model": "deployments.engine.proposer.NoDrafts"}
 
 

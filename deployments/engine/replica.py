@@ -13,11 +13,15 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 
 from deployments.context.actors import ensure_context
 from deployments.context.config import ContextConfig
 from deployments.context.feed import Feed
 from deployments.context.plan import DraftReport, by_source
+from deployments.drafter.client import Drafters
+from deployments.drafter.config import DrafterConfig
+from deployments.drafter.directory import watch
 from deployments.engine.config import EngineConfig
 from deployments.engine.runner import EngineRunner
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
@@ -34,7 +38,10 @@ from kvpool.status import PoolDown
     request_router_config=RequestRouterConfig(request_router_class="deployments.router:AddressedRouter"),
 )
 class Engine:
-    """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name."""
+    """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name.
+
+    `drafter`, `drafters`: draft models, and the handle of their deployment.
+    """
 
     def __init__(
         self,
@@ -43,6 +50,8 @@ class Engine:
         otlp: bool = False,
         pool: PoolConfig | None = None,
         context: ContextConfig | None = None,
+        drafter: DrafterConfig | None = None,
+        drafters: DeploymentHandle | None = None,
     ):
         here = serve.get_replica_context()
         endpoint, self._pool_problem = None, ""
@@ -56,7 +65,11 @@ class Engine:
         rank, name, feed = here.rank.local_rank, here.replica_id.unique_id, None
         if context is not None and config.draft.method == "group":
             feed = Feed(ensure_context(context, here.app_name), context, name)
-        self._runner = EngineRunner(config, name, weights_version, rank, endpoint, feed)
+        model = None if drafter is None else Drafters(drafter)
+        self._runner = EngineRunner(config, name, weights_version, rank, endpoint, feed, model)
+        if model is not None:
+            self._watching = asyncio.get_running_loop().create_task(watch(drafters, model))
+        self._started_at = time.time()
         self._telemetry = Telemetry("tailrace-engine", otlp)
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
@@ -102,7 +115,8 @@ class Engine:
     async def stats(self) -> EngineStats:
         """The latest snapshot; raises when the engine is down, so that nobody counts on this replica."""
         self.check_health()
-        return replace(self._runner.stats(), node_id=self._node_id, pool_problem=self._pool_problem)
+        here = {"node_id": self._node_id, "started_at": self._started_at, "pool_problem": self._pool_problem}
+        return replace(self._runner.stats(), **here)
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
         """The spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""

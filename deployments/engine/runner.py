@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
 from deployments.context.feed import Feed
+from deployments.drafter.client import Drafters
 from deployments.engine.config import EngineConfig
 from deployments.engine.stepper import Stepper
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
@@ -42,6 +43,7 @@ class EngineRunner:
         rank: int = 0,
         pool: PoolEndpoint | None = None,
         feed: Feed | None = None,
+        model: Drafters | None = None,
     ):
         self._inbox: SimpleQueue[tuple] = SimpleQueue()
         self._on_done: dict[str, OnDone] = {}
@@ -49,7 +51,7 @@ class EngineRunner:
         self._lock = threading.Lock()  # between `submit` and the end of the thread, which answers what is left
         self._down: EngineDown | None = None
         started: Future[EngineStats] = Future()
-        arguments = (started, config, replica_id, weights_version, rank, pool, feed)
+        arguments = (started, config, replica_id, weights_version, rank, pool, feed, model)
         self._thread = threading.Thread(target=self._main, args=arguments, daemon=True, name="engine")
         self._thread.start()
         self._stats = started.result()

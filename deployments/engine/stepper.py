@@ -5,37 +5,22 @@ refused chunk changes nothing. Tokens are collected step by step, so an abort lo
 """
 
 import time
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from deployments.context.feed import Feed
+from deployments.drafter.client import Drafters
 from deployments.engine import rehearsal
 from deployments.engine.config import EngineConfig
 from deployments.engine.forks import Forks
+from deployments.engine.hold import is_held
 from deployments.engine.launch import launch
 from deployments.engine.link import PoolLink
 from deployments.engine.requests import Requests
+from deployments.engine.running import Running
 from deployments.engine.speeds import Speeds
 from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats
 from kvpool.config import PoolEndpoint
 
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
-
-
-@dataclass(slots=True)
-class Running:
-    """A chunk inside the engine; times are of time.monotonic()."""
-
-    chunk: ChunkRequest
-    request_id: str  # vLLM's own
-    request: object  # vLLM's scheduler-side Request: how far it is computed, how often it was preempted
-    submitted_s: float
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
-    cached_tokens: int = 0
-    verifications: int = 0  # steps that made tokens
-    token_ids: list[int] = field(default_factory=list)
 
 
 class Stepper:
@@ -49,6 +34,7 @@ class Stepper:
         rank: int,
         pool: PoolEndpoint | None = None,
         feed: Feed | None = None,
+        model: Drafters | None = None,
     ):
         self.weights_version = weights_version
         self._engine = launch(config, rank, pool)
@@ -77,16 +63,16 @@ class Stepper:
             self._link = PoolLink(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._drafts = None
-        if config.draft.method == "group":
+        if config.draft.is_ours:
             # After `launch`: numba counts threads when it is loaded; two on one core wait 1.4 s a step for each other.
             from deployments.engine.drafts import Drafts
 
-            self._drafts = Drafts(config.draft, settings.model_config.max_model_len, feed)
+            self._drafts = Drafts(config.draft, settings.model_config.max_model_len, feed, model)
         self._forks: Forks | None = None
         draft = config.draft
         if draft.method == "group" and draft.paths > 1:
             self._forks = Forks(self._requests, draft, self._constant, pool is not None, self._forget)
-        self._work = dict.fromkeys(("step_us", "tokens", "verifications"), 0)
+        self._work = dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -140,6 +126,7 @@ class Stepper:
         outputs = self._engine.step()
         ended_s = time.monotonic()
         self._steps += 1
+        self._work["steps"] += 1
         self._work["step_us"] += int((ended_s - began_s) * 1e6)
         for running in self._running.values():
             if running.scheduled_s is None and running.request.num_computed_tokens > 0:
@@ -174,7 +161,8 @@ class Stepper:
         for running in self._running.values():
             if running.first_token_s is None:
                 return 0
-            tokens += 1 + len(running.request.spec_token_ids)
+            if not is_held(running.request):
+                tokens += 1 + len(running.request.spec_token_ids)
         return tokens
 
     def _is_forks(self, output) -> bool:
@@ -227,32 +215,12 @@ class Stepper:
             self._link.hold(running.request_id, running.chunk, result)
 
     def _end(self, chunk_id: str, end: ChunkEnd) -> ChunkResult:
-        now_s = time.monotonic()
         running = self._running.pop(chunk_id)
         self._past_preemptions += running.request.num_preemptions
-        chunk, context, count = running.chunk, len(running.chunk.token_ids), len(running.token_ids)
         # Every tensor-parallel rank keeps the same records; the first one's count.
-        record = self._engine.collective_rpc("take_record", args=(running.request_id, context, count))[0]
-        logprobs, raw_logprobs, drafted, accepted = record
-        scheduled_s = running.scheduled_s or now_s
-        first_token_s = running.first_token_s or now_s
-        return ChunkResult(
-            chunk_id=chunk.chunk_id,
-            token_ids=np.asarray(running.token_ids, np.int32),
-            logprobs=logprobs,
-            raw_logprobs=raw_logprobs,
-            end=end,
-            weights_version=chunk.weights_version,
-            queue_s=scheduled_s - running.submitted_s,
-            prefill_s=first_token_s - scheduled_s,
-            decode_s=now_s - first_token_s,
-            cached_tokens=running.cached_tokens,
-            computed_tokens=context - running.cached_tokens if running.first_token_s else 0,
-            verifications=running.verifications,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
-            drafts=self._drafts.close(chunk.chunk_id) if self._drafts is not None else None,
-        )
+        wanted = (running.request_id, len(running.chunk.token_ids), len(running.token_ids))
+        record = self._engine.collective_rpc("take_record", args=wanted)[0]
+        return running.result(end, record, self._drafts.close(chunk_id) if self._drafts is not None else None)
 
     def reset_cache(self) -> bool:
         """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""

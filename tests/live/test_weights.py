@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_engine import SAMPLES, arrays, assert_same, chunk, run
 
-from app.model import perturbed
 from deployments.engine.config import EngineConfig
 from deployments.engine.runner import EngineDown, EngineRunner
 from deployments.messages import ChunkEnd
@@ -33,16 +32,9 @@ def assert_all_same(got, expected):
 
 
 @pytest.fixture(scope="module")
-def other_dir(model_dir, tmp_path_factory):
-    folder = perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other")
-    yield folder
-    shutil.rmtree(folder)  # 540 MB
-
-
-@pytest.fixture(scope="module")
-def new(other_dir):
+def new(other_weights):
     """What an engine says that was started on the other weights."""
-    engine = EngineRunner(EngineConfig(model=str(other_dir), max_model_len=256, kv_cache_gib=0.25), "new", 1)
+    engine = EngineRunner(EngineConfig(model=str(other_weights), max_model_len=256, kv_cache_gib=0.25), "new", 1)
     results = whole(engine, 1)
     engine.stop()
     return results
@@ -69,10 +61,10 @@ def engine(running, old, model_dir):
     return running
 
 
-def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, model_dir, other_dir):
+def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, model_dir, other_weights):
     assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(old, new, strict=True))
-    engine.load_weights(1, str(other_dir)).result(timeout=120)
-    assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_dir))
+    engine.load_weights(1, str(other_weights)).result(timeout=120)
+    assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_weights))
     assert_all_same(whole(engine, 1), new)
     (refused,) = run(engine, chunk(0))
     assert isinstance(refused, ValueError) and "wants weights version 0, this is 1" in str(refused)
@@ -115,13 +107,13 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, model_dir, 
     assert_all_same(run(engine, chunk(0), chunk(1)), old[:2])
 
 
-def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_theirs(engine, old, new, other_dir):
+def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_theirs(engine, old, new, other_weights):
     log = Queue()  # what ended, in order
     for sample in SAMPLES:
         engine.submit(chunk(sample), lambda result: log.put(("old", result)))
     while max(engine.stats().running.values(), default=0) < 4:
         time.sleep(0.001)
-    loaded = engine.load_weights(1, str(other_dir))
+    loaded = engine.load_weights(1, str(other_weights))
     loaded.add_done_callback(lambda done: log.put(("loaded", done)))
     for sample in SAMPLES:
         engine.submit(chunk(sample, weights_version=1), lambda result: log.put(("new", result)))
@@ -150,17 +142,19 @@ def test_early_chunks_of_weights_that_are_refused_are_refused(engine, old, tmp_p
     assert "wants weights version 1, this is 0" in str(boxes[1].get(timeout=60))
 
 
-def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_dir):
+def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_weights):
     def explode(version, source):
         raise ArithmeticError("a bit flipped")
 
     engine._stepper.load_weights = explode
     boxes = Queue(), Queue()
     engine.submit(chunk(0), boxes[0].put)
-    loads = [engine.load_weights(version, str(other_dir)) for version in (1, 2)]
+    loads = [engine.load_weights(version, str(other_weights)) for version in (1, 2)]
     engine.submit(chunk(1, weights_version=1), boxes[1].put)
     assert_same(arrays(boxes[0].get(timeout=60)), old[0])
     assert isinstance(loads[0].exception(timeout=60), ArithmeticError)
     for left in (loads[1].exception(timeout=60), boxes[1].get(timeout=60)):
         assert isinstance(left, EngineDown) and "a bit flipped" in str(left)
-    assert not engine.healthy and isinstance(engine.load_weights(1, str(other_dir)).exception(timeout=60), EngineDown)
+    assert not engine.healthy and isinstance(
+        engine.load_weights(1, str(other_weights)).exception(timeout=60), EngineDown
+    )

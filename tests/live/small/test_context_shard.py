@@ -34,12 +34,8 @@ class Idle:
 
 
 @pytest.fixture(scope="module")
-def application():
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
-    yield serve.run(Idle.bind(), name=APP, route_prefix=None)
-    serve.shutdown()
-    ray.shutdown()
+def application(deploy):
+    return deploy(Idle.bind(), APP)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import asyncio
 
-from app.cluster import service
-from app.config import load_config
 from deployments.journal import read_journal, replay
 from deployments.messages import PromptGroup, RolloutBatch
 from policies.actions import StartChunk
@@ -31,9 +29,8 @@ async def record(client) -> tuple[str | None, str | None, str | None]:
     return first, written, await client.journal(False)
 
 
-def test_what_a_live_core_was_told_is_answered_alike_again(model_dir):
-    with service(load_config(), None) as client:
-        before, written, after = asyncio.run(asyncio.wait_for(record(client), 300))
+def test_what_a_live_core_was_told_is_answered_alike_again(client):
+    before, written, after = asyncio.run(asyncio.wait_for(record(client), 300))
     assert before is None and after is None, "nothing is written down unless somebody asked for it"
     journal = read_journal(written.splitlines())
     assert journal.policies.ordering.type == "remaining_first" and journal.dropped == 0

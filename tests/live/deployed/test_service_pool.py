@@ -1,18 +1,17 @@
-"""The service with its pool: moved samples pull their KV, an update makes KV fresh, and nothing is left behind."""
+"""The service with its pool: moved samples pull their KV, an update makes KV fresh, and nothing is left behind.
+
+The last of the folder: it ends under other weights.
+"""
 
 import asyncio
 import time
 
 import pytest
 
-from app.certificates.leftovers import processes_of
 from app.certificates.runs import kill_a_replica
 from app.certificates.update import crossing, first_chunks
 from app.client import RolloutClient, WeightsRejected
-from app.cluster import service
-from app.config import load_config
 from app.demo import PROMPTS
-from app.model import perturbed
 from app.prompts_file import read_prompts
 from deployments.messages import RolloutBatch
 from policies.bundle import Policies
@@ -20,21 +19,10 @@ from policies.bundle import Policies
 WAIT_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def client(model_dir):
-    with service(load_config(), None) as client:
-        master = asyncio.run(settled(client)).status["master_address"]
-        assert processes_of(master)
-        yield client
-    deadline_s = time.monotonic() + WAIT_S
-    while (left := processes_of(master)) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    assert left == [], "processes of the pool outlive the service"
-
-
-@pytest.fixture(scope="module")
-def other_weights(model_dir, tmp_path_factory):
-    return perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
+@pytest.fixture(scope="module", autouse=True)
+def nothing_to_draft_from(client):
+    """The tests before this file have answered the same prompts."""
+    run(client.forget_history())
 
 
 def batch(name: str, samples: int = 2, max_tokens: int = 96, **more) -> RolloutBatch:

@@ -6,8 +6,6 @@ import json
 import pytest
 
 from app.client import RolloutClient, RolloutRejected
-from app.cluster import service
-from app.config import load_config
 from app.demo import PROMPTS
 from app.prompts_file import read_prompts
 from deployments.messages import PromptGroup, RolloutBatch, SampleResult
@@ -15,12 +13,6 @@ from policies.actions import SampleEnd
 from policies.bundle import Policies
 
 CHUNKS = {"type": "fixed", "chunk_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def client(model_dir):
-    with service(load_config(), None) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -92,15 +92,8 @@ def caller_deployment():
 
 
 @pytest.fixture(scope="module")
-def caller():
-    import ray
-    from ray import serve
-
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # never somebody's running cluster
-    serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
-    yield serve.run(small_app(), name="router", route_prefix=None)
-    serve.shutdown()
-    ray.shutdown()
+def caller(deploy):
+    return deploy(small_app(), "router")
 
 
 def call(response):

@@ -63,15 +63,8 @@ def joining_app():
 
 
 @pytest.fixture(scope="module")
-def handle():
-    import ray
-    from ray import serve
-
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
-    yield serve.run(joining_app(), name="pool-test", route_prefix=None)
-    serve.shutdown()
-    ray.shutdown()
+def handle(deploy):
+    return deploy(joining_app(), "pool-test")
 
 
 @pytest.fixture(scope="module")

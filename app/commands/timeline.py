@@ -1,0 +1,94 @@
+"""`python -m app timeline`: what every replica did in a recorded run, as a page, a picture or figures."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from app.errors import BadInput
+
+KINDS = (".html", ".png")
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Draw it there: x.html, or x.png.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
+def command(run, out, as_json):
+    """Replicas as rows, and what each did over time: which sample, where it moved, who won each race.
+
+    RUN is what `rollout --journal` wrote, or that gzipped. Without --out only the figures are shown.
+    """
+    from app.timeline.figures import figures
+    from app.timeline.record import record
+    from app.timeline.roles import bands
+
+    if out is not None and (out.suffix not in KINDS or not out.resolve().parent.is_dir()):
+        raise BadInput(f"--out {out}: give a file of an existing folder, ending in {' or '.join(KINDS)}")
+    try:
+        recorded = record(_lines(run))
+    except ValueError as error:
+        raise BadInput(f"{run}: {error}; give what `rollout --journal` wrote") from error
+    found = bands(recorded)
+    said = figures(recorded, found)
+    if out is not None:
+        click.echo(f"drawing {out}", err=True)
+        _draw(out, run.name, recorded, found, said)
+    if as_json:
+        click.echo(json.dumps(said))
+    else:
+        _print(said)
+
+
+def _lines(run: Path) -> Iterator[str]:
+    """Of the journal, with a bar on a terminal. Raises BadInput where it cannot be read."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    opened = gzip.open if run.suffix == ".gz" else open
+    try:
+        with (
+            opened(run, "rt", encoding="utf-8") as file,
+            Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
+        ):
+            yield from bar.track(file, description="reading", total=None)
+    except (OSError, EOFError) as error:
+        raise BadInput(f"{run}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _draw(out: Path, title: str, recorded, found, said: dict) -> None:
+    if out.suffix == ".html":
+        from app.timeline.page import page
+
+        out.write_text(page(title, recorded, found, said), encoding="utf-8")
+    else:
+        from app.timeline.picture import picture
+
+        picture(out, title, recorded, found)
+
+
+def _print(said: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from app.simulator.report import number, percent
+
+    table = Table(
+        "replica", "up s", "busy", "tokens", title=f"{number(said['makespan_s'])} s, {said['samples']} samples"
+    )
+    for name, one in said["replicas"].items():
+        table.add_row(name, number(one["up_s"]), percent(one["busy_share"]), f"{one['tokens']:,}")
+    console = Console()
+    console.print(table)
+    wins = ", ".join(f"{method} {count}" for method, count in said["wins"].items()) or "none"
+    lines = {
+        **{key.replace("_", " "): number(said[key]) for key in ("makespan_s", "tail_s", "replica_s")},
+        "moves": f"{said['moves']:,}",
+        "races": f"{len(said['races']):,}, won by {wins}" if said["races"] else "none",
+        "roles, replica s": ", ".join(f"{role} {number(seconds)}" for role, seconds in said["role_s"].items()),
+    }  # fmt: skip
+    for key, value in lines.items():
+        console.print(f"{key}: {value}", highlight=False, markup=False)

@@ -1,0 +1,114 @@
+"""From a target's folder to a drafter's: cut, taught, measured before and after, written beside and renamed.
+
+Invariant: a folder made here is whole; an interrupted run leaves none. Called by `app distill-drafter`.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from app.distill.texts import Texts
+from app.errors import BadInput, Failed
+from deployments.engine.vocabulary import vocabulary_refusal
+
+PLACES = 1000
+"""Held out, for the figures before and after."""
+
+FIGURES = "distillation.json"
+"""Beside the weights: what was measured of them."""
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
+
+
+class Course(NamedTuple):
+    """How a drafter is taught: whichever ends first, `steps` or `minutes`. `temperature`: of both distributions."""
+
+    layers: int
+    steps: int
+    minutes: float
+    temperature: float
+    seed: int
+
+
+def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Callable) -> dict:
+    """Teach a drafter and write it to `out`, an ordinary Hugging Face folder. Returns the figures.
+
+    `out` is not there yet. `said` is told each `teaching.Said`. Raises BadInput when the model cannot be cut so.
+    """
+    import torch
+
+    from app.distill.layers import cut
+    from app.distill.teaching import Teaching
+
+    began_s = time.monotonic()
+    torch.manual_seed(course.seed)
+    target = _load(model)
+    drafter = cut(target, course.layers)
+    teaching = Teaching(target, drafter, course.temperature, course.seed)
+    before = teaching.measure(texts.held_out, PLACES)
+    last = None
+    for last in teaching.teach(texts.taught, texts.held_out, course.steps, 60 * course.minutes):
+        said(last)
+    after = teaching.measure(texts.held_out, PLACES)
+    figures = {
+        "target": model.name,
+        "layers": course.layers,
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
+        "steps": last.steps,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "temperature": course.temperature,
+        "texts": {"taught": len(texts.taught), "held_out": len(texts.held_out)},
+        **{name: _rounded(value) for name, value in (("before", before), ("after", after))},
+    }
+    _write(model, drafter, out, figures)
+    return {"out": str(out), **figures}
+
+
+def measured(folder: Path) -> float | None:
+    """How often drafts of a model made here were right, drawn with shared noise; None: it was not made here."""
+    try:
+        return float(json.loads((folder / FIGURES).read_text())["after"]["shared"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{folder / FIGURES}: not what `distill-drafter` writes: {error!r}") from error
+
+
+def _rounded(value) -> dict[str, float]:
+    return {name: round(number, 4) for name, number in value._asdict().items()}
+
+
+def _load(model: Path):
+    """In float32, whatever its folder says: what is taught is small."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with redirect_stderr(StringIO()):  # transformers draws a progress bar here that nothing turns off
+        return AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=torch.float32)
+
+
+def _write(model: Path, drafter, out: Path, figures: dict) -> None:
+    """Weights and config.json of the drafter, all else as it is beside the target. Appears by one rename."""
+    import torch
+    from transformers import AutoConfig
+
+    dtype = AutoConfig.from_pretrained(model, local_files_only=True).dtype or torch.float32
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+        made = Path(folder) / "made"
+        with redirect_stderr(StringIO()):
+            drafter.to(dtype).save_pretrained(made)
+        for path in model.iterdir():
+            if path.is_file() and path.name != "config.json" and not path.name.endswith(WEIGHTS):
+                shutil.copy(path, made)
+        (made / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
+        refusal = vocabulary_refusal(model, made)
+        if refusal:
+            raise Failed(refusal)
+        made.rename(out)

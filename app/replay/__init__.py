@@ -1,0 +1,1 @@
+"""Recorded rollouts in the simulator: an engine's own drafting code on modelled replicas."""

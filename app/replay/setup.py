@@ -1,0 +1,69 @@
+"""Recorded rollouts on a paper's cluster: what `app simulate` does with a trace for its workload.
+
+The last checkpoint is rolled out, those before it are history: their lengths for the policies, and for drafts either
+the set-up's acceptance table or all their tokens (`app.replay.speculation`). Invariant: both are of the same workload,
+and drafts see what a system's `evidence` says. Called by the simulate command.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from app.replay.recorded import Recorded
+from app.replay.speculation import replaying
+from app.simulator.hardware import replica_model
+from app.simulator.scenario import Scenario, trace_workload
+from app.simulator.systems import Setup, System
+from app.simulator.types import Cluster, Group, Run
+from deployments.context.settings import IndexSettings
+
+
+class _Always:
+    """Drafts that are always right."""
+
+    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSetup:
+    """Recorded rollouts by group id on a set-up's cluster. `replay`: drafts are made from the tokens themselves."""
+
+    setup: Setup
+    recorded: Mapping[str, Recorded]
+    replay: bool
+
+    @classmethod
+    def of(cls, scenario: Scenario, name: str, found: Mapping[str, Recorded], replay: bool) -> "TraceSetup":
+        """On the set-up's replicas, with its chunks and its table."""
+        lengths, prompts = {}, {}
+        for prompt_id, (prompt, answers, history) in found.items():
+            past: dict[int, list[int]] = {}
+            for answer in history:
+                past.setdefault(answer.epoch, []).append(len(answer.tokens))
+            lengths[prompt_id], prompts[prompt_id] = [*past.values(), [*map(len, answers)]], len(prompt)
+        workload = trace_workload(name, lengths, prompts, scenario.max_tokens.value)
+        model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
+        cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
+        chances = scenario.drafting()[0].acceptance
+        return cls(Setup(workload, cluster, scenario.chunk_tokens.value, chances), found, replay)
+
+    def run(
+        self,
+        name: str,
+        chosen: System,
+        seed: int,
+        *,
+        spans: bool = False,
+        check: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Run:
+        """One system. Nobody knows how right an index can be, so the bounds of a replay that drafts are those of drafts
+        that always are."""
+        setup, policies, evidence = self.setup, chosen.bundle(self.setup.chunk_tokens), chosen.evidence
+        how = {"spans": spans, "check": check, "progress": progress}
+        if not (self.replay and policies.drafting.most):
+            return setup.run(name, chosen, seed, **how)
+        sees = IndexSettings(group_context=evidence in ("group", "all"), history=evidence in ("history", "all"))
+        step = setup.cluster.replica.step
+        with replaying(setup.workload, self.recorded, policies.drafting, step, sees) as speculation:
+            return replace(setup, chances=_Always()).run(name, chosen, seed, speculation=speculation, **how)

@@ -1,0 +1,151 @@
+"""Speculation by replay: modelled replicas draft with an engine's own code; recorded tokens say what of it is right.
+
+Each replica has the `Drafts` of a live one: index, evidence, policy, measured step costs, counts; a `Wire` between
+them stands for the group context. Every step is a pace of its own: propose, budget, compare, one token more. So a run
+is exact, and the same each time; but it takes 0.1 to 0.2 ms a verification: time grows with tokens, not with chunks.
+Invariant: no draft is made from a token that nobody has made yet. Called by `app simulate` and `bench calibrate`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from app.replay.recorded import Recorded
+from app.replay.wire import Wire, WireEnd
+from app.simulator.chunks import Chunk
+from app.simulator.speculation import Pace
+from app.simulator.types import StepModel, Workload
+from deployments.context.plan import DraftPlan
+from deployments.context.settings import IndexSettings
+from deployments.context.types import GroupRef
+from deployments.engine.config import DraftConfig
+from deployments.engine.drafts import Drafts, agreed
+from deployments.engine.rehearsal import VERIFIED
+from deployments.messages import ChunkRequest, SamplingParams
+from policies.drafting import Drafting
+
+MODEL_LEN = 1 << 20
+"""The workload ends samples; no modelled replica does before."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """What `Drafts` reads and writes of vLLM's request."""
+
+    num_tokens: int
+    spec_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A chunk here, which makes tokens [at, end) of the answer."""
+
+    request: _Request
+    answer: list[int]
+    at: int
+    end: int
+
+    def coming(self) -> int:
+        """Tokens that the next step makes: of the draft those that are right, and one."""
+        draft = self.request.spec_token_ids
+        end = min(self.end, self.at + len(draft) + 1)
+        return min(agreed(draft, self.answer[self.at : end]) + 1, end - self.at)
+
+
+class Replayed:
+    """One replica's speculation (`app.simulator.speculation.Speculation`)."""
+
+    def __init__(self, drafts: Drafts, wire: Wire, policy: Drafting, step: StepModel, max_tokens: int):
+        self._drafts, self._recorded, self._policy, self._step = drafts, wire.recorded, policy, step
+        self._max_tokens = max_tokens
+        self.most = min(policy.most, DraftConfig().draft_tokens)
+        self._running: dict[str, _Running] = {}
+        self._cost, self._stepped = (0, 0.0), False  # the step that runs: tokens, seconds; whether it is over
+        for chunks, tokens in VERIFIED:
+            self._drafts.timed(chunks * (1 + tokens), step.seconds(chunks * (1 + tokens), 0))
+
+    def stale(self, changes: int, running: int) -> bool:
+        return changes > 0
+
+    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+        """What the coming step makes; asked twice before the same step, it says the same of those it knows."""
+        running = [self._running.get(chunk.chunk_id) or self._open(chunk) for chunk in chunks]
+        for chunk, one in zip(chunks, running, strict=True):
+            self._settle(chunk, one)
+        if self._stepped:
+            self._drafts.timed(*self._cost)
+            self._drafts.propose()
+            self._stepped = False
+        rates = [float(one.coming()) for one in running]
+        costs = [1.0 + len(one.request.spec_token_ids) for one in running]
+        computed = int(sum(costs))
+        self._cost = computed, self._step.seconds(computed, context_tokens)
+        return Pace(rates, costs, steps=1)
+
+    def drop(self, chunk: Chunk) -> None:
+        if (running := self._running.pop(chunk.chunk_id, None)) is not None:
+            self._settle(chunk, running)
+            self._drafts.close(chunk.chunk_id)
+
+    def _open(self, chunk: Chunk) -> _Running:
+        sample, at = chunk.sample, chunk.generated
+        group_id = sample.family.group.group_id
+        prompt, answers, _ = recorded = self._recorded[group_id]
+        answer, end = answers[sample.index], sample.made + chunk.tokens
+        # Where the sample ends by itself, its chunk was to be longer; nobody knew.
+        until = end if end < sample.length else self._max_tokens
+        group = GroupRef(group_id, group_id)
+        plan = DraftPlan(
+            group, sample.index, recorded.epoch, chunk.expected_tokens, chunk.class_starts, self._policy
+        )  # fmt: skip
+        context = np.concatenate([prompt, answer[:at]])
+        request = _Request(len(context))
+        what = chunk.chunk_id, 0, context, len(prompt), until - at, SamplingParams(), 0
+        self._drafts.open(ChunkRequest(*what, draft=plan), request)
+        self._drafts.settle()
+        running = self._running[chunk.chunk_id] = _Running(request, answer.tolist(), at, end)
+        return running
+
+    def _settle(self, chunk: Chunk, running: _Running) -> None:
+        """Tell what the chunk has made since."""
+        tokens = running.answer[running.at : chunk.generated]
+        if tokens:
+            running.at += len(tokens)
+            running.request.num_tokens += len(tokens)
+            running.request.spec_token_ids = []
+            self._drafts.made(chunk.chunk_id, tokens)
+            self._stepped = True
+
+
+@contextmanager
+def replaying(
+    workload: Workload,
+    recorded: Mapping[str, Recorded],
+    policy: Drafting,
+    step: StepModel,
+    settings: IndexSettings = IndexSettings(),  # noqa: B008 -- frozen
+) -> Iterator:
+    """What `simulate` takes as `speculation`, for a workload of one step whose groups are recorded, by group id; None
+    for a policy that never drafts.
+
+    Every replica costs 20 ms to begin with, and an index of each group that it has run: 70 bytes a token. Raises
+    ValueError where a group is not recorded, or its answers have other lengths.
+    """
+    (groups,) = workload.steps
+    for group in groups:
+        known = recorded.get(group.group_id)
+        if known is None or tuple(map(len, known.answers)) != group.lengths:
+            raise ValueError(f"{workload.name}: the answers of {group.group_id} are not those that were recorded")
+    wire, started = Wire(recorded), []
+
+    def replayed(index: int) -> Replayed:
+        started.append(drafts := Drafts(DraftConfig(index=settings), MODEL_LEN, WireEnd(wire, index)))
+        return Replayed(drafts, wire, policy, step, workload.max_tokens)
+
+    try:
+        yield replayed if policy.most else None
+    finally:
+        for drafts in started:
+            drafts.stop()

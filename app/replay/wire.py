@@ -1,0 +1,64 @@
+"""The group context between modelled replicas: what one's samples made, the others that run the group know next.
+
+A live feed takes 50 to 250 ms; here it is there before the reader's next step. Invariant: a reader gets what others
+have made, once and in order, and at its first look at a group all there is. Used by `app.replay.speculation`.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from app.replay.recorded import Recorded
+from deployments.context.types import Fetched, GroupRef, Piece
+
+
+class Wire:
+    """Who made which tokens of which group, in order: (writer, sample, start, end)."""
+
+    def __init__(self, recorded: Mapping[str, Recorded]):
+        self.recorded = recorded
+        self.made: defaultdict[GroupRef, list[tuple[int, int, int, int]]] = defaultdict(list)
+
+
+class WireEnd:
+    """A replica's end of the wire: stands where an engine's `Feed` stands."""
+
+    def __init__(self, wire: Wire, writer: int):
+        self._wire, self._writer = wire, writer
+        self._held: dict[GroupRef, None] = {}
+        self._read: dict[GroupRef, int] = {}
+
+    def hold(self, group: GroupRef) -> None:
+        self._held[group] = None
+
+    def rest(self, group: GroupRef) -> None:
+        del self._held[group]
+
+    def release(self, group: GroupRef) -> None:
+        """Its index is given up: the next look is a first one."""
+        self._read.pop(group, None)
+
+    def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int]) -> None:
+        self._wire.made[group].append((self._writer, sample_index, start, start + len(tokens)))
+
+    def take(self) -> list[Fetched]:
+        """What others made since the last look; at the first look at a group all there is, and its history."""
+        found = []
+        for group in self._held:
+            read, made = self._read.get(group), self._wire.made[group]
+            if read == len(made):
+                continue
+            self._read[group] = len(made)
+            recorded = self._wire.recorded[group.group_id]
+            spans: dict[int, tuple[int, int]] = {}
+            for writer, sample, start, end in made[read or 0 :]:
+                if read is None or writer != self._writer:
+                    spans[sample] = min(start, spans.get(sample, (start, end))[0]), end
+            pieces = [Piece(group, n, a, recorded.answers[n][a:b]) for n, (a, b) in spans.items()]
+            found.append(Fetched(group, pieces, list(recorded.history) if read is None else []))
+        return found
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing open."""

@@ -1,0 +1,94 @@
+"""A self-contained HTML document, and the parts that pages are put together from. Nothing is fetched.
+
+The data block holds no `<`, and the document's own content policy lets no script run but ours, by its digest. Texts
+are escaped here unless a function says that it takes markup. The simulator's page and a recorded run's are such.
+"""
+
+import json
+from base64 import b64encode
+from collections.abc import Collection, Sequence
+from functools import cache
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+
+WEB = Path(__file__).parent / "web"
+"""The style sheet and the script, in parts."""
+
+SCRIPTS = ("spans.js", "drawing.js", "pointing.js")
+"""Parts of one script, in this order; they share one scope."""
+
+
+def document(title: str, body: str, data: dict | None) -> str:
+    """The whole text. `body` is markup; `data`: what its timelines draw, as `timelines` gives it; None: it has none."""
+    script = _script()
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    scripts = f'<script type="application/json" id="spans">{_inert(data)}</script>\n<script>{script}</script>\n'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n"
+        f"</main>\n{scripts if data else ''}</body>\n</html>\n"
+    )
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """The first row is the heads; a row's first cell names it. `left`: columns of words."""
+    heads, *body = rows
+    kinds = [" class=left" if column in left else "" for column in range(len(heads))]
+    head = "".join(f"<th scope=col{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, heads, strict=True))
+    lines = []
+    for name, *cells in body:
+        marked = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds[1:], cells, strict=True))
+        lines.append(f"<tr><th scope=row>{escape(name)}</th>{marked}</tr>")
+    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def figure(heading: str, caption: str, content: str) -> str:
+    """heading, caption and content are markup already."""
+    said = f"<p>{caption}</p>" if caption else ""
+    return f"<figure><figcaption><h3>{heading}</h3>{said}</figcaption>{content}</figure>"
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Pairs of a class of the style sheet and a text."""
+    items = "".join(f'<li class="{colour}"><i></i>{escape(text)}</li>' for colour, text in entries)
+    return f"<ul class=key>{items}</ul>"
+
+
+def panel(index: int, said: str) -> str:
+    """The place of the timeline of the data block's run number `index`; `said`: what it shows, in words."""
+    canvas = f'<canvas id="run{index}" tabindex="0" role="img" aria-label="{escape(said)}"></canvas>'
+    return f'<div class=stack>{canvas}<canvas class=over aria-hidden="true"></canvas></div>'
+
+
+def interactive(said: str, key: str, panels: Sequence[str]) -> str:
+    """Timelines with what the script needs around them. `key` and `panels` are markup."""
+    options = "".join(f'<option value="{one}">{one}</option>' for one in ("sample", "role"))
+    return (
+        f"<p class=soft>{escape(said)} Click a span to mark its sample, drag to zoom. Keys on a timeline: arrows go "
+        "from span to span, Enter marks, + and − zoom, 0 shows all, Escape unmarks.</p>"
+        f"{key}<div class=controls><label>Mark sample <input id=find autocomplete=off spellcheck=false></label>"
+        f"<label>Colour by <select id=colour>{options}</select></label>"
+        "<button id=whole type=button>Show all</button></div>"
+        f'<output id=told aria-live="polite"></output>{"".join(panels)}<div id=tip hidden></div>'
+        "<noscript><p>Timelines are drawn by the page's own script, which is switched off.</p></noscript>"
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return (WEB / name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    return '"use strict";\n{\n' + "".join(map(_asset, SCRIPTS)) + "}\n"
+
+
+def _inert(data: dict | None) -> str:
+    """JSON that no HTML parser can mistake for markup."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

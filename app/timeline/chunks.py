@@ -1,0 +1,122 @@
+"""Chunks, races and replicas of a recorded run as values. Seconds count from the run's first submission.
+
+Invariant: a chunk's times lie within the run; of a race's runners at most one has won. `app/timeline/record.py` makes
+them from a journal; roles, figures, page and picture read them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from app.simulator.types import Span
+
+OWNER = "owner"
+"""The draft method of a runner that no copy names one for: it goes on as it did before the race."""
+
+
+class Life(NamedTuple):
+    """A replica was up from begin_s to end_s. `closing_s`: when it was told that it would go; None: never."""
+
+    begin_s: float
+    end_s: float
+    closing_s: float | None = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One chunk on one replica, which is a number: its place in the order of joining.
+
+    `silent_s`: the last look at which it had made no token yet (begin_s: there was none, so that it may have been
+    silent for up to a look longer than this says); `seen`: a later look saw tokens. `race`: the id of the chunk that it
+    races with, its own if others copy it; None outside races. `won`: None while a race is undecided. `end`: stop,
+    length, aborted, failed, lost, or running where the journal ends before it does; `error`: why it was aborted or
+    failed. `stopping`: it was told to.
+    """
+
+    chunk_id: str
+    sample_id: str
+    replica: int
+    begin_s: float
+    start: int
+    context_tokens: int
+    reason: str
+    method: str | None = None
+    race: str | None = None
+    silent_s: float = 0.0
+    seen: bool = False
+    end_s: float = 0.0
+    new_tokens: int = 0
+    stopping: bool = False
+    end: str = "running"
+    error: str = ""
+    won: bool | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        return self.race not in (None, self.chunk_id)
+
+    def spans(self) -> list[Span]:
+        """One, or two: until its first token was seen, and from then on. Chunks of a race are not divided."""
+        if self.race is not None:
+            role = {True: "won", False: "lost", None: "race"}[self.won]
+            return [self._span(role, self.begin_s, self.end_s, self.new_tokens)]
+        parts = [self._span("generate", self.silent_s, self.end_s, self.new_tokens)]
+        if self.silent_s > self.begin_s:
+            parts.insert(0, self._span("prefill", self.begin_s, self.silent_s, self.context_tokens))
+        return parts
+
+    def _span(self, role: str, begin_s: float, end_s: float, tokens: int) -> Span:
+        return Span(self.replica, self.sample_id, role, begin_s, end_s, tokens, note=self._note())
+
+    def _note(self) -> str:
+        """Few notes differ, since a page keeps each of them once."""
+        words = [self.reason]
+        if self.race is not None:
+            words.append({True: "won the race", False: "lost the race", None: "races"}[self.won])
+            words.append(f"with {self.method or OWNER}")
+        if self.end in ("failed", "lost", "aborted", "running") and not (self.end == "aborted" and self.won is False):
+            words.append(f"{self.end}: {self.error}" if self.error else self.end)
+        return ", ".join(words)
+
+
+@dataclass(slots=True)
+class Race:
+    """Chunks that make the same tokens: the first of `runners` was there before the others; `winner` ended first.
+
+    `original`: whose end is the end of the race even if it is told to stop: the first runner or, where that is lost,
+    the copy that took its place; None: there is nobody left who could. A copy that is told to stop gives way.
+    """
+
+    runners: list[Chunk]
+    original: Chunk | None
+    winner: Chunk | None = None
+
+    def as_json(self, names: Sequence[str]) -> dict:
+        runners = [{"replica": names[chunk.replica], "method": chunk.method or OWNER} for chunk in self.runners]
+        ended_s = max(chunk.end_s for chunk in self.runners) if self.winner is None else self.winner.end_s
+        return {
+            "sample": self.runners[0].sample_id,
+            "began_s": round(self.runners[1].begin_s, 3),
+            "ended_s": round(ended_s, 3),
+            "runners": runners,
+            "winner": None if self.winner is None else runners[self.runners.index(self.winner)],
+        }
+
+
+@dataclass(slots=True)
+class Sample:
+    """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number."""
+
+    batch: int
+    prompt_tokens: int
+    submitted_s: float
+    where: int | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    moves: int = 0
+    ended_s: float | None = None
+    end: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Answer tokens that are known of; copies make the same ones."""
+        return max((chunk.start + chunk.new_tokens for chunk in self.chunks), default=0)

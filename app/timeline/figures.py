@@ -1,0 +1,94 @@
+"""What a recorded run comes to: one mapping, for `--json`, and rows for tables. Times in seconds.
+
+Called by `python -m app timeline` and by the page.
+"""
+
+from collections import Counter
+from math import inf
+
+from app.simulator.report import busy_seconds, number, summary
+from app.simulator.timelines import Band
+from app.simulator.types import Span
+from app.timeline.chunks import OWNER, Sample
+from app.timeline.record import Record
+from app.timeline.roles import ROLES, role_seconds
+
+TAKEN = ("samples", "tokens", "makespan_s", "tail_s", "tail_share", "tokens_per_s", "replica_s", "chunks", "moves")
+"""Of what the simulator's report says of a run, in its words."""
+
+LONGEST = 12
+"""Samples of the table."""
+
+MOST_STAYS = 8
+"""Of one sample, in the table."""
+
+
+def figures(record: Record, bands: list[Band]) -> dict:
+    """`replica_s`: replica-seconds up, from the first submission to the end of the last sample. `busy_share`: of that,
+    when a chunk ran, whether it had made a token or not. `role_s`: replica-seconds by role. `wins`: races won by draft
+    method; `owner`: by the chunk that was copied, where it names no method."""
+    said = summary(record.run)
+    replicas = of_replicas(record, bands)
+    return {
+        **{key: said[key] for key in TAKEN},
+        "role_s": {role: round(sum(one[role] for one in replicas.values()), 3) for role in ROLES},
+        "replicas": replicas,
+        "races": [race.as_json(record.names) for race in record.races],
+        "wins": wins(record),
+        "unended": unended(record),
+        "dropped_entries": record.dropped,
+    }
+
+
+def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
+    """By id: up_s, busy_share (None: never up), tokens made there, and seconds in each role."""
+    seconds = role_seconds(bands)
+    spans, tokens = [[] for _ in record.names], Counter()
+    for span in record.run.spans:
+        spans[span.replica].append(span)
+    for chunk in record.chunks:
+        tokens[chunk.replica] += chunk.new_tokens
+    found = {}
+    for index, name in enumerate(record.names):
+        up_s = sum(life.end_s - life.begin_s for life in record.lives[index])
+        share = round(busy_seconds(spans[index]) / up_s, 4) if up_s else None
+        roles = {role: round(seconds[index, role], 3) for role in ROLES}
+        found[name] = {"up_s": round(up_s, 3), "busy_share": share, "tokens": tokens[index], **roles}
+    return found
+
+
+def wins(record: Record) -> dict[str, int]:
+    """Races won, by draft method."""
+    won = Counter(race.winner.method or OWNER for race in record.races if race.winner is not None)
+    return dict(sorted(won.items()))
+
+
+def unended(record: Record) -> int:
+    """Samples whose end the journal does not hold."""
+    return sum(sample.ended_s is None for sample in record.samples.values())
+
+
+def longest(record: Record) -> list[list[str]]:
+    """The samples with most tokens, as a table with its heads."""
+    table = [["sample", "tokens", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
+    ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
+    for sample_id, sample in ordered[:LONGEST]:
+        ran_s = busy_seconds([Span(0, sample_id, "", chunk.begin_s, chunk.end_s, 0) for chunk in sample.chunks])
+        end_s = sample.ended_s if sample.ended_s is not None else record.run.makespan_s
+        first_s = min((chunk.begin_s for chunk in sample.chunks), default=end_s)
+        seconds = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s))
+        cells = [number(sample.tokens), *map(number, seconds), number(len(sample.chunks)), number(sample.moves)]
+        table.append([sample_id, *cells, _ran_on(record, sample), sample.end or "runs on"])
+    return table
+
+
+def _ran_on(record: Record, sample: Sample) -> str:
+    """Replicas in their order, a stay each; a copy is named with its method behind a `+`."""
+    stays: list[str] = []
+    for chunk in sample.chunks:
+        name = record.names[chunk.replica]
+        if chunk.is_copy:
+            stays.append(f"+{name} ({chunk.method or 'copy'}{', won' if chunk.won else ''})")
+        elif not stays or stays[-1] != name:
+            stays.append(name)
+    return " ".join(stays[:MOST_STAYS]) + (f" and {len(stays) - MOST_STAYS} more" if len(stays) > MOST_STAYS else "")

@@ -1,0 +1,142 @@
+"""The timeline of a recorded run as one picture: replicas as rows above, samples and replicas over time below.
+
+Rows, lanes, colours and signs are those of the page. `python -m app timeline RUN --out x.png` writes it.
+"""
+
+from collections.abc import Sequence
+from colorsys import hls_to_rgb
+from pathlib import Path
+
+from app.simulator.curves import over_moments
+from app.simulator.lanes import lanes_of, sources_of
+from app.simulator.report import number, percent, summary, tails
+from app.simulator.timelines import Band, drawable
+from app.simulator.types import Span
+from app.timeline.page import MOST_SPANS, rows_of
+from app.timeline.record import Record
+from app.timeline.roles import WORDS
+
+COLOURS = {
+    "generate": "#2b7bb9",
+    "prefill": "#e6b800",
+    "race": "#d55e00",
+    "draft": "#009e73",
+    "closing": "#b0006d",
+    "idle": "#d9dde2",
+}
+"""Of the strips: those of the style sheet."""
+
+GONE, TAIL = "#c3c8ce", "#0000001a"
+
+STRIP = 0.07
+"""Of a row's height."""
+
+MOST_MOVES = 1500
+"""Lines: with more of them only those of the tail's samples are drawn, then none."""
+
+MOST_NAMED = 40
+"""Rows whose names have room."""
+
+
+def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> None:
+    from matplotlib.figure import Figure
+
+    rows = len(record.names)
+    spans = drawable({"run": record.run}, MOST_SPANS)["run"]
+    lanes = lanes_of(spans)
+    tall = min(14.0, max(2.0, rows * max(0.5, 0.08 * max(lanes, default=0))))
+    figure = Figure(figsize=(14, tall + 3.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(tall, 1.8))
+    _rows(above, record, bands)
+    _spans(above, record, list(bands), spans, lanes)
+    _curves(below, record)
+    for axes in (above, below):
+        for begin_s, end_s in tails(record.run.ended):
+            axes.axvspan(begin_s, end_s, color=TAIL, linewidth=0, zorder=0.5)
+    said = summary(record.run)
+    above.set_title(
+        f"{title}: {number(said['makespan_s'])} s, tail {number(said['tail_s'])} s ({percent(said['tail_share'])}, "
+        f"shaded), {number(said['replica_s'])} replica-seconds, moves: {said['moves']:,}, races: {len(record.races):,}",
+        loc="left",
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _rows(axes, record: Record, bands: Sequence[Band]) -> None:
+    """What each replica as a whole did: a strip below its samples; where it was not up, its row is filled."""
+    from matplotlib.patches import Patch
+
+    rows = len(record.names)
+    axes.set(xlim=(0, record.run.makespan_s or 1.0), ylim=(rows, 0), facecolor=GONE)
+    every = max(1, -(-rows // MOST_NAMED))
+    named = range(0, rows, every)
+    axes.set_yticks([row + 0.45 for row in named], [record.names[row] for row in named], fontsize=8)
+    _boxes(axes, [(b.begin_s, b.end_s, b.replica, 0.96) for b in bands], ["white"] * len(bands), 0.2)
+    strips = [(b.begin_s, b.end_s, b.replica + 0.9 - STRIP / 2, STRIP) for b in bands]
+    _boxes(axes, strips, [COLOURS[b.role] for b in bands], 1)
+    there = {band.role for band in bands}
+    key = [Patch(color=colour, label=WORDS[role]) for role, colour in COLOURS.items() if role in there]
+    key += [Patch(color=GONE, label="not up"), Patch(color=TAIL, label="tail")]
+    key += [Patch(facecolor="white", edgecolor="grey", hatch="////", label="race lost, or undecided")] * bool(
+        record.races
+    )
+    axes.legend(
+        handles=key, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, title="strip of a row", frameon=False
+    )
+
+
+def _spans(axes, record: Record, bands: list[Band], spans: Sequence[Span], lanes: Sequence[int]) -> None:
+    late = rows_of(record, bands).last
+    shown = sorted({span.sample_id for span in spans})
+    places = {sample_id: place for place, sample_id in enumerate(shown)}
+    places |= {sample_id: place for place, sample_id in enumerate((one for one in shown if one in late), start=1)}
+    deep = (0.9 - STRIP / 2) / (max(lanes, default=0) + 1)
+    middles = [span.replica + (lane + 0.5) * deep for span, lane in zip(spans, lanes, strict=True)]
+    boxes = [(s.begin_s, s.end_s, middle - 0.45 * deep, 0.9 * deep) for s, middle in zip(spans, middles, strict=True)]
+    colours = [_colour(places[s.sample_id], s.sample_id in late, 0.4 if s.role == "prefill" else 1.0) for s in spans]
+    _boxes(axes, boxes, colours, 2)
+    undone = [box for box, span in zip(boxes, spans, strict=True) if span.role in ("lost", "race")]
+    _boxes(axes, undone, ["none"] * len(undone), 3, hatch="////", edgecolors="white", linewidth=0)
+    for role, sign in (("won", "*"), ("lost", "x")):
+        at = [(span.end_s, middle) for span, middle in zip(spans, middles, strict=True) if span.role == role]
+        if at:
+            axes.scatter(*zip(*at, strict=True), marker=sign, s=45, color="black", zorder=5, linewidth=1, clip_on=False)
+    moves = [(source, place) for place, source in enumerate(sources_of(spans)) if source is not None]
+    if len(moves) > MOST_MOVES:
+        moves = [pair for pair in moves if spans[pair[0]].sample_id in late]
+    faint = min(0.75, max(0.15, 60 / max(1, len(moves))))
+    for a, b in moves if len(moves) <= MOST_MOVES else ():
+        xs = (min(spans[a].end_s, spans[b].begin_s), spans[b].begin_s)
+        axes.plot(xs, (middles[a], middles[b]), color="black", linewidth=0.6, alpha=faint, zorder=4)
+
+
+def _boxes(axes, boxes: Sequence[tuple], colours: Sequence, zorder: float, **how) -> None:
+    """(begin, end, top, height) each."""
+    from matplotlib.collections import PolyCollection
+
+    corners = [((x0, y), (x1, y), (x1, y + h), (x0, y + h)) for x0, x1, y, h in boxes]
+    drawn = PolyCollection(corners, facecolors=colours, zorder=zorder, **({"linewidth": 0} | how))
+    drawn.set_snap(False)  # boxes thinner than a pixel would come and go
+    axes.add_collection(drawn)
+
+
+def _colour(place: int, vivid: bool, alpha: float) -> tuple:
+    light, strong = (0.44, 0.78) if vivid else (0.78, 0.48)
+    return (*hls_to_rgb(place * 137.508 % 360 / 360, light, strong), alpha)
+
+
+def _curves(axes, record: Record) -> None:
+    for field, colour in (("running", "#0072b2"), ("waiting", "#d55e00")):
+        points = over_moments(record.run, field)
+        axes.step(*zip(*points, strict=True), where="post", color=colour, label=f"samples {field}", linewidth=1.3)
+    axes.set(xlabel="seconds", ylabel="samples", ylim=(0, None))
+    up = axes.twinx()
+    up.step(*zip(*over_moments(record.run, "replicas"), strict=True), where="post", color="grey", label="replicas up")
+    if record.asked:
+        asked = [(at_s, replicas) for at_s, replicas, _ in record.asked if at_s <= record.run.makespan_s]
+        up.step(*zip(*asked, strict=True), where="post", color="grey", linestyle=":", label="replicas asked for")
+    most = max(moment.replicas for moment in record.run.moments)
+    up.set(ylabel="replicas", ylim=(0, max(4, 1.1 * most)))
+    up.yaxis.get_major_locator().set_params(integer=True)
+    handles = [*axes.get_lines(), *up.get_lines()]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.04, 1.0), fontsize=8, frameon=False)

@@ -1,0 +1,250 @@
+"""What a journal says happened: chunks, samples, races, and the replicas' lives, on a clock that starts at the first
+submission and stops as the last sample ends.
+
+Kinds of entries without a handler here say nothing that a timeline shows. Of a single batch, samples go by their names
+within it. `python -m app timeline` calls it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from app.simulator.types import Ended, Moment, Run
+from app.timeline.chunks import Chunk, Life, Race, Sample
+from app.timeline.entries import Entry, entries
+from app.timeline.lives import Lives
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run as it went. Replicas are numbers: places in `names` and `lives`, in the order of joining.
+
+    `asked`: (seconds, replicas that there should be, why). `dropped`: entries that the journal does not hold.
+    """
+
+    run: Run
+    names: tuple[str, ...]
+    lives: tuple[tuple[Life, ...], ...]
+    samples: dict[str, Sample]
+    chunks: tuple[Chunk, ...]
+    races: tuple[Race, ...]
+    asked: tuple[tuple[float, int, str], ...]
+    dropped: int
+
+
+def record(lines: Iterable[str]) -> Record:
+    """Of a journal. Raises ValueError that names the line: no journal, nothing submitted, or an entry without a field
+    that is needed, or about what no earlier entry told of."""
+    reading = _Reading()
+    for entry in entries(lines):
+        try:
+            reading.take(entry)
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"line {entry.line}: {entry.kind}: what it tells does not fit: {error}") from error
+    return reading.finished()
+
+
+class _Reading:
+    def __init__(self):
+        self._zero: float | None = None  # the first submission
+        self._now, self._taken, self._dropped = 0.0, 0, 0
+        self._lives = Lives()
+        self._looks: dict[int, tuple[float, float]] = {}  # the last two
+        self._samples: dict[str, Sample] = {}
+        self._batches: list[str] = []
+        self._made: list[Chunk] = []
+        self._chunks: dict[str, Chunk] = {}  # by id; a copy may come again under the id of one that gave way
+        self._running: dict[str, Chunk] = {}
+        self._races: dict[str, Race] = {}
+        self._chunks_of: Counter = Counter()  # running, by sample that has not ended
+        self._unended = 0
+        self._moments: list[Moment] = []
+
+    def take(self, entry: Entry) -> None:
+        if self._zero is None and entry.kind == "SamplesSubmitted":
+            self._zero = entry.now
+        self._now = 0.0 if self._zero is None else max(self._now, entry.now - self._zero)
+        self._taken += 1
+        handler = _HANDLERS.get(entry.kind)
+        if handler is not None:
+            handler(self, entry.fields)
+            self._note_moment()
+
+    def _note_moment(self) -> None:
+        running = len(self._chunks_of)
+        seen = Moment(self._now, running, self._unended - running, 0, len(self._lives.up))
+        if self._moments and self._moments[-1].at_s == self._now:
+            self._moments.pop()
+        if not self._moments or self._moments[-1][1:] != seen[1:]:
+            self._moments.append(seen)
+
+    # ---- replicas --------------------------------------------------------------------------------
+
+    def _header(self, header) -> None:
+        self._dropped = header.dropped
+
+    def _joined(self, event) -> None:
+        self._lives.join(event.replica_id, self._now)
+
+    def _left(self, event) -> None:
+        number = self._lives.names[event.replica_id]
+        for chunk in [chunk for chunk in self._running.values() if chunk.replica == number]:
+            self._lose(chunk, "lost", event.error)
+        self._lives.leave(number, self._now)
+
+    def _set_replicas(self, action) -> None:
+        self._lives.asked.append((self._now, action.replicas, action.reason))
+
+    # ---- samples and their chunks ----------------------------------------------------------------
+
+    def _submitted(self, event) -> None:
+        if event.batch_id not in self._batches:
+            self._batches.append(event.batch_id)
+        batch = self._batches.index(event.batch_id)
+        for group in event.groups:
+            for index in range(group["samples"]):
+                self._samples[f"{group['group_id']}#{index}"] = Sample(batch, group["prompt_tokens"], self._now)
+            self._unended += group["samples"]
+
+    def _started(self, action) -> None:
+        sample, number = self._samples[action.sample_id], self._lives.names[action.replica_id]
+        raced = getattr(action, "copy_of", None)
+        chunk = Chunk(
+            action.chunk_id, action.sample_id, number, self._now, action.start, sample.prompt_tokens + action.start,
+            action.reason, getattr(action, "method", None),
+        )  # fmt: skip
+        if raced in self._chunks:
+            self._enter(chunk, self._chunks[raced])
+        else:
+            sample.moves += sample.where not in (None, number)
+            sample.where = number
+        sample.chunks.append(chunk)
+        self._made.append(chunk)
+        self._chunks[action.chunk_id] = self._running[action.chunk_id] = chunk
+        self._chunks_of[action.sample_id] += 1
+        self._lives.start(number, self._now)
+
+    def _enter(self, chunk: Chunk, first: Chunk) -> None:
+        name = first.race or first.chunk_id  # a copy that took the first one's place is copied in its turn
+        first.race = chunk.race = name
+        self._races.setdefault(name, Race([first], first)).runners.append(chunk)
+
+    def _measured(self, event) -> None:
+        """A report of the replica: it lists what runs there, and says of each chunk how far it is."""
+        self._look_at(self._lives.names[event.replica_id], event.observed_at)
+
+    def _streamed(self, event) -> None:
+        chunk = self._running.get(event.chunk_id)
+        if chunk is not None:
+            before_s = self._look_at(chunk.replica, event.observed_at)
+            if event.tokens and not chunk.seen:
+                chunk.seen = True
+                chunk.silent_s = max(chunk.begin_s, before_s)
+
+    def _look_at(self, number: int, observed_at: float) -> float:
+        """Notes a look at a replica; returns the one before it."""
+        before_s, last_s = self._looks.get(number, (0.0, 0.0))
+        at_s = 0.0 if self._zero is None else max(0.0, observed_at - self._zero)
+        if at_s > last_s:
+            before_s, last_s = self._looks[number] = last_s, at_s
+        return before_s
+
+    def _aborting(self, action) -> None:
+        self._lives.abort(action.replica_id, self._now)
+        if (chunk := self._running.get(action.chunk_id)) is not None:
+            chunk.error, chunk.stopping = action.reason, True
+
+    def _finished_chunk(self, event) -> None:
+        chunk = self._running.get(event.chunk_id)
+        if chunk is None:  # of a copy whose race was over
+            return
+        chunk.new_tokens = event.new_tokens
+        self._stop(chunk, event.end, chunk.error)
+        race = self._races.get(chunk.race)
+        if race is not None and race.winner is None and (chunk is race.original or chunk.end != "aborted"):
+            race.winner = chunk
+            self._samples[chunk.sample_id].where = chunk.replica
+
+    def _failed(self, event) -> None:
+        if event.chunk_id in self._running:
+            self._lose(self._running[event.chunk_id], "failed", event.error)
+
+    def _lose(self, chunk: Chunk, end: str, error: str) -> None:
+        self._stop(chunk, end, error)
+        race = self._races.get(chunk.race)
+        if race is not None and chunk is race.original:
+            heirs = (one for one in race.runners if self._running.get(one.chunk_id) is one and not one.stopping)
+            race.original = next(heirs, None)
+
+    def _stop(self, chunk: Chunk, end: str, error: str = "") -> None:
+        chunk.end_s, chunk.end, chunk.error = self._now, end, error
+        if not chunk.seen:
+            chunk.silent_s = max(chunk.begin_s, self._looks.get(chunk.replica, (0.0, 0.0))[1])
+        self._lives.stop(chunk.replica, self._now)
+        del self._running[chunk.chunk_id]
+        self._chunks_of[chunk.sample_id] -= 1
+        if self._chunks_of[chunk.sample_id] <= 0:  # below: it has ended before its last copy
+            del self._chunks_of[chunk.sample_id]
+
+    def _ended(self, action) -> None:
+        sample = self._samples[action.sample_id]
+        sample.ended_s, sample.end = self._now, action.end
+        self._unended -= 1
+        self._chunks_of.pop(action.sample_id, None)
+
+    # ---- the whole -------------------------------------------------------------------------------
+
+    def finished(self) -> Record:
+        if self._zero is None:
+            raise ValueError("no samples were ever submitted")
+        for chunk in list(self._running.values()):
+            self._stop(chunk, "running")
+        ends = [sample.ended_s for sample in self._samples.values()]
+        until_s = self._now if None in ends else max(ends)
+        for chunk in self._made:
+            chunk.begin_s, chunk.silent_s = min(chunk.begin_s, until_s), min(chunk.silent_s, until_s)
+            chunk.end_s = min(chunk.end_s, until_s)
+        for race in self._races.values():
+            for runner in race.runners if race.winner is not None else ():
+                runner.won = runner is race.winner
+        self._shorten()
+        chunks = tuple(self._made)
+        return Record(
+            self._run(chunks, until_s), tuple(self._lives.names), self._lives.until(until_s), self._samples, chunks,
+            tuple(self._races.values()), tuple(self._lives.asked), self._dropped,
+        )  # fmt: skip
+
+    def _shorten(self) -> None:
+        prefix = f"{self._batches[0]}/" if len(self._batches) == 1 else ""
+        self._samples = {name.removeprefix(prefix): sample for name, sample in self._samples.items()}
+        for chunk in self._made:
+            chunk.sample_id = chunk.sample_id.removeprefix(prefix)
+
+    def _run(self, chunks: tuple[Chunk, ...], until_s: float) -> Run:
+        spans = tuple(span for chunk in chunks for span in chunk.spans())
+        ended = tuple(_ended_of(name, sample) for name, sample in self._samples.items() if sample.ended_s is not None)
+        moments = tuple(moment for moment in self._moments if moment.at_s <= until_s)
+        return Run("run", ", ".join(self._batches), 0, until_s, ended, moments, spans, self._taken, {})
+
+
+def _ended_of(sample_id: str, sample: Sample) -> Ended:
+    return Ended(
+        sample_id, sample.batch, sample.tokens, sample.submitted_s, sample.ended_s, len(sample.chunks), sample.moves,
+        0, 0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
+
+
+_HANDLERS = {
+    "journal": _Reading._header,
+    "SamplesSubmitted": _Reading._submitted,
+    "ReplicaJoined": _Reading._joined,
+    "ReplicaLeft": _Reading._left,
+    "SetReplicas": _Reading._set_replicas,
+    "StartChunk": _Reading._started,
+    "ReplicaMeasured": _Reading._measured,
+    "TokensStreamed": _Reading._streamed,
+    "AbortChunk": _Reading._aborting,
+    "ChunkFinished": _Reading._finished_chunk,
+    "ChunkFailed": _Reading._failed,
+    "EndSample": _Reading._ended,
+}

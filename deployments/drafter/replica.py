@@ -1,0 +1,47 @@
+"""The draft model as a Serve deployment: a thin shell around one DrafterServer.
+
+Engines ask every replica where it listens (`directory.py`) and talk to it directly; the coordinator is not in between.
+Invariant: a model whose tokens mean something else than the target's is refused as it starts. A replica that dies
+takes no tokens with it: its samples go on without drafts until it, or another, is found.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from deployments.drafter.config import DrafterConfig
+from deployments.drafter.server import Address, DrafterServer
+from deployments.engine.config import EngineConfig
+from deployments.engine.vocabulary import vocabulary_refusal
+
+
+@serve.deployment(name="Drafter", max_ongoing_requests=65_536, health_check_period_s=2)
+class Drafter:
+    """`target`: the engines that verify. Raises ValueError, one line, when the two models' tokens differ."""
+
+    def __init__(self, config: DrafterConfig, target: EngineConfig):
+        if (refusal := vocabulary_refusal(Path(target.model), Path(config.model))) is not None:
+            raise ValueError(refusal)
+        here = serve.get_replica_context()
+        # Counted from the last core down: engines take the first ones.
+        self._server = DrafterServer(config.engine(target), ray.util.get_node_ip_address(), -1 - here.rank.local_rank)
+
+    async def address(self) -> Address:
+        """Where engines reach it; raises when it drafts no more."""
+        self.check_health()
+        return self._server.address
+
+    async def stats(self) -> dict[str, Any]:
+        """See DrafterServer.stats."""
+        return self._server.stats()
+
+    def check_health(self) -> None:
+        """Called by Serve; raising replaces the replica."""
+        if not self._server.healthy:
+            raise RuntimeError("the draft model is down")
+
+    def __del__(self):
+        if hasattr(self, "_server"):  # the constructor may have failed before
+            self._server.stop()

@@ -1,0 +1,211 @@
+"""A draft model's vLLM engine, and the samples that it drafts for; a plain object for a single thread (the server's).
+
+A sample is one request of vLLM's for as long as its drafts prove right: when its window is full the request is held
+back, with its KV. After a wrong token, or when the verifier has overtaken it, another one begins from the confirmed
+context, most of which the prefix cache knows. Invariant: no draft leaves its window, and each sample is drawn with the
+noise it was opened with (`deployments.engine.sampler`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Hashable
+
+import numpy as np
+
+from deployments.context.plan import Way
+from deployments.drafter.window import Window
+from deployments.drafter.wire import Confirm, Guess, Open
+from deployments.engine.config import EngineConfig
+from deployments.engine.hold import hold, is_held, let_go
+from deployments.engine.launch import launch
+from deployments.engine.requests import Requests
+from deployments.engine.steptimes import StepTimes
+from deployments.messages import ChunkRequest, SamplingParams
+
+Key = tuple[Hashable, str]
+"""Who asks, and what they call the sample."""
+
+REHEARSED = (1, 4, 16)
+"""Samples drafted for at once before the first one comes: kernels are compiled, and a step's cost is known."""
+
+REHEARSED_TOKENS = 8
+
+
+class Session:
+    """One sample that is drafted for."""
+
+    __slots__ = ("chunk", "coupled", "fresh", "name", "request", "tokens", "used_s", "window")
+
+    def __init__(self, wish: Open, max_model_len: int):
+        sampling = SamplingParams(
+            temperature=wish.temperature, top_p=wish.top_p, top_k=wish.top_k, min_p=wish.min_p,
+            stop_token_ids=tuple(wish.stop_token_ids),
+        )  # fmt: skip
+        self.chunk = ChunkRequest(wish.name, wish.key, wish.tokens, wish.prompt_tokens, 1, sampling, 0)
+        self.tokens: list[int] = wish.tokens.tolist()  # confirmed ones
+        self.window = Window(len(self.tokens), min(wish.end, max_model_len), Way(wish.window, wish.coupled))
+        self.coupled = wish.coupled
+        self.request, self.name = None, ""  # vLLM's scheduler-side Request, and the name of its outputs
+        self.fresh = False  # has something to tell
+        self.used_s = time.monotonic()
+
+
+class Sessions:
+    """Builds the engine on construction (5 to 10 s); raises what vLLM raises on a bad model folder."""
+
+    def __init__(self, config: EngineConfig, rank: int):
+        self._engine = launch(config, rank)
+        self._requests = Requests(self._engine)
+        self._max_model_len = self._engine.vllm_config.model_config.max_model_len
+        self._sessions: dict[Key, Session] = {}
+        self._by_request: dict[str, Key] = {}  # by the name of their outputs
+        self._counts: Counter[str] = Counter()
+        self._times = StepTimes()
+        self._rehearse()
+
+    # ---- what verifiers tell it --------------------------------------------------------------------
+
+    def open(self, peer: Hashable, wish: Open) -> None:
+        """Draft for this sample from now on; ValueError, one line, when it cannot be."""
+        self.stop(peer, wish.name)
+        session = Session(wish, self._max_model_len)
+        reason = self._requests.refusal(session.chunk) or (wish.window < 1 and f"a window of {wish.window}")
+        if reason:
+            raise ValueError(f"sample {wish.name}: {reason}")
+        self._sessions[peer, wish.name] = session
+        self._counts["samples"] += 1
+
+    def confirm(self, peer: Hashable, told: Confirm) -> None:
+        """Its verifier has gone on. KeyError for a sample that was not opened, ValueError where tokens lack."""
+        session = self._sessions[peer, told.name]
+        known = session.window.confirmed
+        judged = session.window.confirm(told.start, told.tokens)
+        session.tokens += told.tokens[known - told.start :]
+        session.used_s = time.monotonic()
+        self._counts["accepted"] += judged.accepted
+        if judged.wasted is not None:
+            self._counts["rejections"] += 1
+            self._counts["wasted"] += judged.wasted
+            self._counts[f"wasted.{judged.wasted}"] += 1
+        if not judged.resumes:
+            self._counts["resumed"] += 1
+            self._drop(session)
+
+    def stop(self, peer: Hashable, name: str) -> None:
+        """Nothing more for this sample; unknown ones are ignored."""
+        session = self._sessions.pop((peer, name), None)
+        if session is not None:
+            self._drop(session)
+
+    def forget(self, idle_s: float) -> None:
+        """Stop whatever nobody has asked for in so many seconds: its engine is gone."""
+        until_s = time.monotonic() - idle_s
+        for peer, name in [key for key, session in self._sessions.items() if session.used_s < until_s]:
+            self.stop(peer, name)
+
+    # ---- what it does ------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would draft something."""
+        return any(session.window.room for session in self._sessions.values())
+
+    def step(self) -> list[tuple[Hashable, Guess]]:
+        """One token more for each sample that has room; what there is to tell, and whom."""
+        for key, session in self._sessions.items():
+            self._ready(key, session)
+        decoding = self._decoding()
+        began_s = time.monotonic()
+        outputs = self._engine.step()
+        took_s = time.monotonic() - began_s
+        self._counts["steps"] += 1
+        self._counts["step_us"] += int(took_s * 1e6)
+        for output in outputs:
+            self._take(output)
+        if decoding and len(outputs) == decoding:
+            self._times.record(decoding, took_s)
+        return self._told()
+
+    def _ready(self, key: Key, session: Session) -> None:
+        """Its request is there and runs, if there is room to draft, and is held back if not."""
+        window = session.window
+        if session.request is not None:
+            (let_go if window.room else hold)(session.request)
+        elif window.room:
+            self._counts["requests"] += 1
+            session.name = f"{self._counts['requests']} {session.chunk.chunk_id}"
+            context = np.array(session.tokens + window.guess, np.int32)
+            most = window.end - len(context)
+            try:
+                session.request = self._requests.add(session.name, session.chunk, context, most, None)
+            except ValueError:  # a token that this model does not know: the sample goes on without drafts
+                window.stopped = True
+                self._counts["refused"] += 1
+            else:
+                self._by_request[session.name] = key
+
+    def _decoding(self) -> int:
+        """Samples of which the coming step computes one token each, if it prefills nothing; else 0."""
+        running = [s.request for s in self._sessions.values() if s.request is not None and not is_held(s.request)]
+        return len(running) if all(request.num_output_tokens for request in running) else 0
+
+    def _take(self, output) -> None:
+        """The next token of a sample. There is no room for it where vLLM has preempted one that was held back."""
+        key = self._by_request.get(output.request_id)
+        if key is None:
+            return
+        session, tokens = self._sessions[key], list(output.outputs[0].token_ids)
+        if fits := len(tokens) <= session.window.room:
+            session.window.draft(tokens, output.finished)
+            session.fresh = True
+            self._counts["drafted"] += len(tokens)
+        if output.finished or not fits:
+            self._drop(session)
+
+    def _told(self) -> list[tuple[Hashable, Guess]]:
+        """A sample whose verifier does not wait hears of every token; one that waits, of whole windows."""
+        told = []
+        for (peer, name), session in self._sessions.items():
+            window = session.window
+            if session.fresh and not (session.coupled and window.room):
+                told.append((peer, Guess(name, window.confirmed, list(window.guess))))
+                session.fresh = False
+        return told
+
+    def _drop(self, session: Session) -> None:
+        """Its request, if it has one, computes nothing more, and nobody takes what is kept for it."""
+        if session.request is None:
+            return
+        request, session.request = session.request, None
+        del self._by_request[session.name]
+        if not request.is_finished():
+            self._requests.abort(request.request_id)
+        self._engine.collective_rpc("take_record", args=(request.request_id, 0, 0))
+
+    def _rehearse(self) -> None:
+        """Draft for samples that nobody has."""
+        context = np.zeros(2 * REHEARSED_TOKENS, np.int32)
+        for count in REHEARSED:
+            for number in range(count):
+                end = len(context) + REHEARSED_TOKENS
+                self.open("", Open(str(number), number, 1.0, 1.0, 0, 0.0, [], len(context), end, 64, False, context))
+            while self.busy:
+                self.step()
+            for number in range(count):
+                self.stop("", str(number))
+        self._engine.reset_prefix_cache()
+        self._counts.clear()
+
+    @property
+    def step_cost(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """What a step costs by the samples drafted for, as measured: (samples, seconds)."""
+        cost = self._times.cost()
+        return None if cost is None else (cost.tokens, cost.seconds)
+
+    def counts(self) -> dict[str, int]:
+        """Since the start: samples, tokens drafted, accepted and wasted, rejections in all and by how many tokens each
+        wasted (`wasted.N`), steps and their microseconds."""
+        return dict(self._counts) | {"open": len(self._sessions)}
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()

@@ -1,0 +1,113 @@
+"""Races: copies of running chunks where replicas have room, each with another draft method (SpecActor 4.2).
+
+A copy makes the tokens of its original, by the same noise (law 2). Who is first to the chunk's end is the chunk; the
+others stop, and what they have made counts for nobody. A copy goes on alone when its original's replica is lost.
+Invariant: copies take room only while no sample waits for any. Called by `RolloutCore` alone.
+"""
+
+from collections import Counter
+
+from policies.board import Board
+from policies.buffer import Chunk
+from policies.events import ChunkEnd, ChunkFinished
+from policies.racing import FreeWorker, Racing, Straggler
+from policies.running import Running
+
+LOOK_S = 1.0
+"""Between two looks at what is free: many chunks end together, and a look reads the books of every replica."""
+
+
+class Races:
+    def __init__(self, policy: Racing, board: Board, running: Running):
+        self._policy, self._board, self._running = policy, board, running
+        self._looked_at = float("-inf")
+
+    # ---- who is first ------------------------------------------------------------------------------
+
+    def won(self, chunk: Chunk) -> None:
+        """It has come to its end: whoever else makes its tokens is beaten."""
+        original = chunk.copy_of or chunk
+        for other in (original, *original.copies):
+            if other is not chunk:
+                other.beaten = True
+                self._running.abort(other, f"{chunk.chunk_id} was first")
+
+    def passes_on(self, chunk: Chunk) -> bool:
+        """A chunk has failed, or is lost, or a copy gave way: whether its sample goes on without it. An original's
+        place is taken by its first copy that was not told to stop."""
+        if chunk.beaten:
+            return True
+        if chunk.copy_of is not None:
+            chunk.copy_of.copies.remove(chunk)
+            return True
+        heirs = [copy for copy in chunk.copies if not copy.aborting]
+        if not heirs:
+            for copy in chunk.copies:
+                copy.beaten = True
+            return False
+        heir = heirs[0]
+        heir.copy_of, heir.copies = None, [copy for copy in chunk.copies if copy is not heir]
+        for copy in heir.copies:
+            copy.copy_of = heir
+        sample = chunk.sample
+        sample.last_replica, sample.last_node = heir.replica_id, self._board.node(heir.replica_id)
+        return True
+
+    # ---- new copies --------------------------------------------------------------------------------
+
+    def look(self, now: float, samples_wait: bool) -> list[tuple[Chunk, str]]:
+        """Copies booked now, and why. While samples wait there are none: what copies hold is theirs."""
+        if samples_wait:
+            self._give_way()
+            return []
+        if not self._policy.room or now < self._looked_at + LOOK_S:
+            return []
+        self._looked_at = now
+        workers = self._workers()
+        return self._start(workers) if workers else []
+
+    def _give_way(self) -> None:
+        for copy in self._running.copies.values():
+            if copy.copy_of is not None:  # else it has taken its original's place
+                self._running.abort(copy, "samples wait for room")
+
+    def _start(self, workers: list[FreeWorker]) -> list[tuple[Chunk, str]]:
+        originals = {
+            chunk.sample.sample_id: chunk
+            for chunk in self._running.chunks.values()
+            if chunk.copy_of is None and not (chunk.beaten or chunk.aborting)
+        }
+        stragglers = [self._straggler(chunk) for chunk in originals.values()]
+        copies = []
+        for assigned in self._policy.assign(stragglers, workers, self._policy.ladder):
+            chunk, replica_id = originals[assigned.sample_id], assigned.worker_id
+            busy = {one.replica_id for one in (chunk, *chunk.copies)}
+            if replica_id not in busy and self._board.room_tokens(replica_id) >= chunk.sample.need_tokens:
+                copies.append((self._running.copy(chunk, replica_id, assigned.method), assigned.reason))
+        return copies
+
+    def _workers(self) -> list[FreeWorker]:
+        """Replicas with less than the policy's room taken. Each drafts for copies by one method at a time; one without
+        any gets what fewest draft by so far, by rank."""
+        policy = self._policy
+        methods = {copy.replica_id: copy.method for copy in self._running.copies.values()}
+        ranks = [rung.method for rung in policy.ladder.ranked() if rung.method != policy.own] or [policy.own]
+        used, workers = Counter(methods.values()), []
+        for replica_id in self._board.ready():
+            load = self._board.running(replica_id)
+            if load < policy.room and self._board.room_tokens(replica_id):
+                method = methods.get(replica_id) or min(ranks, key=lambda name: used[name])
+                used[method] += replica_id not in methods
+                workers.append(FreeWorker(replica_id, method, load, policy.room))
+        return workers
+
+    def _straggler(self, chunk: Chunk) -> Straggler:
+        sample, policy = chunk.sample, self._policy
+        methods = (chunk.method or policy.own, *(copy.method for copy in chunk.copies))
+        accepts = sample.accepted_tokens / sample.drafted_tokens if sample.drafted_tokens else policy.usual
+        return Straggler(sample.sample_id, accepts, methods, chunk.replica_id)
+
+
+def counts(event: ChunkFinished, chunk: Chunk) -> bool:
+    """Whether its tokens are its sample's: not where it was beaten, or is a copy that was told to give way."""
+    return not (chunk.beaten or (event.end is ChunkEnd.ABORTED and chunk.copy_of is not None))

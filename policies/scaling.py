@@ -1,0 +1,102 @@
+"""Replicas over time: asks the tail policy how many there should be, and gets there without losing or repeating work.
+
+Those that Serve would stop first close: they take no new chunks, what waits for them is bound anew, and what runs there
+moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are asked
+for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
+"""
+
+from typing import NamedTuple
+
+from policies.actions import Action, SetReplicas
+from policies.board import Board
+from policies.buffer import Buffer, Chunk
+from policies.running import Running
+from policies.tail import Tail
+from policies.views import Speeds, TailView
+
+LOOK_S = 0.25
+"""Between two looks, unless batches have come or gone: a look reads the books of every replica."""
+
+
+class Limits(NamedTuple):
+    """Engine replicas that there may be."""
+
+    least: int
+    most: int
+
+
+class Scaling:
+    """`limits`: None: how many there are is nobody's to decide here."""
+
+    def __init__(self, policy: Tail, limits: Limits | None, board: Board, running: Running, buffer: Buffer):
+        self._policy, self._limits, self._board = policy, limits, board
+        self._running, self._buffer = running, buffer
+        self._memory = None  # the policy's
+        self._asked: int | None = None
+        self._reserved = 0
+        self._looked_at = float("inf")  # before the first batch, how many there are is as they were started
+
+    def reopen(self) -> None:
+        """A batch has come: nobody leaves before the policy has looked at it."""
+        self._reserved = 0
+        self._board.close(())
+        self._looked_at = float("-inf")
+
+    def reserve(self, replicas: int) -> None:
+        self._reserved, self._looked_at = replicas, float("-inf")
+
+    def decide(self, now: float) -> tuple[list[str], list[Action]]:
+        """Replicas that have closed now, and what is to be done."""
+        if self._limits is None or now < self._looked_at + LOOK_S:
+            return [], []
+        self._looked_at = now
+        order = self._board.stop_order()
+        view = self._view(now, order)
+        wanted, self._memory = self._policy.wanted(view, self._memory)
+        closed = self._board.close(order[: max(0, len(order) - wanted)])
+        for replica_id in closed:
+            self._empty(replica_id)
+        return closed, self._ask(order, wanted, view)
+
+    def _view(self, now: float, order: list[str]) -> TailView:
+        running, unended = len(self._running), self._buffer.unended
+        submitted = sum(batch.samples for batch in self._buffer.batches.values())
+        views = tuple(self._board.view(replica_id) for replica_id in reversed(order))
+        least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
+        return TailView(now, unended - running, running, unended, submitted, views, least, most)
+
+    def _empty(self, replica_id: str) -> None:
+        speeds = self._board.speeds(replica_id)
+        chunks = [self._running.chunks[chunk_id] for chunk_id in self._board.chunks(replica_id)]
+        for chunk in chunks:
+            moves = speeds is not None and left_s(chunk, speeds, len(chunks)) > move_s(chunk, speeds)
+            if moves or chunk.copy_of is not None:
+                self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
+
+    def _ask(self, order: list[str], wanted: int, view: TailView) -> list[Action]:
+        """Serve stops the first of `order`: as many as run nothing and are not wanted."""
+        free = 0
+        while free < len(order) - wanted and not self._board.running(order[free]):
+            free += 1
+        asked = wanted if wanted >= len(order) else len(order) - free
+        if asked == self._asked:
+            return []
+        self._asked = asked
+        return [SetReplicas(asked, f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas")]
+
+
+def left_s(chunk: Chunk, speeds: Speeds, running: int) -> float:
+    """Until a chunk beside `running - 1` others is expected to end: by its own bound, or its sample's expected end."""
+    sample = chunk.sample
+    expected = sample.expected_tokens - sample.generated_tokens
+    tokens = min(chunk.max_tokens, max(1, expected)) - sample.streamed_tokens
+    return max(1, tokens) * speeds.step_s(running)
+
+
+def move_s(chunk: Chunk, speeds: Speeds) -> float:
+    """What going on elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
+    context = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + chunk.sample.streamed_tokens
+    compute_s = context / speeds.prefill_tokens_s
+    if not speeds.fetch_tokens_s:
+        return compute_s
+    return min(compute_s, speeds.fetch_base_s + context / speeds.fetch_tokens_s)

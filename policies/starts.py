@@ -1,0 +1,47 @@
+"""Where a sample's next chunk starts: the placement policy's choice, booked, as an action that says why.
+
+Invariant: the replica has room for all that the chunk reserves; a bound sample starts where it is bound. Called by
+`RolloutCore` alone.
+"""
+
+from policies.actions import StartChunk
+from policies.board import Board
+from policies.buffer import Chunk, Sample
+from policies.bundle import Policies, name_of
+from policies.running import Running
+from policies.upcoming import Upcoming
+
+
+class Starts:
+    def __init__(self, policies: Policies, board: Board, running: Running, upcoming: Upcoming):
+        self._placement, self._board, self._running, self._upcoming = policies.placement, board, running, upcoming
+        self._memory = None  # the placement policy's
+        self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
+
+    def place(self, sample: Sample) -> StartChunk:
+        """Its next chunk, of `sample.need_tokens`, for which a replica that it may run on has room."""
+        if sample.home is not None:
+            return self._start(sample, sample.home, f"bound to {sample.home}")
+        view = sample.view()
+        replica_id, self._memory = self._placement.choose(view, sample.need_tokens, self._board, self._memory)
+        if self._placement.sticky:
+            sample.home = replica_id
+        move = "first chunk"
+        if view.last_replica is not None:
+            move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
+        return self._start(sample, replica_id, f"{self._names}: {move}")
+
+    def _start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
+        chunk = self._running.start(sample, replica_id)
+        self._upcoming.seen(chunk)
+        return self.action(chunk, reason)
+
+    def action(self, chunk: Chunk, reason: str) -> StartChunk:
+        """For a chunk that is booked."""
+        sample, original = chunk.sample, chunk.copy_of
+        pull = self._placement.min_pull_tokens(self._board.speeds(chunk.replica_id))
+        return StartChunk(
+            chunk.chunk_id, sample.sample_id, chunk.replica_id, sample.generated_tokens, chunk.max_tokens,
+            chunk.weights_version, chunk.kv_version, pull, sample.expected_tokens, sample.group.class_starts, reason,
+            original.chunk_id if original else None, chunk.method,
+        )  # fmt: skip

@@ -1,0 +1,19 @@
+"""The service that the tests of this folder share: started for the first of them, gone without a trace at the end."""
+
+import asyncio
+
+import pytest
+from waiting import until
+
+from app.certificates.leftovers import processes_of
+from app.cluster import service
+from app.config import load_config
+
+
+@pytest.fixture(scope="package")
+def client(model_dir):
+    with service(load_config(), None) as client:
+        master = until(lambda: asyncio.run(client.pool_status()).status)["master_address"]
+        assert processes_of(master)
+        yield client
+    until(lambda: not processes_of(master))

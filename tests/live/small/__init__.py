@@ -1,0 +1,1 @@
+"""Tests of small applications on Ray, without an engine, that share one cluster."""

@@ -1,0 +1,140 @@
+"""A draft model beside the engine that verifies: the same tokens in every way, also when it is killed; waste counted.
+
+The target is the demo model with fewer layers, whose later ones do little, so that the first of them alone
+are a draft model, faster than it and mostly right.
+"""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray import serve
+
+from app.bench.decoupled import measure
+from app.client import RolloutClient
+from app.cluster import service
+from app.config import ServeFile
+from app.demo import PROMPTS
+from app.prompts_file import read_prompts
+from deployments.drafter.config import DrafterConfig
+from deployments.engine.config import DraftConfig, EngineConfig
+from deployments.messages import RolloutBatch
+from policies.bundle import Policies
+
+WINDOW = 4
+TARGET_LAYERS, DRAFT_LAYERS = 16, 2
+LITTLE = 0.05
+"""What layers behind the drafter's add, beside what they would."""
+
+
+def cut(source: Path, folder: Path, layers: int) -> Path:
+    """A model of the first `layers` layers; those behind DRAFT_LAYERS add little."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja", ".txt") and path.name != "config.json":
+            shutil.copy(path, folder)
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer = int(name.split(".")[2]) if ".layers." in name else -1
+        if layer < layers:
+            damped = layer >= DRAFT_LAYERS and name.endswith(("o_proj.weight", "down_proj.weight"))
+            tensors[name] = tensor * LITTLE if damped else tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(model_dir, tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    yield cut(model_dir, folder / "target", TARGET_LAYERS), cut(model_dir, folder / "drafter", DRAFT_LAYERS)
+    shutil.rmtree(folder)
+
+
+def engine_of(target: Path) -> EngineConfig:
+    draft = DraftConfig(method="model", draft_tokens=8)
+    return EngineConfig(model=str(target), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
+
+
+def drafter_of(drafter: Path) -> DrafterConfig:
+    return DrafterConfig(model=str(drafter), window=WINDOW, kv_cache_gib=0.25)
+
+
+def test_coupled_decoupled_and_with_other_noise_the_tokens_are_the_same_and_the_waste_is_bounded(models):
+    target, drafter = models
+    prompts = [np.arange(1000 + 50 * i, 1020 + 50 * i, dtype=np.int32) for i in range(3)]
+    result = measure(engine_of(target), drafter_of(drafter), prompts, 48, print)
+    assert result["same_tokens"]
+    for name, run in result["runs"].items():
+        if name != "plain":
+            assert run["drafted"] > 0 and run["rejections"] > 0, name
+            assert run["most_wasted"] <= run["may_waste"], name
+    coupled, other = result["runs"]["coupled"], result["runs"]["coupled, other noise"]
+    assert coupled["acceptance"] > other["acceptance"], "at temperature 1 the sample's own noise is what agrees"
+    assert coupled["accepted"] > 0
+
+
+@pytest.fixture(scope="module")
+def client(models):
+    target, drafter = models
+    args = {"engine": engine_of(target), "drafter": drafter_of(drafter), "pool": None}
+    application = {"args": args, "deployments": [{"name": "Engine", "num_replicas": 1}]}
+    with service(ServeFile.model_validate({"applications": [application]}), None) as client:
+        yield client
+
+
+async def roll(client: RolloutClient, name: str, drafting, meanwhile=None):
+    """Token ids of every sample, and tokens drafted by the draft model."""
+    await client.set_policies(Policies(chunking={"type": "fixed", "chunk_tokens": 48}, drafting=drafting))
+    groups = tuple(read_prompts(PROMPTS, {"samples": 2, "max_tokens": 96}))[:3]
+    batch = RolloutBatch(batch_id=name, groups=groups)
+    task = asyncio.create_task(meanwhile(client, name)) if meanwhile else None
+    done = {group.prompt_id: group.samples async for group in client.rollout(batch)}
+    if task:
+        await task
+    samples = [sample for prompt_id in sorted(done) for sample in done[prompt_id]]
+    return [s.token_ids for s in samples], sum(s.drafted_by_source.get("model", 0) for s in samples)
+
+
+async def kill_the_drafter(client: RolloutClient, batch_id: str) -> None:
+    """In mid-rollout."""
+    while not any(batch.tokens > 20 for batch in (await client.status()).batches if batch.batch_id == batch_id):
+        await asyncio.sleep(0.05)
+    (name,) = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if "#Drafter#" in n["name"]]
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+async def drafting_again(client: RolloutClient, expected) -> int:
+    """Tokens drafted by a draft model once the killed one was replaced."""
+    for turn in range(60):
+        tokens, drafted = await roll(client, f"again-{turn}", {"type": "fixed", "tokens": 8})
+        assert tokens == expected
+        if drafted:
+            return drafted
+        await asyncio.sleep(2)
+    return 0
+
+
+def test_a_drafter_that_is_killed_takes_no_token_with_it_and_comes_back(client):
+    async def work():
+        fixed = {"type": "fixed", "tokens": 8}
+        expected, none = await roll(client, "plain", "off")
+        tokens, drafted = await roll(client, "drafted", fixed)
+        assert tokens == expected and none == 0 < drafted
+        counts = await serve.get_deployment_handle("Drafter", "tailrace").stats.remote()
+        wasted = {int(key.partition(".")[2]) for key in counts if key.startswith("wasted.")}
+        assert counts["rejections"] > 0 and max(wasted) <= 2 * WINDOW - 1
+        assert counts["rejections"] == sum(n for key, n in counts.items() if key.startswith("wasted."))
+        tokens, _ = await roll(client, "killed", fixed, kill_the_drafter)
+        assert tokens == expected
+        assert await drafting_again(client, expected) > 0
+
+    asyncio.run(asyncio.wait_for(work(), 400))

@@ -1,0 +1,132 @@
+"""Replicas that come and go, on a real cluster: the tail gives one back, another job uses its core, the next step has
+it again; copies race in the tail; and no token is another one for it."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from app.cluster import LOOPBACK_ONLY, service
+from app.config import DEFAULT_CONFIG, load_config
+from deployments.journal import read_journal, replay
+from deployments.messages import PromptGroup, RolloutBatch
+from policies.actions import AbortChunk, StartChunk
+from policies.bundle import Policies
+from policies.events import ChunkFinished
+
+TRAINER = """
+import json, os, sys, time
+os.environ.update(json.loads(sys.argv[2]))
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=1)
+def train():
+    began_s = time.time()
+    while time.time() < began_s + 1.0:
+        sum(range(10_000))
+    return began_s, time.time()
+
+print(json.dumps(ray.get(train.remote())))
+"""
+LONG = 500
+
+
+def policies(tail: str | dict, racing: str | dict = "off") -> Policies:
+    return Policies(placement="cost_aware", chunking={"type": "fixed", "chunk_tokens": 64}, tail=tail, racing=racing)
+
+
+CONSOLIDATE = {"type": "consolidate", "after_s": 0.5, "max_slowdown": 9.0}
+
+
+def batch(name: str) -> RolloutBatch:
+    """Many short samples, and a few that may go on for long."""
+    groups = [PromptGroup(prompt_id=f"p{i}", text=f"Count from {i}: ", samples=4, max_tokens=24) for i in range(4)]
+    groups.append(PromptGroup(prompt_id="tail", text="Once upon a time", samples=4, max_tokens=LONG))
+    return RolloutBatch(batch_id=name, groups=tuple(groups), seed=5)
+
+
+async def rolled(client, name: str) -> dict:
+    groups = [group async for group in client.rollout(batch(name))]
+    return {(g.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for g in groups for s in g.samples}
+
+
+async def until(client, replicas: int) -> None:
+    async for change in client.replica_changes():
+        if change.replicas == replicas:
+            return
+
+
+async def steps(client, trainer: subprocess.Popen | None = None) -> dict:
+    import ray
+
+    await client.set_policies(policies("hold"))
+    static = await rolled(client, "static")
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", TRAINER, address, json.dumps(LOOPBACK_ONLY)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # waits: both cores are taken
+    await asyncio.sleep(5)
+    waited = trainer.poll() is None
+    await client.set_policies(policies(CONSOLIDATE))
+    began_s, seen = time.time(), []
+
+    async def follow():
+        async for change in client.replica_changes():
+            seen.append(change)
+
+    following = asyncio.create_task(follow())
+    shrunk = await rolled(client, "shrinking")
+    ended_s = time.time()
+    trained = json.loads((await asyncio.to_thread(trainer.communicate, timeout=120))[0])
+    await client.reserve(2)
+    await asyncio.wait_for(until(client, 2), 180)
+    again = await rolled(client, "again")
+    following.cancel()
+    await client.journal(True)
+    await client.set_policies(policies("hold", {"type": "fastest_of_n", "room": 4}))
+    await asyncio.sleep(1)  # until that has begun to count: a reservation is of the core that decides
+    await client.reserve(2)
+    await asyncio.wait_for(until(client, 2), 180)
+    raced = await rolled(client, "raced")
+    races = read_journal((await client.journal(False)).splitlines())
+    return {
+        "static": static, "shrunk": shrunk, "again": again, "raced": raced, "races": races, "seen": seen,
+        "waited": waited, "trained": trained, "ran": (began_s, ended_s),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(model_dir):
+    with service(load_config(DEFAULT_CONFIG.with_name("serve.elastic.yaml")), None) as client:
+        return asyncio.run(asyncio.wait_for(steps(client), 500))
+
+
+def test_the_tail_gives_a_replica_back_and_the_next_step_has_it_again(found):
+    up = [change.replicas for change in found["seen"]]
+    assert up[0] == 2 and 1 in up and 2 in up[up.index(1) :], up
+    assert [change.wanted for change in found["seen"] if change.replicas == 1]
+
+
+def test_another_job_uses_the_core_before_the_step_has_ended(found):
+    began_s, ended_s = found["ran"]
+    assert found["waited"], "both cores were taken, and the job had to wait"
+    assert began_s < found["trained"][0] < ended_s
+
+
+def test_no_sample_is_lost_and_no_token_changes(found):
+    assert len(found["static"]) == 20
+    assert max(len(tokens) for tokens, _ in found["static"].values()) > 150, "there was a tail"
+    assert found["static"] == found["shrunk"] == found["again"] == found["raced"]
+
+
+def test_copies_raced_and_who_was_beaten_was_stopped(found):
+    """Copies share the noise, so a race cannot favour short answers; the core answers its journal alike."""
+    actions = [action for entry in found["races"].entries for action in getattr(entry, "actions", ())]
+    copies = {action.chunk_id for action in actions if isinstance(action, StartChunk) and action.copy_of}
+    ended = [entry.chunk_id for entry in found["races"].entries if isinstance(entry, ChunkFinished)]
+    assert len(copies) > 2 and copies <= set(ended)
+    assert [action for action in actions if isinstance(action, AbortChunk) and "was first" in action.reason]
+    assert replay(found["races"]) is None

@@ -1,0 +1,26 @@
+"""`app ladder` with profiles made before: every look-up method is really timed, vLLM's among them."""
+
+import json
+
+import pytest
+
+from app.__main__ import run
+from app.bench.ladder import read_ladder
+
+pytestmark = pytest.mark.live
+
+
+def test_the_ladder_of_this_machine(tmp_path, capsys):
+    profile, out = tmp_path / "profile.json", tmp_path / "ladder.json"
+    steps = [
+        {"chunks": 1, "draft_tokens": tokens - 1, "context_tokens": 32, "step_ms": 30 + tokens} for tokens in (1, 8, 64)
+    ]
+    profile.write_text(json.dumps({"steps": steps}))
+    files = ["--profile", profile, "--drafter-profile", profile, "--out", out]
+    assert run(["ladder", "--json", "--acceptance", "model=0.8", *map(str, files)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ladder = read_ladder(out)
+    assert {rung.method for rung in ladder.rungs} == {"group", "history", "ngram", "model"}
+    assert 1 < ladder.speedup("ngram", 0.8) < 1 / (1 - 0.8), "in steps of 30 ms a look-up costs nothing that counts"
+    assert ladder.speedup("model", 0.8) < 1, "a draft model as slow as its target never pays"
+    assert all(0 < took_us < 1e5 for of in list(result["draft_us"].values())[:3] for took_us in of.values())

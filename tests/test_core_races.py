@@ -1,0 +1,246 @@
+"""Races in the core: who is first is the chunk, the others count for nobody; copies are in nobody's way."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import events as ev
+from policies.actions import AbortChunk, EndSample, SampleEnd, StartChunk
+from policies.bundle import Policies
+from policies.racing import FastestOfN, Rung
+from policies.rollout import RolloutCore
+from policies.scaling import Limits
+
+PROFILE = settings(max_examples=50, derandomize=True, deadline=None, database=None)
+RUNGS = tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (0.5,)) for name in ("group", "history", "model"))
+RACING = FastestOfN(room=3, rungs=RUNGS)
+
+
+def core_of(replicas=3, samples=2, running=4, chunk_tokens=100, **knobs) -> tuple[RolloutCore, dict[str, StartChunk]]:
+    """With one group on it; and what has started, copies among it."""
+    policies = Policies(chunking={"type": "fixed", "chunk_tokens": chunk_tokens}, racing=RACING, **knobs)
+    core = RolloutCore(policies, limits=Limits(1, replicas) if "tail" in knobs else None)
+    for index in range(replicas):
+        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 100, running, 0, 0, "n"))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 200),)))
+    return core, starts(core.decide(ev.Tick(0.0)))
+
+
+def starts(actions) -> dict[str, StartChunk]:
+    return {action.chunk_id: action for action in actions if isinstance(action, StartChunk)}
+
+
+def stops(actions) -> set[str]:
+    return {action.chunk_id for action in actions if isinstance(action, AbortChunk)}
+
+
+def is_beaten(core, chunk_id: str) -> bool:
+    return core._running.chunks[chunk_id].beaten
+
+
+def finish(core, chunk_id, tokens=100, end=ev.ChunkEnd.LENGTH, now=1.0, **more) -> None:
+    core.observe(ev.ChunkFinished(now, chunk_id, tokens, end, 0, **more))
+
+
+# ---- over random plays -----------------------------------------------------------------------------
+
+
+class Play:
+    """A random play, and what its events and actions alone say of it; whether a chunk is beaten, the core is asked."""
+
+    def __init__(self, data, tail):
+        chunking = {"type": "fixed", "chunk_tokens": 7}
+        self.core = RolloutCore(Policies(chunking=chunking, racing=RACING, tail=tail), limits=Limits(1, 4))
+        self.data, self.now, self.joined, self.submitted = data, 0.0, 0, 0
+        self.running: dict[str, StartChunk] = {}
+        self.up: list[str] = []
+        self.tokens: dict[str, int] = defaultdict(int)
+        self.ended: list[str] = []
+
+    def take(self, choices: int) -> int:
+        return self.data.draw(st.integers(0, choices - 1))
+
+    def step(self) -> None:
+        self.now += 0.4 + self.take(3)
+        what = (self.join, self.submit, self.lose, self.fail, self.finish, self.finish, self.finish)[self.take(7)]
+        what()
+        self.tick()
+
+    def join(self) -> None:
+        name = f"r{self.joined}"
+        self.core.observe(ev.ReplicaJoined(self.now, name, 4, 10 + self.take(20), 1 + self.take(4), 0, 0, "n"))
+        self.core.observe(ev.ReplicaMeasured(self.now, name, 1e3, 1e4, 0.0, 0.02, 0.001, self.now))
+        self.up.append(name)
+        self.joined += 1
+
+    def submit(self) -> None:
+        name = f"b{self.submitted}"
+        self.core.observe(ev.SamplesSubmitted(self.now, name, (ev.GroupSpec(name, 3, 2, 16),)))
+        self.submitted += 1
+
+    def lose(self) -> None:
+        if self.up and not self.take(3):
+            gone = self.up.pop(self.take(len(self.up)))
+            self.core.observe(ev.ReplicaLeft(self.now, gone, "spot"))
+            self.running = {c: start for c, start in self.running.items() if start.replica_id != gone}
+
+    def pop(self) -> StartChunk | None:
+        return self.running.pop(sorted(self.running)[self.take(len(self.running))]) if self.running else None
+
+    def fail(self) -> None:
+        if start := self.pop():
+            self.core.observe(ev.ChunkFailed(self.now, start.chunk_id, "fell over"))
+
+    def finish(self) -> None:
+        if not (start := self.pop()):
+            return
+        end = (ev.ChunkEnd.LENGTH, ev.ChunkEnd.STOP, ev.ChunkEnd.ABORTED)[self.take(3)]
+        made = start.max_tokens if end is ev.ChunkEnd.LENGTH else self.take(1 + start.max_tokens)
+        lost, is_copy = is_beaten(self.core, start.chunk_id), self.core.is_copy(start.chunk_id)
+        event = ev.ChunkFinished(self.now, start.chunk_id, made, end, 0)
+        assert self.core.counts_tokens(event) == (not (lost or (is_copy and end is ev.ChunkEnd.ABORTED)))
+        counted = self.core.counts_tokens(event)
+        self.core.observe(event)
+        if not counted:
+            return
+        self.tokens[start.sample_id] += made
+        assert all(is_beaten(self.core, other.chunk_id) for other in self.mates(start))
+
+    def mates(self, start: StartChunk) -> list[StartChunk]:
+        return [other for other in self.running.values() if other.sample_id == start.sample_id]
+
+    def tick(self) -> None:
+        actions = self.core.decide(ev.Tick(self.now))
+        for start in starts(actions).values():
+            assert start.chunk_id not in self.running and start.start == self.tokens[start.sample_id]
+            live = [other for other in self.mates(start) if not is_beaten(self.core, other.chunk_id)]
+            assert bool(live) == (start.copy_of is not None)
+            assert start.replica_id not in {other.replica_id for other in live}
+            assert start.copy_of is None or start.method not in {other.method or RACING.own for other in live}
+            self.running[start.chunk_id] = start
+        chunks = self.core._running.chunks
+        assert set(self.running) == set(chunks)
+        assert all(chunk.aborting for chunk in chunks.values() if chunk.beaten), "who is beaten is told to stop"
+        unbeaten = {start.sample_id for c, start in self.running.items() if not is_beaten(self.core, c)}
+        assert self.core.counts()["running"] == len(unbeaten)
+        self.ended += [action.sample_id for action in actions if isinstance(action, EndSample)]
+
+    def run_out(self) -> None:
+        """One more replica, and chunks end until nothing is left."""
+        self.join()
+        self.core.observe(ev.ReplicaJoined(self.now, "last", 4, 100, 4, 0, 0, "n"))
+        for _ in range(200):
+            self.now += 1.0
+            self.tick()
+            if not self.running:
+                return
+            self.finish()
+
+
+@PROFILE
+@given(data=st.data(), tail=st.sampled_from(("hold", {"type": "consolidate", "after_s": 0.0})))
+def test_the_laws_hold_while_copies_race(data, tail):
+    play = Play(data, tail)
+    for _ in range(data.draw(st.integers(5, 40))):
+        play.step()
+    play.run_out()
+    assert sorted(play.ended) == sorted(f"b{i}#{j}" for i in range(play.submitted) for j in (0, 1))
+    assert play.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert not play.core._running.copies and all(
+        v.kv_free_tokens == v.kv_capacity_tokens for v in play.core.board.views()
+    )
+
+
+# ---- one by one ------------------------------------------------------------------------------------
+
+
+def test_free_replicas_race_with_methods_that_the_sample_has_not():
+    core, started = core_of()
+    copies = {c.chunk_id: c for c in started.values() if c.copy_of}
+    assert {(c.copy_of, c.method) for c in copies.values()} == {
+        ("g#0:0", "history"), ("g#0:0", "model"), ("g#1:0", "history"),
+    }, "two replicas draft by one method, one by the other"  # fmt: skip
+    for copy in copies.values():
+        original = started[copy.copy_of]
+        assert (copy.start, copy.max_tokens) == (original.start, original.max_tokens)
+        assert copy.replica_id != original.replica_id
+    assert core.counts() == {"waiting": 0, "running": 2, "batches": 1}
+
+
+@pytest.mark.parametrize("winner", ["g#0:0", "g#0:0~model"])
+def test_the_first_to_end_is_the_chunk_and_the_others_stop(winner):
+    core, started = core_of()
+    others = {c for c, s in started.items() if s.sample_id == "g#0"} - {winner}
+    finish(core, winner, 60, ev.ChunkEnd.STOP, drafted_tokens=9, accepted_tokens=4)
+    actions = core.decide(ev.Tick(1.0))
+    assert stops(actions) == others and all(is_beaten(core, c) for c in others)
+    assert [a.end for a in actions if isinstance(a, EndSample)] == [SampleEnd.STOP]
+    for chunk_id in others:
+        finish(core, chunk_id, 99, ev.ChunkEnd.ABORTED)
+    actions = core.decide(ev.Tick(2.0))
+    assert not [a for a in actions if isinstance(a, EndSample)] and core.counts()["running"] == 1
+
+
+def test_a_sample_goes_on_behind_its_winner_while_the_beaten_still_run():
+    core, _ = core_of()
+    finish(core, "g#0:0~history", 100)
+    again = starts(core.decide(ev.Tick(1.0)))
+    assert again["g#0:1"].start == 100
+    finish(core, "g#0:0", 100)  # it had come to its end as well, a moment later
+    core.decide(ev.Tick(2.0))
+    finish(core, "g#0:1", 100)
+    core.decide(ev.Tick(3.0))
+    assert core.counts()["running"] == 1
+
+
+def test_a_copy_goes_on_where_its_original_was_lost():
+    core, started = core_of()
+    core.observe(ev.ReplicaLeft(1.0, started["g#0:0"].replica_id, "spot"))
+    actions = core.decide(ev.Tick(1.0))
+    assert not [c for c, s in starts(actions).items() if s.sample_id == "g#0" and not s.copy_of], "no new start"
+    heir = next(c for c, s in started.items() if s.copy_of == "g#0:0" and core.is_running(c))
+    assert not is_beaten(core, heir)
+    finish(core, heir, 100)
+    assert starts(core.decide(ev.Tick(2.0)))["g#0:1"].start == 100
+
+
+def test_copies_give_way_to_samples_that_wait():
+    core, started = core_of(samples=2, running=2)
+    copies = {c for c, s in started.items() if s.copy_of}
+    assert copies
+    core.observe(ev.SamplesSubmitted(1.0, "c", (ev.GroupSpec("h", 10, 6, 200),)))
+    actions = core.decide(ev.Tick(1.0))
+    assert stops(actions) == copies and not [s for s in starts(actions).values() if s.copy_of]
+    for chunk_id in copies:
+        finish(core, chunk_id, 3, ev.ChunkEnd.ABORTED)
+    actions = core.decide(ev.Tick(2.0))
+    assert starts(actions) and not [a for a in actions if isinstance(a, EndSample)], "their tokens count for nobody"
+
+
+def test_copies_leave_a_replica_that_is_given_back():
+    core, started = core_of(replicas=2, samples=2, tail={"type": "consolidate", "after_s": 0.0, "max_slowdown": 9.0})
+    for name in ("r0", "r1"):
+        core.observe(ev.ReplicaMeasured(0.0, name, 1e3, 1e4, 0.0, 0.02, 0.001, 0.0))
+    actions = core.decide(ev.Tick(1.0))
+    assert {c for c, s in started.items() if s.replica_id == "r1" and s.copy_of} <= stops(actions)
+
+
+def test_a_cancelled_batch_ends_its_races():
+    core, started = core_of()
+    core.observe(ev.BatchCancelled(1.0, "b"))
+    assert stops(core.decide(ev.Tick(1.0))) == set(started)
+    for chunk_id in started:
+        finish(core, chunk_id, 1, ev.ChunkEnd.ABORTED)
+    actions = core.decide(ev.Tick(2.0))
+    assert [a.end for a in actions if isinstance(a, EndSample)] == [SampleEnd.CANCELLED] * 2
+    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+
+
+def test_nobody_races_unless_told_to():
+    core = RolloutCore(Policies())
+    core.observe(ev.ReplicaJoined(0.0, "r0", 16, 100, 4, 0, 0))
+    core.observe(ev.ReplicaJoined(0.0, "r1", 16, 100, 4, 0, 0))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, 1, 200),)))
+    assert len(starts(core.decide(ev.Tick(0.0)))) == 1

@@ -1,0 +1,76 @@
+"""An engine's drafts with a draft model at the other end of a line: what has come is proposed, and only a sample that
+takes turns waits."""
+
+import pytest
+import zmq
+from test_drafter_wire import Drafter
+from test_drafts import ANSWER, PROMPT, Engine
+
+from deployments.context.plan import Way
+from deployments.context.types import Source
+from deployments.drafter.client import Drafters
+from deployments.drafter.config import DrafterConfig
+from deployments.drafter.wire import Confirm, Guess
+from deployments.engine.config import DraftConfig
+from deployments.engine.drafts import Drafts
+from deployments.engine.hold import is_held
+
+
+@pytest.fixture(params=["group", "model"])
+def ends(request):
+    """An engine that drafts, and the drafter that it talks to."""
+    with zmq.Context() as context:
+        other, model = Drafter(context), Drafters(DrafterConfig(model="m"))
+        model.meet([other.address])
+        drafts = Drafts(DraftConfig(method=request.param, draft_tokens=16), 4096, None, model)
+        yield Engine(drafts), other
+        drafts.stop()
+        other.socket.close()
+
+
+def came(engine: Engine, chunk_id: str) -> None:
+    """Returns when a guess has come."""
+    while not len(engine.drafts._model.proposal(chunk_id).tokens):
+        engine.drafts._model.exchange()
+
+
+def test_what_the_model_has_sent_is_verified_and_counted_as_its_own(ends):
+    engine, other = ends
+    chunk_id = engine.start(0, 0, 60)
+    engine.step()
+    wish, *_ = other.hear()
+    assert (wish.tokens.tolist(), wish.end) == ([*PROMPT.tolist(), ANSWER[0]], len(PROMPT) + 59)
+    other.say(Guess(chunk_id, len(PROMPT) + 1, [*ANSWER[1:6], 7, 8]))
+    came(engine, chunk_id)
+    assert engine.step()[chunk_id] == [], "nothing had come when it was proposed for"
+    assert other.hear() == [Confirm(chunk_id, len(PROMPT) + 1, ANSWER[1:2])]
+    assert engine.step()[chunk_id] == [*ANSWER[2:6], 7, 8]
+    report = engine.end(chunk_id)
+    assert (report.drafted[Source.MODEL], report.accepted[Source.MODEL]) == (6, 4)
+
+
+def test_a_sample_that_takes_turns_sits_out_until_its_window_has_come(ends):
+    engine, other = ends
+    engine.drafts._model._config = DrafterConfig(model="m", mode="coupled")
+    chunk_id = engine.start(0, 0, 60)
+    request, _ = engine.requests[chunk_id]
+    engine.step()
+    assert is_held(request)
+    wish, *_ = other.hear()
+    assert Way(wish.window, wish.coupled) == Way(4, True)
+    other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:5]))
+    came(engine, chunk_id)
+    engine.drafts.propose()
+    assert not is_held(request) and request.spec_token_ids == ANSWER[1:5]
+
+
+def test_a_drafter_that_goes_leaves_nobody_waiting(ends):
+    engine, _ = ends
+    engine.drafts._model._config = DrafterConfig(model="m", mode="coupled")
+    chunk_id = engine.start(0, 0, 60)
+    request, _ = engine.requests[chunk_id]
+    engine.step()
+    assert is_held(request)
+    engine.drafts._model.meet([])
+    engine.drafts.propose()
+    assert not is_held(request)

@@ -1,0 +1,176 @@
+"""What engines and drafters say to each other comes through whole, or not at all; and what an engine makes of it."""
+
+import contextlib
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.context.plan import DraftPlan, Way
+from deployments.context.types import GroupRef, Source
+from deployments.drafter.client import Drafters, behind, end_of, rank
+from deployments.drafter.config import DrafterConfig
+from deployments.drafter.server import Address, listen, say
+from deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
+from deployments.messages import ChunkRequest, SamplingParams
+from policies.drafting import Fixed
+
+CONTEXT = np.arange(100, 110, dtype=np.int32)
+WISH = Open("s", 2**64 - 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, CONTEXT)
+
+
+def test_every_message_comes_through():
+    others = [Confirm("s", 10, [1, 2]), Stop("s"), Guess("s", 12, []), Unknown("s")]
+    wish, *rest = decode(encode([WISH, *others]))
+    assert rest == others
+    assert wish[:-1] == WISH[:-1]
+    np.testing.assert_array_equal(wish.tokens, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [5, [5], [[9, "s"]], [[-1, "s"]], [[1, "s", 3]], [[1, "s", "3", []]], [[1, "s", 3, ["x"]]], [[0, "s"]], [[]]],
+)
+def test_anything_else_is_refused(said):
+    with pytest.raises(ValueError, match="not a frame of drafting messages"):
+        decode(msgpack.packb(said))
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_do_harm(frame):
+    with contextlib.suppress(ValueError):
+        decode(frame)
+
+
+@given(st.lists(st.integers(0, 1), max_size=8), st.lists(st.integers(0, 1), max_size=8))
+def test_a_guess_counts_as_far_as_it_agrees(guess, tokens):
+    left = behind(guess, tokens)
+    assert left == [] or tokens + left == guess
+
+
+def test_when_a_drafter_goes_only_its_samples_move():
+    drafters = [Address(f"tcp://127.0.0.1:{port}", b"") for port in range(5)]
+    samples = [f"b/p#{index}" for index in range(200)]
+    before = {sample: max(drafters, key=lambda a: rank(sample, a)) for sample in samples}
+    after = {sample: max(drafters[1:], key=lambda a: rank(sample, a)) for sample in samples}
+    assert all(after[sample] == before[sample] for sample in samples if before[sample] != drafters[0])
+    assert 10 < sum(address == drafters[2] for address in after.values()) < 120
+
+
+class Drafter:
+    """The other end of an engine's line: what it heard, and what it says."""
+
+    def __init__(self, context: zmq.Context):
+        self.socket = context.socket(zmq.ROUTER)
+        self.address = listen(self.socket, "127.0.0.1")
+        self.peer = None
+
+    def hear(self) -> list:
+        assert self.socket.poll(10_000)
+        self.peer, frame = self.socket.recv_multipart()
+        return decode(frame)
+
+    def say(self, *messages) -> None:
+        say(self.socket, self.peer, list(messages))
+
+
+@pytest.fixture
+def line():
+    """An engine's Drafters, a drafter on the other end, and a chunk."""
+    with zmq.Context() as context:
+        other = Drafter(context)
+        drafters = Drafters(DrafterConfig(model="m"))
+        plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), Fixed(tokens=4))
+        chunk = ChunkRequest("c", 7, CONTEXT, 8, 30, SamplingParams(), 0, draft=plan)
+        yield drafters, other, chunk
+        drafters.stop()
+        other.socket.close()
+
+
+def until(drafters: Drafters, done) -> None:
+    while not done():
+        drafters.exchange()
+
+
+def test_an_engine_opens_confirms_and_takes_only_guesses_that_fit(line):
+    drafters, other, chunk = line
+    drafters.open(chunk, None)  # before any drafter is met
+    drafters.meet([other.address])
+    drafters.exchange()
+    (wish,) = other.hear()
+    assert (wish.key, wish.window, wish.coupled, wish.end) == (7, 4, False, end_of(chunk)) == (7, 4, False, 39)
+    drafters.made("c", [1, 2])
+    other.say(Guess("c", 10, [1, 2, 3, 4]))
+    until(drafters, lambda: len(drafters.proposal("c").tokens))
+    assert other.hear() == [Confirm("c", 10, [1, 2])]
+    proposal = drafters.proposal("c")
+    assert proposal.tokens.tolist() == [3, 4] and proposal.sources.tolist() == [Source.MODEL] * 2
+    other.say(Guess("c", 10, [1, 5, 6]), Guess("gone", 0, [1]), Guess("c", 99, [1]))
+    until(drafters, lambda: drafters.counts().get("model_overtaken"))
+    assert drafters.proposal("c").tokens.tolist() == [3, 4], "one that was overtaken changes nothing"
+    drafters.made("c", [3, 9])
+    assert drafters.proposal("c").tokens.tolist() == []
+    drafters.close("c")
+    assert other.hear() == [Confirm("c", 12, [3, 9]), Stop("c")]
+
+
+def test_a_drafter_that_was_born_again_is_told_everything(line):
+    drafters, other, chunk = line
+    drafters.meet([other.address])
+    drafters.exchange()
+    drafters.open(chunk, None)
+    drafters.made("c", [1])
+    drafters.exchange()
+    other.hear()
+    other.say(Unknown("c"))
+    until(drafters, lambda: drafters.counts()["model_opened"] == 2)
+    drafters.exchange()
+    (wish,) = other.hear()
+    assert wish.tokens.tolist() == [*CONTEXT.tolist(), 1]
+    drafters.meet([])
+    drafters.exchange()
+    drafters.made("c", [2])
+    assert not drafters.waits("c")
+
+
+def test_noise_is_the_samples_own_unless_measured_without():
+    context = zmq.Context()
+    keys = []
+    for shared in (True, False):
+        other = Drafter(context)
+        drafters = Drafters(DrafterConfig(model="m", shared_noise=shared))
+        plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), Fixed(tokens=4))
+        drafters.meet([other.address])
+        drafters.exchange()
+        drafters.open(ChunkRequest("c", 7, CONTEXT, 8, 30, SamplingParams(), 0, draft=plan), None)
+        drafters.exchange()
+        keys.append(other.hear()[0].key)
+        drafters.stop()
+        other.socket.close()
+    context.term()
+    assert keys[0] == 7 != keys[1]
+
+
+def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever(line, monkeypatch):
+    drafters, other, chunk = line
+    drafters.open(chunk, None)
+    assert not drafters.waits("c"), "it runs ahead"
+    drafters.close("c")
+    drafters.meet([other.address])
+    drafters.exchange()
+    drafters.open(chunk, Way(2, True))
+    drafters.made("c", [1])
+    drafters.exchange()
+    other.hear()
+    assert drafters.waits("c")
+    other.say(Guess("c", 11, [2, 3]))
+    until(drafters, lambda: not drafters.waits("c"))
+    assert drafters.proposal("c").tokens.tolist() == [2, 3]
+    drafters.made("c", [2, 3, 4])
+    monkeypatch.setattr("deployments.drafter.client.PATIENCE_S", 0.0)
+    until(drafters, lambda: not drafters.waits("c"))
+    drafters.made("c", [5])
+    assert not drafters.waits("c"), "silence is waited for once"

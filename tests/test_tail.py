@@ -1,0 +1,238 @@
+"""Tail policies: the contract every one keeps, the user's own included, what each one means, and how the core obeys."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_machine import play
+
+from policies import events as ev
+from policies.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, StartChunk
+from policies.bundle import Policies, load_policy, members
+from policies.rollout import RolloutCore
+from policies.scaling import Limits
+from policies.tail import Consolidate, Hold, Release, Threshold, fewest
+from policies.views import ReplicaView, Speeds, TailView
+
+PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
+EVERY = [*members("tail"), "user_policies:OneForEight"]
+SPEEDS = Speeds(1_000.0, 10_000.0, 0.01, 0.02, 0.001, 0.0)
+
+
+def replica(name: str, running: int, speeds: Speeds | None = SPEEDS, used: int = 0) -> ReplicaView:
+    return ReplicaView(name, 1_000, 1_000 - used, running, 8, 0, "n", speeds)
+
+
+def tail(*replicas: ReplicaView, now=0.0, waiting=0, unended=None, submitted=64, least=1, most=4) -> TailView:
+    running = sum(one.running for one in replicas)
+    unended = running + waiting if unended is None else unended
+    return TailView(now, waiting, running, unended, submitted, replicas, least, most)
+
+
+# ---- the contract ----------------------------------------------------------------------------------
+
+
+@PROFILE
+@given(
+    data=st.lists(st.tuples(*[st.integers(0, 8)] * 4), min_size=1, max_size=8),
+    limits=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_member_stays_within_the_limits_and_repeats_itself(name, data, limits):
+    policy, memories = load_policy("tail", name), [None, None]
+    least, most = limits[0], max(1, sum(limits))
+    for step, (first, second, waiting, more) in enumerate(data):
+        replicas = [replica(f"r{i}", n) for i, n in enumerate((first, second)[: 1 + more % 2])]
+        view = tail(*replicas, now=0.3 * step, waiting=waiting, least=least, most=most)
+        answers = [policy.wanted(view, memory) for memory in memories]
+        assert answers[0] == answers[1] and least <= answers[0][0] <= most
+        memories = [memory for _, memory in answers]
+
+
+@pytest.mark.parametrize("name", ["release", "consolidate", "threshold"])
+def test_whatever_waits_brings_all_back_at_once_and_no_work_leaves_the_least(name):
+    policy = load_policy("tail", name)
+    wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, least=0), None)
+    assert wanted == 0
+    wanted, memory = policy.wanted(tail(replica("r0", 8), waiting=1, now=0.1), memory)
+    assert wanted == 4
+    wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, now=0.2), memory)
+    assert wanted == 4  # not for a moment's lull
+    wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, now=1.2), memory)
+    assert wanted == 1
+
+
+# ---- what each one means ---------------------------------------------------------------------------
+
+
+def test_hold_keeps_all():
+    assert Hold().wanted(tail(replica("r0", 0), unended=0), None)[0] == 4
+
+
+def test_release_lets_go_only_of_what_serve_would_stop_before_a_busy_replica():
+    four = tail(replica("r0", 1), replica("r1", 0), replica("r2", 1), replica("r3", 0))
+    assert Release().needed(four, 4) == 3
+
+
+def test_release_waits_for_those_that_start():
+    assert Release().needed(tail(replica("r0", 1)), 4) == 4 and Release().needed(tail(replica("r0", 1)), 1) == 1
+
+
+def test_consolidate_takes_the_fewest_on_which_steps_stay_short():
+    four = [replica(f"r{i}", 2) for i in range(4)]  # 8 chunks; a step of 2 takes 22 ms, of 4 24, of 8 28
+    assert Consolidate(max_slowdown=0.0).needed(tail(*four), 4) == 4
+    assert Consolidate(max_slowdown=0.1).needed(tail(*four), 4) == 2
+    assert Consolidate(max_slowdown=0.3).needed(tail(*four), 4) == 1
+
+
+def test_consolidate_leaves_room_for_all_chunks_and_their_kv():
+    assert fewest([replica("r0", 5), replica("r1", 5)], 10, 2, 9.0) == 2  # of places there are 8
+    assert fewest([replica("r0", 1, used=400), replica("r1", 1, used=400)], 2, 2, 9.0) == 1
+    assert fewest([replica("r0", 1, used=500), replica("r1", 1, used=500)], 2, 2, 9.0) == 2
+    assert fewest([replica("r0", 1, None), replica("r1", 1, None)], 2, 2, 9.0) == 2  # nothing is known of steps
+
+
+def test_threshold_looks_at_how_many_samples_are_left():
+    policy = Threshold(at_share=0.25, to_share=0.5)
+    assert policy.needed(tail(replica("r0", 8), unended=16), 4) == 4
+    assert policy.needed(tail(replica("r0", 8), unended=15), 4) == 2
+
+
+# ---- how the core obeys ----------------------------------------------------------------------------
+
+
+@PROFILE
+@given(
+    data=st.binary(min_size=60, max_size=400), chunk_tokens=st.sampled_from((13, None)),
+    ordering=st.sampled_from(("seer", "group_static")), placement=st.sampled_from(("least_kv", "pinned")),
+    limits=st.sampled_from((Limits(0, 2), Limits(1, 4))),
+)  # fmt: skip
+@pytest.mark.parametrize("name", EVERY)
+def test_the_laws_hold_while_replicas_come_and_go(name, data, chunk_tokens, ordering, placement, limits):
+    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
+    policies = Policies(ordering=ordering, placement=placement, chunking=chunking, tail=load_policy("tail", name))
+    played = play(policies, data, limits)
+    assert not (played.starved or played.changed or played.stale or played.evicted or played.closed)
+    submitted = [event for event, _ in played.steps if isinstance(event, ev.SamplesSubmitted)]
+    assert len(played.actions(EndSample)) == sum(spec.samples for event in submitted for spec in event.groups)
+    assert played.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert not len(played.core._unbound)
+    running, there = {}, []
+    for event, actions in played.steps:
+        match event:
+            case ev.ReplicaJoined(replica_id=replica_id) if replica_id not in there:
+                there.append(replica_id)
+            case ev.ReplicaLeft(replica_id=replica_id):
+                there.remove(replica_id)
+                running = {chunk: home for chunk, home in running.items() if home != replica_id}
+            case ev.ChunkFinished(chunk_id=chunk_id) | ev.ChunkFailed(chunk_id=chunk_id):
+                del running[chunk_id]
+        running |= {action.chunk_id: action.replica_id for action in actions if isinstance(action, StartChunk)}
+        for action in actions:
+            if isinstance(action, SetReplicas) and action.replicas < len(there):
+                assert len(there) - len(set(running.values())) >= len(there) - action.replicas
+
+
+def core_of(tail_policy, replicas=2, samples=8, **knobs) -> tuple[RolloutCore, list]:
+    """With a batch on it; and the actions of the first decision."""
+    policies = Policies(chunking={"type": "fixed", "chunk_tokens": 100}, tail=tail_policy, **knobs)
+    core = RolloutCore(policies, limits=Limits(1, 2))
+    for index in range(replicas):
+        core.observe(ev.ReplicaJoined(0.0, f"r{9 - index}", 16, 1_000, 4, 0, 0, "n"))
+        core.observe(ev.ReplicaMeasured(0.0, f"r{9 - index}", *SPEEDS))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 200),)))
+    return core, core.decide(ev.Tick(0.0))
+
+
+def starts(actions) -> dict[str, StartChunk]:
+    return {action.sample_id: action for action in actions if isinstance(action, StartChunk)}
+
+
+def asked(actions) -> list[int]:
+    return [action.replicas for action in actions if isinstance(action, SetReplicas)]
+
+
+def test_the_newest_replica_is_emptied_its_samples_go_on_elsewhere_and_then_it_is_let_go():
+    core, actions = core_of(Consolidate(after_s=0.0, max_slowdown=1.0))
+    assert asked(actions) == [2]
+    running = starts(actions)
+    on_newest = sorted(i for i, start in running.items() if start.replica_id == "r8")
+    stay = sorted(set(running) - set(on_newest))
+    for sample_id in [*stay[1:], on_newest[0]]:
+        core.observe(ev.ChunkFinished(1.0, running[sample_id].chunk_id, 50, ev.ChunkEnd.STOP, 0))
+    actions = core.decide(ev.Tick(1.0))
+    moved = [action for action in actions if isinstance(action, AbortChunk)]
+    assert sorted(action.chunk_id for action in moved) == sorted(running[i].chunk_id for i in on_newest[1:])
+    assert all(action.keep_kv for action in moved) and not asked(actions)
+    for action in moved:
+        core.observe(ev.ChunkFinished(2.0, action.chunk_id, 30, ev.ChunkEnd.ABORTED, 0, 40))
+    actions = core.decide(ev.Tick(2.0))
+    assert {s.replica_id for s in starts(actions).values()} == {"r9"} and asked(actions) == [1]
+    assert all(start.start == 30 for start in starts(actions).values())
+
+
+def test_a_chunk_that_is_sooner_done_than_moved_stays_to_its_end():
+    core, actions = core_of(Consolidate(after_s=0.0, max_slowdown=1.0), samples=4)
+    running = starts(actions)
+    actions = core.decide(ev.Tick(1.0))
+    newest = sorted(start.chunk_id for start in running.values() if start.replica_id == "r8")
+    assert sorted(a.chunk_id for a in actions if isinstance(a, AbortChunk)) == newest
+    core, actions = core_of(Hold(), samples=4)
+    core.observe(ev.ReplicaMeasured(0.5, "r8", 1.0, 0.0, 0.0, 0.02, 0.001, 0.5))  # to compute a token takes 1 s
+    core._scaling._policy = Consolidate(after_s=0.0, max_slowdown=1.0)
+    assert not [a for a in core.decide(ev.Tick(1.0)) if isinstance(a, AbortChunk)]
+
+
+def test_a_new_batch_reopens_what_was_closing():
+    core, actions = core_of(Consolidate(after_s=0.0, max_slowdown=1.0), samples=4)
+    core.decide(ev.Tick(1.0))
+    assert not core.board.stays("r8")
+    core.observe(ev.SamplesSubmitted(1.1, "c", (ev.GroupSpec("h", 10, 4, 200),)))
+    actions = core.decide(ev.Tick(1.1))
+    assert "r8" in {start.replica_id for start in starts(actions).values()}
+
+
+def test_groups_bound_to_a_replica_that_closes_are_bound_anew():
+    core, actions = core_of(Threshold(after_s=0.0, at_share=1.0, to_share=0.5), samples=3, ordering="group_static")
+    (home,) = {start.replica_id for start in starts(actions).values()}
+    core.observe(ev.ChunkFinished(1.0, "g#0:0", 50, ev.ChunkEnd.STOP, 0))
+    core.decide(ev.Tick(1.0))
+    core.observe(ev.ChunkFinished(2.0, "g#1:0", 100, ev.ChunkEnd.LENGTH, 0))
+    (start,) = starts(core.decide(ev.Tick(2.0))).values()
+    assert home == "r8" and start.replica_id == "r9"
+
+
+def test_without_limits_nobody_is_asked_for():
+    core = RolloutCore(Policies(tail="release"))
+    core.observe(ev.ReplicaJoined(0.0, "r", 16, 1_000, 4, 0, 0))
+    assert not core.decide(ev.Tick(0.0)) and not core.decide(ev.Tick(9.0))
+
+
+def test_before_the_first_batch_all_stay_and_a_reservation_brings_them_back():
+    core = RolloutCore(Policies(tail=Release(after_s=0.0)), limits=Limits(0, 4))
+    core.observe(ev.ReplicaJoined(0.0, "r", 16, 1_000, 4, 0, 0))
+    assert not core.decide(ev.Tick(9.0))
+    core.observe(ev.SamplesSubmitted(10.0, "b", (ev.GroupSpec("g", 10, 1, 200),)))
+    assert asked(core.decide(ev.Tick(10.0))) == [4]
+    core.observe(ev.ChunkFinished(11.0, "g#0:0", 5, ev.ChunkEnd.STOP, 0))
+    assert asked(core.decide(ev.Tick(11.0))) == [0]
+    core.observe(ev.ReplicasReserved(12.0, 3))
+    assert asked(core.decide(ev.Tick(12.0))) == [3]
+    core.observe(ev.SamplesSubmitted(13.0, "c", (ev.GroupSpec("h", 10, 1, 200),)))
+    core.decide(ev.Tick(13.0))
+    core.observe(ev.ChunkFinished(14.0, "h#0:0", 5, ev.ChunkEnd.STOP, 0))
+    assert asked(core.decide(ev.Tick(14.0))) == [0], "only until the next batch has come"
+
+
+def test_serve_stops_the_newest_on_the_node_with_the_fewest_first():
+    core = RolloutCore(Policies())
+    for name, node in (("a", "n1"), ("d", "n2"), ("c", "n1"), ("b", "n1"), ("e", "n2")):
+        core.observe(ev.ReplicaJoined(0.0, name, 16, 1_000, 4, 0, 0, node))
+    assert core.board.stop_order() == ["e", "d", "b", "c", "a"]
+
+
+def test_samples_end_by_themselves_or_not_at_all():
+    core, actions = core_of(Release(after_s=0.0), samples=2)
+    for start in starts(actions).values():
+        core.observe(ev.ChunkFinished(1.0, start.chunk_id, 5, ev.ChunkEnd.STOP, 0))
+    actions = core.decide(ev.Tick(1.0))
+    assert [a.end for a in actions if isinstance(a, EndSample)] == [SampleEnd.STOP] * 2 and asked(actions) == [1]
