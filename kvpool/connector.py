@@ -27,6 +27,10 @@ class PoolConnector(MooncakeStoreConnector):
         else:
             self.connector_worker = PoolWorker(vllm_config, kv_cache_config)
 
+    def bind_connector_metadata(self, connector_metadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.connector_worker.begin(connector_metadata)
+
     def on_new_request(self, request) -> None:
         self.connector_scheduler.on_new_request(request)
 

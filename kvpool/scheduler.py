@@ -12,14 +12,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import LoadSpec, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import LoadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
 from kvpool.counts import bucket_ms
 from kvpool.keys import block_name
-from kvpool.worker import PoolWorkerMetadata
+from kvpool.worker import PoolWorkerMetadata, SaveOfEnded
 
 LOOKUP_WAIT_S = 0.003
 """A healthy look-up takes 0.5 ms over loopback; longer ones are asked for again at the next step."""
@@ -164,7 +164,7 @@ class PoolScheduler(MooncakeStoreScheduler):
             self.counts["save_failed.paused"] += blocks
             return
         pinned = [block for group in block_ids for block in group[:blocks] if block != NULL_BLOCK_ID]
-        job = ReqMeta(
+        job = SaveOfEnded(
             req_id=request.request_id,
             token_len_chunk=blocks * self._block_size,
             block_ids=tuple(block_ids[group].copy() for group in self._store_group_ids),
@@ -200,7 +200,7 @@ class PoolScheduler(MooncakeStoreScheduler):
             if job.can_save and job.store_job_id in self._pinned_saves and job.store_job_id not in self._jobs:
                 self._save_begun(job)
 
-    def _save_begun(self, job: ReqMeta) -> None:
+    def _save_begun(self, job) -> None:
         self._jobs[job.store_job_id] = (job.req_id, self._num_workers)
         if job.req_id in self._traffic:
             self._traffic[job.req_id].jobs += 1

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
+from vllm.platforms import current_platform
 
 from kvpool.counts import Counts
 from kvpool.keys import PREFIX
@@ -42,6 +43,11 @@ class PoolWorkerMetadata(MooncakeStoreWorkerMetadata):
         self.counts += other.counts
         self.pulls += other.pulls
         return self
+
+
+@dataclass
+class SaveOfEnded(ReqMeta):
+    """A save of a request that has ended: earlier steps have computed all of it."""
 
 
 @dataclass(slots=True)
@@ -81,7 +87,18 @@ class PoolWorker(MooncakeStoreWorker):
 
         send.finish_store_job = finish_store_job
 
+    def begin(self, metadata) -> None:
+        """Before the step's forward pass: the saves that need not wait for it, and on a CPU the loads too. There vLLM's
+        own turn comes when the pass has been computed, which is a step later."""
+        self._save([request for request in metadata.requests if isinstance(request, SaveOfEnded)])
+        if current_platform.is_cpu():
+            self._start_loads(metadata)
+
     def start_load_kv(self, metadata) -> None:
+        if not current_platform.is_cpu():
+            self._start_loads(metadata)
+
+    def _start_loads(self, metadata) -> None:
         for request in metadata.requests:
             spec = request.load_spec
             if spec is not None and spec.can_load:
@@ -92,8 +109,11 @@ class PoolWorker(MooncakeStoreWorker):
         super().start_load_kv(metadata)
 
     def wait_for_save(self, metadata) -> None:
-        """Hands the step's saves to the saving thread; on a CPU there is nothing that they must await."""
-        jobs = [request for request in metadata.requests if request.can_save]
+        ended = SaveOfEnded
+        self._save([request for request in metadata.requests if request.can_save and not isinstance(request, ended)])
+
+    def _save(self, jobs: list[ReqMeta]) -> None:
+        """Hands saves to the saving thread; on a CPU there is nothing that they must await."""
         fence = torch.cuda.Event() if jobs and torch.cuda.is_available() else None
         if fence is not None:
             fence.record()

@@ -1,0 +1,28 @@
+"""Where chunks end: never beyond what was asked for, and with `block_tokens` behind whole KV blocks."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.chunking import Fixed
+from policies.views import SampleView
+
+
+def sample(prompt_tokens: int, generated: int, max_tokens: int) -> SampleView:
+    return SampleView("g#0", "g", 0, 0, prompt_tokens, generated, 0, 0.0, max_tokens, 0, None)
+
+
+@given(st.integers(1, 500), st.integers(1, 300), st.integers(1, 64), st.integers(1, 400))
+def test_chunks_make_all_tokens_and_end_at_blocks_where_they_are_long_enough(prompt, chunk, block, most):
+    policy, made = Fixed(chunk_tokens=chunk, block_tokens=block), 0
+    while made < most:
+        tokens = policy.tokens(sample(prompt, made, most))
+        assert 1 <= tokens <= min(chunk, most - made)
+        made += tokens
+        if made < most and chunk >= block:
+            assert (prompt + made - 1) % block == 0, "only the token that is not computed yet stands behind a block"
+            assert tokens > chunk - block
+
+
+def test_without_chunks_blocks_do_not_matter():
+    assert Fixed(chunk_tokens=None, block_tokens=32).tokens(sample(5, 7, 100)) == 93
+    assert Fixed(chunk_tokens=64).tokens(sample(5, 0, 100)) == 64
