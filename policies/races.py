@@ -8,10 +8,11 @@ Invariant: copies take room only while no sample waits for any. Called by `Rollo
 from collections import Counter
 
 from policies.board import Board
-from policies.buffer import Chunk
+from policies.buffer import Chunk, Sample
 from policies.events import ChunkEnd, ChunkFinished
 from policies.racing import FreeWorker, Racing, Straggler
 from policies.running import Running
+from policies.views import RacesView
 
 LOOK_S = 1.0
 """Between two looks at what is free: many chunks end together, and a look reads the books of every replica."""
@@ -21,12 +22,16 @@ class Races:
     def __init__(self, policy: Racing, board: Board, running: Running):
         self._policy, self._board, self._running = policy, board, running
         self._looked_at = float("-inf")
+        self._gains: dict[float, float] = {}  # by acceptance
 
     # ---- who is first ------------------------------------------------------------------------------
 
     def won(self, chunk: Chunk) -> None:
-        """It has come to its end: whoever else makes its tokens is beaten."""
+        """It has come to its end: whoever else makes its tokens is beaten, and its sample's KV lies where it ran."""
         original = chunk.copy_of or chunk
+        if original is not chunk and chunk.replica_id in self._board:
+            sample = chunk.sample
+            sample.last_replica, sample.last_node = chunk.replica_id, self._board.node(chunk.replica_id)
         for other in (original, *original.copies):
             if other is not chunk:
                 other.beaten = True
@@ -91,7 +96,7 @@ class Races:
         any gets what fewest draft by so far, by rank."""
         policy = self._policy
         methods = {copy.replica_id: copy.method for copy in self._running.copies.values()}
-        ranks = [rung.method for rung in policy.ladder.ranked() if rung.method != policy.own] or [policy.own]
+        ranks = [rung.method for rung in policy.ladder.others(policy.own)] or [policy.own]
         used, workers = Counter(methods.values()), []
         for replica_id in self._board.ready():
             load = self._board.running(replica_id)
@@ -104,8 +109,27 @@ class Races:
     def _straggler(self, chunk: Chunk) -> Straggler:
         sample, policy = chunk.sample, self._policy
         methods = (chunk.method or policy.own, *(copy.method for copy in chunk.copies))
-        accepts = sample.accepted_tokens / sample.drafted_tokens if sample.drafted_tokens else policy.usual
-        return Straggler(sample.sample_id, accepts, methods, chunk.replica_id)
+        return Straggler(sample.sample_id, self._acceptance(sample), methods, chunk.replica_id)
+
+    def _acceptance(self, sample: Sample) -> float:
+        return sample.accepted_tokens / sample.drafted_tokens if sample.drafted_tokens else self._policy.usual
+
+    # ---- what they may bring -------------------------------------------------------------------------
+
+    def outlook(self, replicas: int) -> RacesView:
+        """On so many replicas, for all that runs. Costs O(running) where these have room for copies."""
+        policy, running = self._policy, len(self._running)
+        copies = len(policy.ladder.others(policy.own))
+        if not copies or not 0 < running < policy.room * replicas:
+            return RacesView(policy.room)
+        originals = [c for c in self._running.chunks.values() if c.copy_of is None and not c.beaten]
+        return RacesView(policy.room, copies, sum(self._gain(chunk.sample) for chunk in originals) / running)
+
+    def _gain(self, sample: Sample) -> float:
+        acceptance = round(self._acceptance(sample), 2)
+        if acceptance not in self._gains:
+            self._gains[acceptance] = self._policy.ladder.gain(self._policy.own, acceptance)
+        return self._gains[acceptance]
 
 
 def counts(event: ChunkFinished, chunk: Chunk) -> bool:

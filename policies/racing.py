@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,19 @@ class Ladder:
         return None
 
     def speedup(self, method: str, acceptance: float) -> float:
-        return next(rung.speedup(acceptance) for rung in self.rungs if rung.method == method)
+        """Over plain decoding, which a method that is not on the ladder is taken to be."""
+        return next((rung.speedup(acceptance) for rung in self.rungs if rung.method == method), 1.0)
+
+    def gain(self, own: str, acceptance: float) -> float:
+        """How many times as fast a sample that drafts by `own` is expected to be once it races with all others."""
+        alone = speedup = self.speedup(own, acceptance)
+        for rung in self.others(own):
+            speedup *= rung.gain(speedup)
+        return speedup / alone
+
+    def others(self, own: str) -> tuple[Rung, ...]:
+        """Ranked, without `own`."""
+        return tuple(rung for rung in self.ranked() if rung.method != own)
 
 
 class Straggler(NamedTuple):
@@ -148,6 +160,12 @@ class FastestOfN(BaseModel):
     least_gain: float = Field(
         1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published"
     )
+
+    @model_validator(mode="after")
+    def _has_a_ladder(self):
+        if self.own not in {rung.method for rung in self.ladder.rungs}:
+            raise ValueError(f"own: {self.own} is not among the rungs")
+        return self
 
     @property
     def ladder(self) -> Ladder:

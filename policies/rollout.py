@@ -47,7 +47,7 @@ class RolloutCore:
         self._upcoming = Upcoming(policies.prefetch, self.board, self._waiting, self._running)
         self._races = Races(policies.racing, self.board, self._running)
         self._starts = Starts(policies, self.board, self._running, self._upcoming)
-        self._scaling = Scaling(policies.tail, limits, self.board, self._running, self._buffer)
+        self._scaling = Scaling(policies.tail, limits, self.board, self._running, self._buffer, self._races)
         self._unbound = Unbound(policies.ordering, self.board, self._buffer)
         self._outbox: list[Action] = []
 
@@ -91,8 +91,9 @@ class RolloutCore:
         self._races.won(chunk)
         sample = self._running.count_out(chunk)
         sample.generated_tokens += event.new_tokens
-        sample.drafted_tokens += event.drafted_tokens
-        sample.accepted_tokens += event.accepted_tokens
+        if chunk.method is None:  # copies draft by another method
+            sample.drafted_tokens += event.drafted_tokens
+            sample.accepted_tokens += event.accepted_tokens
         sample.attempts = 0
         if sample.first_version is None and event.new_tokens:
             sample.first_version = chunk.weights_version

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from policies.actions import Action, SetReplicas
 from policies.board import Board
 from policies.buffer import Buffer, Chunk
+from policies.races import Races
 from policies.running import Running
 from policies.tail import Tail
 from policies.views import Speeds, TailView
@@ -28,9 +29,11 @@ class Limits(NamedTuple):
 class Scaling:
     """`limits`: None: how many there are is nobody's to decide here."""
 
-    def __init__(self, policy: Tail, limits: Limits | None, board: Board, running: Running, buffer: Buffer):
+    def __init__(
+        self, policy: Tail, limits: Limits | None, board: Board, running: Running, buffer: Buffer, races: Races
+    ):
         self._policy, self._limits, self._board = policy, limits, board
-        self._running, self._buffer = running, buffer
+        self._running, self._buffer, self._races = running, buffer, races
         self._memory = None  # the policy's
         self._asked: int | None = None
         self._reserved = 0
@@ -63,7 +66,8 @@ class Scaling:
         submitted = sum(batch.samples for batch in self._buffer.batches.values())
         views = tuple(self._board.view(replica_id) for replica_id in reversed(order))
         least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
-        return TailView(now, unended - running, running, unended, submitted, views, least, most)
+        races = self._races.outlook(most)
+        return TailView(now, unended - running, running, unended, submitted, views, least, most, races)
 
     def _empty(self, replica_id: str) -> None:
         speeds = self._board.speeds(replica_id)

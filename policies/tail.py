@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from policies.views import ReplicaView, TailView
+from policies.views import ReplicaView, Speeds, TailView
 
 KV_SHARE = 0.9
 """Of the KV of the replicas that stay, what consolidated chunks may reserve: reservations do not pack to the block."""
@@ -94,25 +94,67 @@ class Threshold(Shrinking):
         return max(1, ceil(self.to_share * view.most)) if few else view.most
 
 
+class Auto(Shrinking):
+    """As many as make a token of what is left cheapest: its seconds, and what replicas are worth elsewhere meanwhile.
+
+    On n replicas a step takes step_s(ceil(chunks / n)) at the mean of the measured speeds. Where copies race, they take
+    free places, lengthen the step, and multiply the pace by what the racing policy expects of them. Samples go on side
+    by side, so the longest one's end, plus `worth` for each replica-second until then, is least where every step's
+    seconds * (1 + worth * n) / pace is, whatever lengths are still to come. A replica thus takes chunks that move, or
+    copies, while that saves `worth` seconds of makespan for each of its own; else it is given back.
+    """
+
+    type: Literal["auto"] = "auto"
+    worth: float | None = Field(
+        None, ge=0.0, description="seconds of makespan that a replica-second is worth; null: its share of all replicas"
+    )
+
+    def needed(self, view: TailView, answer: int) -> int:
+        speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
+        if not speeds:
+            return view.most
+        worth = 1 / view.most if self.worth is None else self.worth
+        step = Speeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
+        least = roomy(view.replicas, view.running, view.most)
+        return min(range(least, view.most + 1), key=lambda count: token_s(view, step, count) * (1 + worth * count))
+
+
+def token_s(view: TailView, step: Speeds, count: int) -> float:
+    """Seconds in which a sample goes on by as many tokens as one step makes without a race, on `count` replicas."""
+    own, races = view.running, view.races
+    places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
+    if places <= 0:
+        return step.step_s(ceil(own / count))
+    pace = 1 + (races.gain - 1) * places / (races.copies * own)
+    return step.step_s(ceil((own + places) / count)) / pace
+
+
 def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdown: float) -> int:
     """Replicas that do for `running` chunks; `replicas` in the order in which they stay, of at most `most`.
 
-    They have places and KV for all chunks, and a step of ceil(running / n) chunks takes at most 1 + max_slowdown times
-    one of ceil(running / most), by the slowest speeds measured. `most` while nothing has been measured.
+    They have room for all chunks, and a step of ceil(running / n) chunks takes at most 1 + max_slowdown times one of
+    ceil(running / most), by the slowest speeds measured. `most` while nothing has been measured.
     """
     speeds = [replica.speeds for replica in replicas if replica.speeds is not None]
     if not speeds:
         return most
     longest_s = (1 + max_slowdown) * max(one.step_s(ceil(running / most)) for one in speeds)
+    for count in range(roomy(replicas, running, most), most):
+        if max(one.step_s(ceil(running / count)) for one in speeds) <= longest_s:
+            return count
+    return most
+
+
+def roomy(replicas: Sequence[ReplicaView], running: int, most: int) -> int:
+    """The fewest replicas that have places and KV for all that runs, `most` at most."""
     used = sum(replica.kv_capacity_tokens - replica.kv_free_tokens for replica in replicas)
     places = room = 0
     for count in range(1, most):
         replica = replicas[min(count, len(replicas)) - 1]  # those to come are taken to be like the last one
         places, room = places + replica.max_running, room + KV_SHARE * replica.kv_capacity_tokens
-        fits = running <= places and used <= room
-        if fits and max(one.step_s(ceil(running / count)) for one in speeds) <= longest_s:
+        if running <= places and used <= room:
             return count
     return most
 
 
-TailPolicy = Annotated[Hold | Release | Consolidate | Threshold, Field(discriminator="type")]
+TailPolicy = Annotated[Hold | Release | Consolidate | Threshold | Auto, Field(discriminator="type")]

@@ -75,6 +75,14 @@ class ReplicaView(NamedTuple):
     speeds: Speeds | None = None  # None until the replica has reported any
 
 
+class RacesView(NamedTuple):
+    """What races may bring where there is room; by default they are off."""
+
+    room: int = 0  # chunks on a replica up to which it takes copies
+    copies: int = 0  # that a sample may have; 0 as well where no replica has room
+    gain: float = 1.0  # how many times as fast running samples are expected to be, on average, with all of them
+
+
 class TailView(NamedTuple):
     """The replicas, and what is left of the batches in flight."""
 
@@ -86,6 +94,7 @@ class TailView(NamedTuple):
     replicas: tuple[ReplicaView, ...]  # in the order in which they stay: Serve stops the last one first
     least: int  # replicas that there may be
     most: int
+    races: RacesView = RacesView()
 
 
 class DraftView(NamedTuple):

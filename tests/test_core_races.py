@@ -238,6 +238,38 @@ def test_a_cancelled_batch_ends_its_races():
     assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
 
 
+def test_a_winner_s_replica_is_where_its_sample_ran_last():
+    core, started = core_of(placement={"type": "cost_aware", "min_gain_s": 0.0})
+    assert started["g#0:0"].replica_id != started["g#0:0~model"].replica_id
+    finish(core, "g#0:0~model", 100)
+    again = starts(core.decide(ev.Tick(1.0)))["g#0:1"]
+    assert again.replica_id == started["g#0:0~model"].replica_id
+
+
+def outlook(core, replicas: int = 3):
+    return core._races.outlook(replicas)
+
+
+def test_what_races_may_bring_goes_by_the_drafts_of_chunks_that_are_no_copies():
+    core, _ = core_of()
+    ladder = RACING.ladder
+    usual = ladder.gain("group", RACING.usual)
+    assert outlook(core) == (3, 2, pytest.approx(usual)) and usual < ladder.gain("group", 0.1)
+    finish(core, "g#0:0", 100, drafted_tokens=100, accepted_tokens=10)
+    finish(core, "g#1:0~history", 100, drafted_tokens=100, accepted_tokens=99)
+    core.decide(ev.Tick(1.0))
+    assert outlook(core).gain == pytest.approx((ladder.gain("group", 0.1) + usual) / 2)
+
+
+def test_nothing_is_expected_of_races_without_room_or_policy():
+    core, _ = core_of()
+    assert outlook(core, 1).copies == 2 and outlook(core, 0).copies == 0
+    crowded, _ = core_of(replicas=1, samples=3)
+    assert outlook(crowded, 1) == (3, 0, 1.0)
+    alone = RolloutCore(Policies())
+    assert outlook(alone) == (0, 0, 1.0)
+
+
 def test_nobody_races_unless_told_to():
     core = RolloutCore(Policies())
     core.observe(ev.ReplicaJoined(0.0, "r0", 16, 100, 4, 0, 0))

@@ -156,7 +156,8 @@ def test_no_view_has_a_field_for_a_true_length():
         "Speeds": (
             "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s", "step_per_chunk_s", "observed_at",
         ),
-        "TailView": ("now", "waiting", "running", "unended", "submitted", "replicas", "least", "most"),
+        "RacesView": ("room", "copies", "gain"),
+        "TailView": ("now", "waiting", "running", "unended", "submitted", "replicas", "least", "most", "races"),
         "DraftView": (
             "right", "proposed", "match_tokens", "slot", "verifications", "drafted_last", "accepted_last", "generated",
             "expected", "medium_at", "long_at", "acceptance", "cost",

@@ -106,6 +106,20 @@ def test_speedups_rise_with_acceptance_between_the_points_measured():
     assert (NGRAM.speedup(-1), NGRAM.speedup(0.25), NGRAM.speedup(0.5), NGRAM.speedup(2)) == (0.9, 1.1, 1.3, 4.0)
 
 
+def test_racing_with_all_methods_gains_what_each_adds_to_those_before():
+    alone = NGRAM.speedup(0.2)
+    first = SMALL.gain(alone)
+    assert LADDER.gain("ngram", 0.2) == pytest.approx(first * LARGE.gain(alone * first))
+    assert [rung.method for rung in LADDER.others("ngram")] == ["0.5b", "1.5b"]
+    assert LADDER.gain("ngram", 1.0) == 1.0, "nothing is faster"
+    assert LADDER.speedup("nobody knows", 0.5) == 1.0, "plain decoding"
+
+
+def test_the_method_of_chunks_that_are_no_copies_is_on_the_ladder():
+    with pytest.raises(ValueError, match="not among the rungs"):
+        FastestOfN(own="goup")
+
+
 @pytest.mark.parametrize("build", [lambda: Ladder((NGRAM, NGRAM)), lambda: Rung("x", (), (0.1,)),
                                    lambda: Rung("x", ((0.5, 1.0), (0.5, 2.0)), (0.1,)),
                                    lambda: Rung("x", ((0.5, 1.0),), ())])  # fmt: skip

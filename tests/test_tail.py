@@ -1,5 +1,7 @@
 """Tail policies: the contract every one keeps, the user's own included, what each one means, and how the core obeys."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,8 @@ from policies.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, Star
 from policies.bundle import Policies, load_policy, members
 from policies.rollout import RolloutCore
 from policies.scaling import Limits
-from policies.tail import Consolidate, Hold, Release, Threshold, fewest
-from policies.views import ReplicaView, Speeds, TailView
+from policies.tail import Auto, Consolidate, Hold, Release, Threshold, fewest
+from policies.views import RacesView, ReplicaView, Speeds, TailView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 EVERY = [*members("tail"), "user_policies:OneForEight"]
@@ -22,10 +24,19 @@ def replica(name: str, running: int, speeds: Speeds | None = SPEEDS, used: int =
     return ReplicaView(name, 1_000, 1_000 - used, running, 8, 0, "n", speeds)
 
 
-def tail(*replicas: ReplicaView, now=0.0, waiting=0, unended=None, submitted=64, least=1, most=4) -> TailView:
+def tail(
+    *replicas: ReplicaView,
+    now=0.0,
+    waiting=0,
+    unended=None,
+    submitted=64,
+    least=1,
+    most=4,
+    races=RacesView(),  # noqa: B008
+) -> TailView:
     running = sum(one.running for one in replicas)
     unended = running + waiting if unended is None else unended
-    return TailView(now, waiting, running, unended, submitted, replicas, least, most)
+    return TailView(now, waiting, running, unended, submitted, replicas, least, most, races)
 
 
 # ---- the contract ----------------------------------------------------------------------------------
@@ -48,7 +59,28 @@ def test_every_member_stays_within_the_limits_and_repeats_itself(name, data, lim
         memories = [memory for _, memory in answers]
 
 
-@pytest.mark.parametrize("name", ["release", "consolidate", "threshold"])
+SHRINKING = ["release", "consolidate", "threshold", "auto"]
+
+
+@PROFILE
+@given(
+    data=st.lists(st.tuples(*[st.integers(0, 8)] * 3, st.floats(1.0, 4.0)), min_size=2, max_size=20),
+    slope_s=st.floats(0.0, 0.1),
+)
+@pytest.mark.parametrize("name", SHRINKING)
+def test_while_a_batch_only_shrinks_nobody_is_asked_back(name, data, slope_s):
+    """Whatever speeds and races do meanwhile: starting a replica takes longer than they stay as they are."""
+    policy, memory, unended, answers = load_policy("tail", name), None, 8 * len(data) + 16, []
+    for step, (first, second, third, gain) in enumerate(data):
+        speeds = SPEEDS._replace(step_per_chunk_s=slope_s * third)
+        replicas = [replica("r0", 1 + first, speeds), replica("r1", second, speeds), replica("r2", third)]
+        view = tail(*replicas, now=0.7 * step, unended=unended - 8 * step, races=RacesView(4, third % 3, gain))
+        wanted, memory = policy.wanted(view, memory)
+        answers.append(wanted)
+    assert all(later <= before for before, later in pairwise(answers))
+
+
+@pytest.mark.parametrize("name", SHRINKING)
 def test_whatever_waits_brings_all_back_at_once_and_no_work_leaves_the_least(name):
     policy = load_policy("tail", name)
     wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, least=0), None)
@@ -95,6 +127,33 @@ def test_threshold_looks_at_how_many_samples_are_left():
     policy = Threshold(at_share=0.25, to_share=0.5)
     assert policy.needed(tail(replica("r0", 8), unended=16), 4) == 4
     assert policy.needed(tail(replica("r0", 8), unended=15), 4) == 2
+
+
+def test_auto_weighs_the_time_that_a_replica_saves_against_what_it_is_worth_elsewhere():
+    """8 chunks: a step takes 28 ms on one replica, 24 on two, 23 on three, 22 on four."""
+    four = tail(*[replica(f"r{i}", 2) for i in range(4)])
+    assert Auto(worth=0.0).needed(four, 4) == 4
+    assert Auto(worth=0.06).needed(four, 4) == 2, "the third saves 1 ms, and is worth 1.4"
+    assert Auto(worth=0.25).needed(four, 4) == Auto().needed(four, 4) == 1, "its share of four"
+    kept = [Auto(worth=worth / 100).needed(four, 4) for worth in range(40)]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_auto_keeps_what_races_are_worth():
+    """One straggler: by itself on one replica, unless a copy on a second one is expected to bring more than that."""
+    alone = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))]
+    for gain, copies, kept in ((1.0, 1, 1), (1.1, 1, 1), (2.0, 1, 2), (9.0, 3, 4)):
+        assert Auto().needed(tail(*alone, races=RacesView(1, copies, gain)), 4) == kept
+    full = [replica(f"r{i}", 4) for i in range(4)]
+    assert Auto(worth=0.06).needed(tail(*full, races=RacesView(4, 0, 1.0)), 4) == Auto(worth=0.06).needed(
+        tail(*full), 4
+    ), "no replica has room"
+
+
+def test_auto_leaves_room_for_all_and_keeps_all_while_nothing_is_known():
+    assert Auto(worth=9.0).needed(tail(replica("r0", 5), replica("r1", 5), most=2), 2) == 2
+    assert Auto(worth=9.0).needed(tail(replica("r0", 1, used=500), replica("r1", 1, used=500), most=2), 2) == 2
+    assert Auto(worth=9.0).needed(tail(replica("r0", 1, None), replica("r1", 0, None), most=2), 2) == 2
 
 
 # ---- how the core obeys ----------------------------------------------------------------------------
