@@ -91,8 +91,8 @@ def test_a_replica_reads_the_context_of_those_that_take_part():
         end_s = replica.due_s
         replica.turn()
     rounds = 900 / 1.25
-    assert chunk.sample.verifications == pytest.approx(0.4 * rounds)
-    assert chunk.sample.drafted == pytest.approx((2.0 - 0.4) * rounds)
+    assert chunk.verifications == pytest.approx(0.4 * rounds)
+    assert chunk.drafted == pytest.approx((2.0 - 0.4) * rounds)
     played_s = sum(step.seconds(2.0, 0.4 * (100 + 1.25 * i)) + 0.004 for i in range(int(rounds)))
     assert end_s == pytest.approx(played_s)
 

@@ -234,6 +234,7 @@ def test_moments_are_in_order_and_add_up():
         ({"work": Workload("long", 10, (((Group("g", 5, (11,))),),))}, ValueError),
         ({"how": policies("oracle_longest_first"), "reveal": False}, IllegalEvent),
         ({"how": policies("seer"), "reveal": True}, IllegalEvent),
+        ({"how": policies(racing="fastest_of_n")}, ValueError),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(change, error):
@@ -254,12 +255,19 @@ def begun() -> Checks:
     return checks
 
 
-def start(chunk_id: str, tokens: int) -> StartChunk:
-    return StartChunk(chunk_id, "g#0", "r0", 0, tokens, 0, 0, 1, 50, (0, 0), "")
+def start(chunk_id: str, tokens: int, copy_of: str | None = None, begin: int = 0) -> StartChunk:
+    return StartChunk(chunk_id, "g#0", "r0", begin, tokens, 0, 0, 1, 50, (0, 0), "", copy_of, copy_of and "model")
 
 
-def finish(now: float, tokens: int) -> ev.ChunkFinished:
-    return ev.ChunkFinished(now, "g#0:0", tokens, ev.ChunkEnd.STOP, 0)
+def finish(now: float, tokens: int, chunk_id: str = "g#0:0", end=ev.ChunkEnd.STOP) -> ev.ChunkFinished:
+    return ev.ChunkFinished(now, chunk_id, tokens, end, 0)
+
+
+def raced() -> Checks:
+    """And a copy of it runs."""
+    checks = begun()
+    checks.action(start("g#0:0~model", 50, "g#0:0"))
+    return checks
 
 
 @pytest.mark.parametrize(
@@ -272,11 +280,31 @@ def finish(now: float, tokens: int) -> ev.ChunkFinished:
         lambda checks: checks.action(start("g#0:1", 60)),
         lambda checks: checks.end(0),
         lambda checks: checks.submit({}),
+        lambda checks: checks.action(start("g#0:1", 10)),
+        lambda checks: checks.action(start("g#0:0~model", 10, "g#0:0", begin=3)),
+        lambda checks: checks.action(start("g#0:0~model", 10, "g#0:9")),
     ],
 )
 def test_a_broken_law_is_found(breach):
     with pytest.raises(LawBroken):
         breach(begun())
+
+
+@pytest.mark.parametrize("first", ["g#0:0", "g#0:0~model"])
+def test_of_a_race_the_first_counts_and_the_other_does_not(first):
+    checks = raced()
+    checks.event(finish(2.0, 20, first))
+    checks.action(EndSample("g#0", SampleEnd.STOP, None, ""))
+    (other,) = {"g#0:0", "g#0:0~model"} - {first}
+    checks.event(finish(3.0, 7, other, ev.ChunkEnd.ABORTED))
+    checks.end(0)
+
+
+def test_a_copy_that_gave_way_made_nothing():
+    checks = raced()
+    checks.event(finish(2.0, 7, "g#0:0~model", ev.ChunkEnd.ABORTED))
+    with pytest.raises(LawBroken):
+        checks.action(EndSample("g#0", SampleEnd.STOP, None, ""))
 
 
 def test_a_kept_law_is_not():

@@ -1,97 +1,146 @@
-"""Fastest-of-N and replicas given back: what a race may never change, what it gains, and who has to give way."""
+"""Fastest-of-N and replicas given back, by the core: what a race may never change, what it gains, who gives way."""
 
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 from test_sim_host import Even, cluster, conserved, policies, run, workload
 
+from app.simulator import host
 from app.simulator.acceptance import Method
 from app.simulator.decoupled import Drafted, Odds, Way
-from app.simulator.host import simulate
-from app.simulator.races import LOOK_S, Racing
+from app.simulator.host import TICK_S, simulate
 from app.simulator.report import replica_seconds
 from app.simulator.types import Cluster, Group, ReplicaModel, StepModel, Workload
-from policies.bundle import load_policy
-from policies.racing import FastestOfN, Ladder, Rung
+from policies.actions import AbortChunk, StartChunk
+from policies.bundle import Policies, load_policy
+from policies.events import ChunkFinished
+from policies.racing import FastestOfN, Rung
+from policies.rollout import RolloutCore
 from policies.scaling import Limits
 from policies.tail import Consolidate, Release
 
 ACCEPTS = {"good": 0.9, "fair": 0.6, "bad": 0.1}
-GOOD, FAIR, BAD = (Method(name, Even(p)) for name, p in ACCEPTS.items())
-LADDER = Ladder(tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (p,)) for name, p in ACCEPTS.items()))
+METHODS = {name: Method(name, Even(p)) for name, p in ACCEPTS.items()}
+RUNGS = tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (p,)) for name, p in ACCEPTS.items())
+PLAIN = Rung("plain", ((0.0, 1.0),), (0.0,))
 FLAT = ReplicaModel(StepModel(0.02, 0.0, 0.0), 40_000, 64, 1e12, 1e5, 0.01)
 """Steps take as long whatever they compute, and so do joins: copies are in nobody's way."""
 
 
-def racing(own: Method | None = BAD, room: int = 4, spread: float = 1.0, seed: int = 0) -> tuple[Racing, dict]:
-    """And the arguments of `simulate` that go with it."""
-    odds, methods = Odds(seed, spread), {method.name: method for method in (GOOD, FAIR, BAD)}
-    ways = {name: Way(method, 3, False) for name, method in methods.items()}
-    way = ways[own.name] if own else Way(GOOD, 0, False)
-    made = Racing(FastestOfN(), LADDER, methods, own.name if own else None, odds, room)
-    return made, {"speculation": lambda index: Drafted(way, odds, FLAT.step, ways)}
-
-
-def race(work: Workload, where: Cluster, how, races: bool = True, **more):
-    made, drafted = racing()
-    return run(work, where, how, racing=made if races else None, **drafted, **more)
+def race(work: Workload, where: Cluster, how: Policies, own="bad", room=4, spread=1.0, races=True, **more):
+    """Chunks that are no copies draft by `own`, or plainly."""
+    ways, odds = {name: Way(method, 3, False) for name, method in METHODS.items()}, Odds(0, spread)
+    way = ways.get(own, Way(METHODS["good"], 0, False))
+    if races:
+        rungs = RUNGS if own in ACCEPTS else (PLAIN, *RUNGS)
+        racing = FastestOfN(room=room, own=own, usual=ACCEPTS.get(own, 0.0), rungs=rungs)
+        how = how.model_copy(update={"racing": racing})
+    return run(work, where, how, speculation=lambda index: Drafted(way, odds, FLAT.step, ways), **more)
 
 
 STATIC = policies("group_static", "pinned", None)
+PIECES = policies("group_static", "pinned", 120)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv_tokens", [900, 4_000])
 def test_races_change_times_and_nothing_else(seed, kv_tokens):
     """With chunks or without, room or none: the core takes every event, and KV is not over-reserved."""
-    for how, admission in ((STATIC, False), (policies(chunk=150), True), (policies("remaining_first", chunk=90), True)):
-        work = workload(seed, groups=6, steps=2)
-        got = race(work, cluster(kv_tokens=kv_tokens), how, admission=admission, spans=True)
+    work, where, raced = workload(seed, groups=6, steps=2), cluster(kv_tokens=kv_tokens), 0
+    for how, admission in (
+        (STATIC, False),
+        (PIECES, False),
+        (policies(chunk=150), True),
+        (policies("remaining_first", chunk=90), True),
+    ):
+        got = race(work, where, how, admission=admission, spans=True)
         assert conserved(work, got)
-        assert all(one.verifications + one.accepted == pytest.approx(one.tokens) for one in got.ended)
-        assert got == race(work, cluster(kv_tokens=kv_tokens), how, admission=admission, spans=True)
+        assert got == race(work, where, how, admission=admission, spans=True)
+        raced += sum(span.role == "race" for span in got.spans)
+        assert all(moment.running >= 0 and moment.waiting >= 0 for moment in got.moments)
+    assert raced > 50
 
 
 def test_where_copies_are_in_nobody_s_way_they_only_gain():
-    gained = 0.0
+    """But for who is beaten, who stops a step later, and KV that comes from a winner's replica, chunk by chunk."""
+    gained, late_s = 0.0, FLAT.step.base_s + FLAT.fetch_base_s + 700 / FLAT.fetch_tokens_s
     for seed in range(2):
         work, where = workload(seed, groups=6), Cluster(FLAT, 4)
-        alone, raced = (race(work, where, STATIC, races, admission=False) for races in (False, True))
-        ends = [{one.sample_id: one.ended_s for one in got.ended} for got in (alone, raced)]
-        for sample_id, end_s in ends[1].items():
-            assert end_s <= ends[0][sample_id] + FLAT.step.base_s + 1e-9, "who is beaten stops a step later"
+        alone, raced = (race(work, where, PIECES, races=races, admission=False) for races in (False, True))
+        ends = {one.sample_id: one.ended_s for one in alone.ended}
+        assert all(one.ended_s <= ends[one.sample_id] + one.chunks * late_s for one in raced.ended)
         gained += 1 - raced.makespan_s / alone.makespan_s
     assert gained / 2 > 0.2
 
 
-def test_a_straggler_is_as_fast_as_the_best_method_from_the_first_look_on():
-    """Two samples; one ends at once, and its replica takes a copy of the other."""
+def test_a_straggler_is_as_fast_as_the_best_method_from_each_look_on():
+    """Two samples; one ends at once, and its replica takes copies of the other, chunk by chunk."""
     work = Workload("two", 2_000, ((Group("a", 10, (4,)), Group("b", 10, (2_000,))),))
-    made, drafted = racing(own=None, spread=0.0)
-    got = run(work, Cluster(FLAT, 2), STATIC, admission=False, racing=made, **drafted, spans=True)
-    look_s = LOOK_S + 4 * 0.02
+    pieces = policies("group_static", "pinned", 400)
+    got = race(work, Cluster(FLAT, 2), pieces, own="plain", room=1, spread=0.0, admission=False, spans=True)
     rate = 1 + 0.9 + 0.81 + 0.729
-    rest = 2_000 - int(look_s / 0.02) - 1
-    assert got.makespan_s == pytest.approx(look_s + rest / rate * 0.02, abs=0.1)
+    quick_s = 400 / rate * 0.02
+    assert 5 * quick_s < got.makespan_s < 5 * (quick_s + TICK_S + 0.1) < 2_000 * 0.02 / 2
     races = [span for span in got.spans if span.role == "race"]
-    assert [(span.sample_id, span.replica) for span in races] == [("b#0", 0)]
-    assert got.ended[-1].verifications == pytest.approx(2_000 - rest + rest / rate, abs=2)
+    assert [(span.sample_id, span.replica) for span in races] == [("b#0", 0)] * 5
+    assert got.ended[-1].verifications == pytest.approx(2_000 / rate, abs=5), "steps of the beaten count for nobody"
 
 
-def test_losers_stop_and_each_replica_drafts_copies_by_one_method_at_a_time():
-    got = race(workload(1, groups=9), Cluster(FLAT, 5), STATIC, admission=False, spans=True)
-    ended = {one.sample_id: one.ended_s for one in got.ended}
-    races = [span for span in got.spans if span.role == "race"]
-    assert len(races) > 8
-    assert all(span.end_s <= ended[span.sample_id] + FLAT.step.base_s + 1e-9 for span in races)
-    own = {span.sample_id: span.replica for span in got.spans if span.role == "generate"}
-    assert all(own[span.sample_id] != span.replica for span in races)
-    by_sample = defaultdict(list)
-    for span in races:
-        by_sample[span.sample_id].append(span.begin_s)
-    assert max(map(len, by_sample.values())) >= 2, "some race with all methods"
+class Recording(RolloutCore):
+    """Writes down what it hears and says, and when."""
+
+    log: ClassVar[list[tuple]] = []
+
+    def observe(self, event):
+        super().observe(event)
+        self.log.append((event.now, event))
+
+    def decide(self, tick):
+        actions = super().decide(tick)
+        self.log.extend((tick.now, action) for action in actions)
+        return actions
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr(Recording, "log", [])
+    monkeypatch.setattr(host, "RolloutCore", Recording)
+    race(workload(1, groups=9), Cluster(FLAT, 5), PIECES, admission=False)
+    return Recording.log
+
+
+def test_each_replica_drafts_copies_by_one_method_and_the_beaten_stop_a_step_later(recorded):
+    copies, told, raced = {}, {}, defaultdict(set)
+    for now, entry in recorded:
+        if isinstance(entry, StartChunk) and entry.copy_of:
+            beside = {other.method for other in copies.values() if other.replica_id == entry.replica_id}
+            assert beside <= {entry.method}
+            copies[entry.chunk_id] = entry
+            raced[entry.copy_of].add(entry.method)
+        elif isinstance(entry, AbortChunk):
+            told[entry.chunk_id] = now
+        elif isinstance(entry, ChunkFinished):
+            copies.pop(entry.chunk_id, None)
+            assert now <= told.get(entry.chunk_id, now) + FLAT.step.base_s + 0.02, "a step, and what is being saved"
+    assert len(told) > 8 and max(map(len, raced.values())) >= 2, "some race with more than one method"
+
+
+def test_the_core_hears_what_a_live_replica_would_tell_of_drafts(recorded):
+    """Three tokens in each verification, and of these as many right as the method's chance says."""
+    finished = [entry for _, entry in recorded if isinstance(entry, ChunkFinished) and entry.new_tokens > 60]
+    shares = [event.accepted_tokens / event.drafted_tokens for event in finished]
+    assert min(shares) < 0.2 and max(shares) > 0.6
+    for event, share in zip(finished, shares, strict=True):
+        assert event.drafted_tokens / 3 * (1 + 3 * share) == pytest.approx(event.new_tokens, abs=4)
+
+
+def test_looks_are_a_second_apart_while_nothing_happens():
+    work = Workload("long", 20_000, ((Group("a", 10, (20_000,)),),))
+    got = race(work, Cluster(FLAT, 2), STATIC, admission=False)
+    assert got.makespan_s > 150 and abs(got.events - got.makespan_s / TICK_S) < 30
 
 
 def test_copies_give_way_to_what_the_core_starts():
@@ -99,6 +148,7 @@ def test_copies_give_way_to_what_the_core_starts():
     work = workload(3, groups=10)
     got = race(work, cluster(replicas=2, kv_tokens=2_600, running=3), policies(chunk=60), spans=True)
     assert conserved(work, got) and not sum(one.preemptions for one in got.ended)
+    assert any(span.role == "race" for span in got.spans)
 
 
 def test_replicas_given_back_come_again_for_the_next_step():

@@ -150,7 +150,7 @@ def fast(
         for chunk in replica.turn():
             sample = chunk.sample
             assert chunk.made == chunk.tokens
-            found[chunk.chunk_id] = (now, sample.preemptions, sample.recomputed, sample.verifications)
+            found[chunk.chunk_id] = (now, sample.preemptions, sample.recomputed, chunk.verifications)
     assert not replica.running and not replica.waiting and replica.context == 0.0
     return found
 

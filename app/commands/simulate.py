@@ -116,7 +116,7 @@ def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str
 
 def _systems(compare: str, config: Path) -> dict:
     from app.simulator import specactor
-    from app.simulator.systems import System, system
+    from app.simulator.systems import system
 
     names = list(dict.fromkeys(name.strip() for name in compare.split(",") if name.strip()))
     if not names:
@@ -124,9 +124,7 @@ def _systems(compare: str, config: Path) -> dict:
     found = {}
     for name in names:
         if name == CONFIGURED:
-            policies = load_config(config).application.of("Coordinator").user_config.policies.model_dump()
-            del policies["chunking"]  # sized for this machine's models; the workload has its own
-            found[name] = System(f"the policies of {config.name}", policies)
+            found[name] = _configured(config)
             continue
         if name in specactor.SYSTEMS:
             found[name] = specactor.SYSTEMS[name]
@@ -138,10 +136,21 @@ def _systems(compare: str, config: Path) -> dict:
     return found
 
 
+def _configured(config: Path):
+    from app.simulator.systems import System
+
+    policies = load_config(config).application.of("Coordinator").user_config.policies.model_dump()
+    del policies["chunking"]  # sized for this machine's models; the workload has its own, and its own draft methods
+    racing = policies.pop("racing")["type"]
+    if racing not in ("off", "fastest_of_n"):
+        raise BadInput(f"--compare {CONFIGURED}: races by the workload's methods only, with fastest_of_n, not {racing}")
+    return System(f"the policies of {config.name}", policies, races=racing != "off")
+
+
 def _check_methods(scenario, systems: dict, trace: Path | None, steps: int) -> None:
     from app.simulator import specactor
 
-    asking = [name for name in systems if name in specactor.SYSTEMS]
+    asking = [name for name, chosen in systems.items() if name in specactor.SYSTEMS or chosen.races]
     if asking and trace is not None:
         raise BadInput(f"--compare {asking[0]}: has draft models, whose drafts no trace records; name others")
     if steps > 1 and trace is not None:

@@ -1,11 +1,13 @@
 """Laws of a simulated run, from what goes into the core and comes out of it alone: conservation, no preemption, time.
 
-Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be checked.
+A race is decided here anew: who comes first to its end, or an original that is told to stop, is the chunk; the others
+are beaten. Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be
+checked.
 """
 
 from app.simulator.types import Workload
 from policies.actions import EndSample, SampleEnd, StartChunk
-from policies.events import ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
+from policies.events import ChunkEnd, ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
 
 
 class LawBroken(AssertionError):
@@ -21,13 +23,15 @@ class Checks:
         self._prompts: dict[str, int] = {}
         self._joined: dict[str, ReplicaJoined] = {}
         self._blocks: dict[str, int] = {}
+        self._made: dict[str, int] = {}
         self._running: dict[str, tuple[StartChunk, int]] = {}
+        self._races: dict[str, set[str]] = {}  # by sample, its chunks that nobody has beaten
         self._now = 0.0
 
     def submit(self, lengths: dict[str, int]) -> None:
         """True lengths, by id, of the samples of the step that begins."""
         self._demand(not self._left, f"{len(self._left)} samples of the last step have not ended")
-        self._left = dict(lengths)
+        self._left, self._made = dict(lengths), dict.fromkeys(lengths, 0)
 
     def event(self, event: Event) -> None:
         self._demand(event.now >= self._now, f"{event} after {self._now}")
@@ -41,13 +45,27 @@ class Checks:
                     f"{spec.group_id}#{i}": spec.prompt_tokens for spec in event.groups for i in range(spec.samples)
                 }
             case ChunkFinished():
-                start, blocks = self._running.pop(event.chunk_id)
-                self._blocks[start.replica_id] -= blocks
-                self._left[start.sample_id] -= event.new_tokens
+                self._finished(event)
+
+    def _finished(self, event: ChunkFinished) -> None:
+        start, blocks = self._running.pop(event.chunk_id)
+        self._blocks[start.replica_id] -= blocks
+        race = self._races.get(start.sample_id, set())
+        if event.chunk_id not in race:
+            return
+        race.remove(event.chunk_id)
+        if start.copy_of is None or event.end is not ChunkEnd.ABORTED:
+            del self._races[start.sample_id]
+            self._left[start.sample_id] -= event.new_tokens
+            self._made[start.sample_id] += event.new_tokens
 
     def action(self, action) -> None:
         match action:
             case StartChunk():
+                race = self._races.setdefault(action.sample_id, set())
+                self._demand((action.copy_of in race) if race else action.copy_of is None, f"{action}: not its turn")
+                self._demand(action.start == self._made[action.sample_id], f"{action}: begins at a wrong token")
+                race.add(action.chunk_id)
                 join = self._joined[action.replica_id]
                 tokens = self._prompts[action.sample_id] + action.start + action.max_tokens + join.draft_tokens
                 blocks = -(-tokens // join.block_tokens)

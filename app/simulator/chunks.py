@@ -44,46 +44,62 @@ class Sample:
         self.mark: Mark | None = None
         self.replica = None  # where its last chunk ran, or runs
 
+    def take(self, chunk: "Chunk") -> None:
+        """A chunk of it has stopped, and counts."""
+        self.made += int(chunk.made)
+        self.stored, self.mark, self.replica = chunk.stored, chunk.mark, chunk.replica
+        self.verifications += chunk.verifications
+        self.drafted += chunk.drafted
+
 
 class Chunk:
     """A chunk that is to make `tokens` tokens, as a replica runs it.
 
     As of virtual step `since` it has made `made`; from there it makes `rate` tokens a step, of which it computes
     `cost`, and ends at `end_step`. Before its first step it computes `prefill` tokens of its context; `pulled` come
-    from the pool. It takes part in the share `part` of the steps. `over`: it has left its replica for good. `method`:
-    None unless it is a copy that races; then the draft method that it races with.
+    from the pool, which holds `stored`. It takes part in the share `part` of the steps. `over`: it has left its replica
+    for good; `keeps`: then its new KV is stored. `method`: None unless it is a copy that races; then the draft method
+    that it races with. Nothing that it does is its sample's before `Sample.take`.
     """
 
     __slots__ = ("aborted", "accepted_last", "begin_made", "begin_s", "begin_step", "chunk_id", "class_starts",
-                 "context", "cost", "drafted_last", "end_step", "expected_tokens", "made", "mark", "method", "over",
-                 "part", "prefill", "pulled", "rate", "running", "sample", "serial", "since", "slot", "tokens",
-                 "verified")  # fmt: skip
+                 "context", "cost", "drafted", "drafted_last", "end_step", "expected_tokens", "keeps", "made", "mark",
+                 "method", "over", "part", "prefill", "pulled", "rate", "replica", "running", "sample", "serial",
+                 "since", "slot", "start", "stored", "tokens", "verifications", "verified")  # fmt: skip
 
     def __init__(self, chunk_id: str, sample: Sample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]):
         self.chunk_id, self.sample, self.tokens = chunk_id, sample, tokens
         self.expected_tokens, self.class_starts = expected_tokens, class_starts
-        self.context = sample.family.group.prompt_tokens + sample.made  # as it starts
+        self.start, self.stored, self.replica = sample.made, sample.stored, sample.replica
+        self.context = sample.family.group.prompt_tokens + self.start  # as it starts
         self.prefill = self.pulled = 0
         self.made, self.since, self.rate, self.cost, self.part = 0.0, 0, 1.0, 1.0, 1.0
         self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break
         self.end_step = self.serial = self.verified = self.drafted_last = self.accepted_last = 0
         self.slot = -1
+        self.verifications = self.drafted = 0.0
         self.method: str | None = None
         self.running = self.aborted = self.over = False
+        self.keeps = True
         self.mark: Mark | None = None  # set while it waits to compute again what it lost
 
     @property
     def generated(self) -> int:
         """Answer tokens as of step `since`."""
-        return self.sample.made + int(self.made)
+        return self.start + int(self.made)
+
+    @property
+    def accepted(self) -> float:
+        """Draft tokens: every verification makes one token besides."""
+        return max(0.0, int(self.made) - self.verifications)
 
     def settle(self, step: int) -> None:
         """Write down the steps since `since`."""
         steps = step - self.since
         if steps:
             self.made += self.rate * steps
-            self.sample.verifications += self.part * steps
-            self.sample.drafted += (self.cost - self.part) * steps
+            self.verifications += self.part * steps
+            self.drafted += (self.cost - self.part) * steps
             self.since = step
 
     def pace(self, rate: float, cost: float, part: float = 1.0) -> None:

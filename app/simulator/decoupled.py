@@ -119,13 +119,13 @@ class Drafted:
         steps = self._next - now if self._policy else FOREVER
         ways = [self._way_of(chunk) for chunk in chunks]
         chances = [self._odds.of(way.method, chunk.sample) for way, chunk in zip(ways, chunks, strict=True)]
-        ahead, drafts_s = any(way.ahead for way in ways), _drafts_s(ways)
+        ahead, added_s = any(way.ahead for way in ways), drafts_s(ways)
         if ahead and len(ways) == 1:
             return self._alone(ways[0], chances[0], context_tokens, steps)
         rates, costs, parts = zip(*(way.shares(p, ahead) for way, p in zip(ways, chances, strict=True)), strict=True)
         if ahead:
-            return Pace(list(rates), list(costs), drafts_s, steps, parts=parts)
-        return Pace(list(rates), list(costs), 0.0, steps, drafts_s)
+            return Pace(list(rates), list(costs), added_s, steps, parts=parts)
+        return Pace(list(rates), list(costs), 0.0, steps, added_s)
 
     def _way_of(self, chunk: Chunk) -> Way:
         if chunk.method is not None:
@@ -147,7 +147,7 @@ class Drafted:
         self._own = {sample_id: Way(method, plan.window, not plan.coupled) for sample_id, plan in plans.items()}
 
 
-def _drafts_s(ways: Sequence[Way]) -> float:
+def drafts_s(ways: Sequence[Way]) -> float:
     """One draft model after the other, each over all of its samples, until the longest window is full."""
     batches: dict[str, tuple[Method, int, int]] = {}
     for way in ways:
@@ -157,12 +157,14 @@ def _drafts_s(ways: Sequence[Way]) -> float:
     return sum(window * method.draft_s(count) for method, count, window in batches.values())
 
 
-def best_way(method: Method, p: float, verifier: Verifier, samples: int) -> tuple[Way, float]:
+def best_way(
+    method: Method, p: float, verifier: Verifier, samples: int, may_run_ahead: bool = True
+) -> tuple[Way, float]:
     """Of all windows, coupled or ahead where a drafter has to be waited for, the most tokens a second of each of
     `samples` samples; and that."""
     drafter = Drafter(1, method.token_s, method.base_s)
     rated = [(coupled_tokens_s(p, drafter, verifier, samples, w), -w, False) for w in range(MOST_WINDOW + 1)]
-    if method.draft_s(1):
+    if may_run_ahead and method.draft_s(1):
         rated += [
             (decoupled_tokens_s(p, drafter, verifier, samples, w), -w, True)
             for w in range(1, MOST_WINDOW + 1)

@@ -47,9 +47,6 @@ class Fleet:
             self._stopping.popleft()
         return len(self.order) + len(self.starting) + len(self._stopping)
 
-    def up(self) -> list[Replica]:
-        return [self.replicas[index] for index in sorted(self.order)]
-
     def resize(self, wanted: int, now: float) -> tuple[list[int], list[ReplicaLeft]]:
         """Have so many, as Serve would: indexes of those that begin to start, and those that leave at once. A start
         that nobody wants any more goes first."""
@@ -113,13 +110,13 @@ class Fleet:
     def bring(self, chunk: Chunk, min_pull_tokens: int | None, now: float) -> float:
         """How a chunk that starts comes by the KV of its context: what its replica still has, or shares with a mate;
         then the pool's, if enough to be worth it; the rest it computes. Returns the seconds of the pull."""
-        sample, replica, model = chunk.sample, chunk.sample.replica, self.model
+        sample, replica, model = chunk.sample, chunk.replica, self.model
         here = replica.cached(chunk.context, sample.mark, now)
         if sample.family in replica.prompts:
             here = max(here, sample.family.group.prompt_tokens)
         replica.prompts.add(sample.family)
         here -= here % model.block_tokens
-        gain = sample.stored - sample.stored % model.block_tokens - here
+        gain = chunk.stored - chunk.stored % model.block_tokens - here
         if min_pull_tokens is not None and model.fetch_tokens_s and gain >= max(1, min_pull_tokens):
             chunk.pulled = gain
         chunk.prefill = chunk.context - here - chunk.pulled
@@ -131,5 +128,5 @@ class Fleet:
         """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may go on."""
         if not self.model.fetch_tokens_s:
             return self.model.handover_s
-        new_tokens = chunk.context + int(chunk.made) - chunk.sample.stored
+        new_tokens = chunk.context + int(chunk.made) - chunk.stored
         return self.model.handover_s + self.model.fetch_base_s + new_tokens / self.model.fetch_tokens_s

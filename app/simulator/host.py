@@ -3,8 +3,8 @@
 One turn reads observe, decide, act, as `deployments.rollouts` does. Events of one instant are all observed before the
 core decides once. Invariant: the core hears no more than a live shell would tell it (law 3), and a run is a function of
 its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, by which nothing is gained here),
-where in the pool KV lies (one speed for all of it), and a pool that runs full. Called by `app simulate` by way of
-`simulate`.
+where in the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once nothing runs of
+the last one, copies that were beaten included. Called by `app simulate` by way of `simulate`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from app.simulator.checks import Checks, check_step
 from app.simulator.chunks import Chunk, Family, Sample
 from app.simulator.fleet import Fleet
 from app.simulator.moments import Moments
-from app.simulator.races import LOOK_S, Races, Racing
 from app.simulator.replica import Replica
 from app.simulator.speculation import Acceptance, Speculation, by_policy
 from app.simulator.types import Cluster, Ended, Moment, Run, Span, Workload
@@ -24,6 +23,10 @@ from policies.actions import AbortChunk, Action, EndSample, ReleaseKv, SampleEnd
 from policies.bundle import Policies
 from policies.rollout import RolloutCore
 from policies.scaling import Limits
+
+TICK_S = 1.0
+"""Between ticks at which nothing has come, where the core looks around by itself: a live one looks more often, and
+waits as long between two looks for races, and before it gives replicas back."""
 
 
 def simulate(
@@ -38,7 +41,6 @@ def simulate(
     spans: bool = False,
     check: bool = False,
     reveal: bool = False,
-    racing: Racing | None = None,
     elastic: Limits | None = None,
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
@@ -46,24 +48,26 @@ def simulate(
     """Roll the workload out, step by step, each submitted when the last one has ended.
     `admission`: the core reserves KV; without it replicas queue and preempt as vLLM does. Drafts are made by
     `policies.drafting` with chances by `acceptance`, or by what `speculation` gives for a replica's index; with neither
-    there are none. `racing`: Fastest-of-N where replicas have room. `elastic`: within these limits `policies.tail` says
-    how many replicas there are; a start takes the model's start_s. `reveal`: true lengths go to the core, which
-    only `oracle_longest_first` takes. `check`: raise LawBroken where a law breaks. `progress` hears of ended and all
-    samples. Raises ValueError where a sample can never fit on a replica, or fails, and for `policies.racing`.
+    there are none. `elastic`: within these limits `policies.tail` says how many replicas there are; a start takes the
+    model's start_s. `reveal`: true lengths go to the core, which only `oracle_longest_first` takes. `check`: raise
+    LawBroken where a law breaks. `progress` hears of ended and all samples. Raises ValueError where a sample can never
+    fit on a replica, or fails, and for `policies.racing` without a `speculation` that knows its methods.
     """
-    if policies.racing.room:
-        raise ValueError("policies.racing: only SpecActor's systems race in a simulation yet; set it to off")
     if speculation is None:
+        if policies.racing.room:
+            raise ValueError(
+                "policies.racing: copies draft by methods of their own, for which `speculation` has to say"
+            )
         speculation = by_policy(policies.drafting, acceptance, cluster.replica.step, seed)
     kept = [] if spans else None
     fleet = Fleet(cluster, speculation, kept)
-    host = _Host(workload, fleet, policies, admission, reveal, racing, elastic, kept, check, progress)
+    host = _Host(workload, fleet, policies, admission, reveal, elastic, kept, check, progress)
     host.run()
     return host.result(system, seed)
 
 
 class _Host:
-    def __init__(self, workload, fleet, policies, admission, reveal, racing, elastic, spans, check, progress):
+    def __init__(self, workload, fleet, policies, admission, reveal, elastic, spans, check, progress):
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
         self._core = RolloutCore(policies, limits=elastic)
@@ -77,9 +81,8 @@ class _Host:
         self._ended: list[Ended] = []
         self._moments = Moments(self._moment)
         self._checks = Checks(admission) if check else None
-        self._look_s = -inf  # for races: the last look at free replicas, or the next
-        longest = max(group.prompt_tokens for step in workload.steps for group in step) + workload.max_tokens
-        self._races = Races(racing, fleet, fleet.room_tokens() // longest) if racing else None
+        self._looks = elastic is not None or policies.racing.room > 0
+        self._ticks, self._ticked = False, False  # whether the next one stands in the heap; whether one is due now
 
     # ---- the loop --------------------------------------------------------------------------------------
 
@@ -87,10 +90,10 @@ class _Host:
         """Observe, decide, act, until nothing is left to happen."""
         self._submit()
         while True:
-            while self._inbox:
+            while self._inbox or self._ticked:
                 self._observe()
                 self._act(self._core.decide(ev.Tick(self._now)))
-                if len(self._ended) < self._total and not self._samples:
+                if len(self._ended) < self._total and not (self._samples or self._running):
                     self._submit()
             self._moments.note(self._now)
             if not self._heap:
@@ -104,11 +107,15 @@ class _Host:
             self._checks.end(sum(ended.preemptions for ended in self._ended))
 
     def _observe(self) -> None:
-        inbox, self._inbox = self._inbox, []
+        inbox, self._inbox, self._ticked = self._inbox, [], False
         self._events += len(inbox)
         for event in inbox:
             if self._checks:
                 self._checks.event(event)
+            if isinstance(event, ev.ChunkFinished):
+                chunk = self._running.pop(event.chunk_id)
+                if self._core.counts_tokens(event):
+                    chunk.sample.take(chunk)
             self._core.observe(event)
 
     def _act(self, actions: tuple[Action, ...]) -> None:
@@ -129,6 +136,12 @@ class _Host:
                     self._resize(action.replicas)
         for index in touched:
             self._book(self._fleet.replicas[index])
+        if self._looks and self._samples and not self._ticks:
+            self._ticks = True
+            self._at(self._now + TICK_S, self._tick, None)
+
+    def _tick(self, _) -> None:
+        self._ticks, self._ticked = False, bool(self._samples)
 
     def _at(self, time_s: float, do: Callable, subject) -> None:
         self._number += 1
@@ -160,43 +173,40 @@ class _Host:
 
     def _start(self, action: StartChunk, touched: dict[int, None]) -> None:
         sample, replica = self._samples[action.sample_id], self._fleet.by_id[action.replica_id]
-        sample.chunks += 1
-        sample.moves += sample.replica not in (None, replica)
-        sample.replica = replica
+        if action.copy_of is None:
+            sample.chunks += 1
+            sample.moves += sample.replica not in (None, replica)
+            sample.replica = replica
         tokens = min(action.max_tokens, sample.length - sample.made)
         chunk = Chunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
+        chunk.replica, chunk.method = replica, action.method
         self._running[action.chunk_id] = chunk
         self._send(chunk, action.min_pull_tokens, touched)
 
     def _send(self, chunk: Chunk, min_pull_tokens: int | None, touched: dict[int, None]) -> None:
-        sample, replica = chunk.sample, chunk.sample.replica
+        replica = chunk.replica
         fetch_s = self._fleet.bring(chunk, min_pull_tokens, self._now)
         if fetch_s:
             begin_s = replica.boundary_s(self._now)  # an engine begins to pull between two steps
             until_s = begin_s + fetch_s
             if self._spans is not None:
-                self._spans.append(Span(replica.index, sample.sample_id, "fetch", begin_s, until_s, chunk.pulled))
+                self._spans.append(Span(replica.index, chunk.sample.sample_id, "fetch", begin_s, until_s, chunk.pulled))
             self._at(until_s, self._arrive, chunk)
         else:
-            self._enter(chunk)
+            replica.submit(chunk, self._now)
             touched[replica.index] = None
 
     def _arrive(self, chunk: Chunk) -> None:
         if not chunk.over:  # stopped on its way
-            self._enter(chunk)
-            self._book(chunk.sample.replica)
-
-    def _enter(self, chunk: Chunk) -> None:
-        replica = chunk.sample.replica
-        replica.submit(chunk, self._now)
-        for copy in self._races.in_the_way(replica) if self._races else ():
-            replica.abort(copy, self._now)
+            chunk.replica.submit(chunk, self._now)
+            self._book(chunk.replica)
 
     def _abort(self, action: AbortChunk, touched: dict[int, None]) -> None:
         chunk = self._running[action.chunk_id]
         if not chunk.over:  # else its KV is being saved, and it ends by itself
-            chunk.sample.replica.abort(chunk, self._now)
-            touched[chunk.sample.replica.index] = None
+            chunk.keeps = action.keep_kv
+            chunk.replica.abort(chunk, self._now)
+            touched[chunk.replica.index] = None
 
     def _book(self, replica: Replica) -> None:
         if replica.due_s < inf and replica.due_s != self._booked[replica.index]:
@@ -213,51 +223,29 @@ class _Host:
 
     def _stopped(self, chunk: Chunk) -> None:
         """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
-        sample = chunk.sample
         chunk.over = True
-        self._raced(chunk)
-        if chunk.method is not None:
-            return
-        sample.made += int(chunk.made)
-        sample.mark = chunk.mark
-        save_s = self._fleet.save_s(chunk) if sample.made < sample.length else 0.0
+        goes_on = chunk.keeps and chunk.generated < chunk.sample.length
+        save_s = self._fleet.save_s(chunk) if goes_on else 0.0
         if save_s:
-            sample.stored = chunk.context + int(chunk.made) if self._fleet.model.fetch_tokens_s else 0
+            chunk.stored = chunk.context + int(chunk.made) if self._fleet.model.fetch_tokens_s else 0
             self._at(self._now + save_s, self._saved, chunk)
         else:
             self._finish(chunk)
 
     def _saved(self, chunk: Chunk) -> None:  # an engine looks between two steps, and hands over its result
-        self._at(chunk.sample.replica.boundary_s(self._now), self._finish, chunk)
+        self._at(chunk.replica.boundary_s(self._now), self._finish, chunk)
 
     def _finish(self, chunk: Chunk) -> None:
-        sample = chunk.sample
-        del self._running[chunk.chunk_id]
         end = ev.ChunkEnd.ABORTED if chunk.aborted else ev.ChunkEnd.LENGTH
-        if sample.made == sample.length < self._workload.max_tokens:
+        if chunk.generated == chunk.sample.length < self._workload.max_tokens:
             end = ev.ChunkEnd.STOP
-        self._inbox.append(ev.ChunkFinished(self._now, chunk.chunk_id, int(chunk.made), end, 0, sample.stored))
-        self._inbox += self._fleet.measured(sample.replica, self._now)
+        drafted, accepted = round(chunk.drafted), min(round(chunk.drafted), round(chunk.accepted))
+        self._inbox.append(
+            ev.ChunkFinished(self._now, chunk.chunk_id, int(chunk.made), end, 0, chunk.stored, drafted, accepted)
+        )
+        self._inbox += self._fleet.measured(chunk.replica, self._now)
 
-    # ---- free replicas ---------------------------------------------------------------------------------------
-
-    def _raced(self, chunk: Chunk) -> None:
-        """A chunk has left its replica: who raced against it stops; soon there is a look at what is free."""
-        for other in self._races.stopped(chunk) if self._races else ():
-            other.sample.replica.abort(other, self._now)
-            self._book(other.sample.replica)
-        if self._races and self._look_s < self._now:
-            self._look_s = self._now + LOOK_S
-            self._at(self._look_s, self._look, None)
-
-    def _look(self, _) -> None:
-        if len(self._samples) > len(self._running):
-            return  # some wait
-        touched: dict[int, None] = {}
-        for copy in self._races.look(self._running.values(), self._now):
-            self._send(copy, 1, touched)
-        for index in touched:
-            self._book(self._fleet.replicas[index])
+    # ---- how many replicas there are -----------------------------------------------------------------------
 
     def _resize(self, wanted: int) -> None:
         begin, left = self._fleet.resize(wanted, self._now)
@@ -291,7 +279,8 @@ class _Host:
             sample.stored = 0
 
     def _moment(self, now: float) -> Moment:
-        running, kv_tokens = self._fleet.load(now)
+        chunks, kv_tokens = self._fleet.load(now)
+        running = min(chunks, len(self._samples))  # of a race, one counts
         return Moment(now, running, len(self._samples) - running, kv_tokens, self._fleet.occupying(now))
 
     def result(self, system: str, seed: int) -> Run:

@@ -85,11 +85,6 @@ class Replica:
         """Seconds of the next step; 0 while nothing runs."""
         return self._first_s if self.running else 0.0
 
-    def progress(self, chunk: Chunk, now: float) -> tuple[int, int]:
-        """Whole tokens of a running chunk after the step that runs at `now`, and steps since it was settled."""
-        steps = self.step + self._steps_until(now) - chunk.since
-        return min(int(chunk.made + chunk.rate * steps + ROUNDING), chunk.tokens), steps
-
     # ---- a turn ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:

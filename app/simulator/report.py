@@ -19,7 +19,8 @@ IDENTITY = ("system", "workload", "seed")
 def summary(run: Run) -> dict:
     """The figures of a run. Times in seconds; samples' times count from their submission.
 
-    tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: what was up, integrated.
+    tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: what was up, integrated;
+    returned_replica_s: of the replicas that were there as the run began, until its end, what was not.
     idle_share: of replica_s, when a replica did nothing; None where no spans were recorded. acceptance_length: tokens
     per verification. bound_share: of the makespan, what the best lower bound says is needed at least.
     """
@@ -41,6 +42,7 @@ def summary(run: Run) -> dict:
             "tokens_per_s": _ratio(tokens, run.makespan_s),
             "mean_sample_s": _ratio(sum(sample.ended_s - sample.submitted_s for sample in ended), len(ended)),
             "replica_s": replica_s,
+            "returned_replica_s": run.moments[0].replicas * run.makespan_s - replica_s if run.moments else None,
             "idle_share": _ratio(replica_s - busy_seconds(run.spans), replica_s) if run.spans else None,
             "chunks": sum(sample.chunks for sample in ended),
             "moves": sum(sample.moves for sample in ended),
@@ -119,6 +121,8 @@ def rows(comparison: dict) -> list[list[str]]:
         "acceptance length",
         "idle",
         "of bound",
+        "replica s",
+        "given back",
     ]
     heads += ["moves", "preempted", "recomputed"]
     table = [heads]
@@ -126,7 +130,8 @@ def rows(comparison: dict) -> list[list[str]]:
         times = [_times(comparison[key][system]) for key in ("throughput_ratio", "tail_ratio")]
         seconds = [number(mean[key]) for key in ("makespan_s", "tail_s", "tokens_per_s", "acceptance_length")]
         shares = [percent(mean[key]) for key in ("idle_share", "bound_share")]
-        counts = [number(mean[key]) for key in ("moves", "preemptions", "recomputed_tokens")]
+        keys = ("replica_s", "returned_replica_s", "moves", "preemptions", "recomputed_tokens")
+        counts = [number(mean[key]) for key in keys]
         table.append([system, *times, *seconds, *shares, *counts])
     return table
 

@@ -2,26 +2,28 @@
 
 All bind whole groups to replicas up front and leave queueing to vLLM, as verl does; each sample's drafts are right by
 the same odds in all of them. Decoupled, the GPUs are cut into groups of drafter and verifier as Algorithm 1 says for
-the step's samples and the mean context; a group is one replica, GPUs left over stay idle. Invariant:
-plans and ladders know the methods' tables and mean lengths alone. Called by `app simulate` and by benchmarks.
+the step's samples and the mean context; a group is one replica, GPUs left over stay idle. Races are the core's. Its
+copies begin where their chunk did, SpecActor's where the sample stands: systems that race take chunks, so that a copy
+has little to catch up with. Invariant: plans and ladders know the methods' tables and mean lengths alone. Called by
+`app simulate` and by benchmarks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from app.simulator.acceptance import BestOf, Method
+from app.simulator.acceptance import BestOf
 from app.simulator.bounds import bounds
-from app.simulator.decoupled import MOST_WINDOW, Drafted, Odds, Way, best_way
+from app.simulator.decoupled import MOST_WINDOW, Drafted, Odds, Way
 from app.simulator.hardware import replica_model
 from app.simulator.host import simulate
-from app.simulator.races import Racing
+from app.simulator.racers import mean_chance, racers, verifier_of
 from app.simulator.scenario import Scenario
-from app.simulator.types import Cluster, ReplicaModel, Run
+from app.simulator.types import Cluster, Run
 from policies.bundle import Policies
+from policies.chunking import Fixed
 from policies.decoupled import Drafter, Verifier, published_tokens_s
 from policies.planning import Decoupled, Plan
-from policies.racing import FastestOfN, Ladder, Rung
 
 POLICIES = Policies(
     ordering="group_static", placement="pinned", chunking={"type": "fixed", "chunk_tokens": None}, drafting="off"
@@ -35,9 +37,6 @@ VERIFIER_GPUS = (4, 8)
 
 DRAFTER_GPUS = (1, 2, 4)
 """Drafters of one group, each of one GPU (SpecActor 4.1), which share its samples."""
-
-RACE_SHARE = 0.25
-"""Assumed, since no b_max is published: copies may lengthen a step by this share of what it takes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +81,16 @@ def run(
     layout = coupled(scenario, chosen.method) if chosen.method else decoupled(scenario, chosen.published)
     model, policy = layout.cluster.replica, Decoupled(published=chosen.published) if chosen.reconfigure else None
     policy = policy if layout.plan and layout.plan.drafter else None
-    verifier = _verifier(scenario, model)
-    ways = {method.name: best_way(method, _mean(method), verifier, 1)[0] for method in methods} if chosen.race else {}
-    racing = _racing(methods, layout.way, ways, verifier, odds) if chosen.race else None
+    policies, ways = POLICIES, {}
+    if chosen.race:
+        own = layout.way.method.name if layout.way.window else None
+        racing, ways = racers(scenario, model, own, layout.way.window)
+        chunking = Fixed(chunk_tokens=scenario.chunk_tokens.value)
+        policies = POLICIES.model_copy(update={"racing": racing, "chunking": chunking})
     ran = simulate(
-        workload, layout.cluster, POLICIES, seed=seed, admission=False,
+        workload, layout.cluster, policies, seed=seed, admission=False,
         speculation=lambda index: Drafted(layout.way, odds, model.step, ways, layout.plan, policy),
-        racing=racing, spans=spans, check=check, system=name, progress=progress,
+        spans=spans, check=check, system=name, progress=progress,
     )  # fmt: skip
     chances = BestOf([odds.facing(method) for method in (methods if chosen.race else (layout.way.method,))])
     most = Drafted(layout.way, odds, model.step, ways, layout.plan, policy).most
@@ -107,12 +109,12 @@ def decoupled(scenario: Scenario, published: bool) -> Layout:
     """Algorithm 1 for each draft model, and the best of these plans."""
     gpus, samples = scenario.gpus.value, scenario.prompts.value * scenario.samples.value
     models = {n: replica_model(scenario.gpu.value, scenario.model.value, n) for n in VERIFIER_GPUS}
-    verifiers = [_verifier(scenario, model) for model in models.values()]
+    verifiers = [verifier_of(scenario, model) for model in models.values()]
     find, plans = _published_plan if published else Decoupled(most_window=MOST_WINDOW).plan, []
     for method in scenario.drafting():
         if method.draft_s(1):
             drafters = [Drafter(n, method.token_s / n, method.base_s) for n in DRAFTER_GPUS]
-            plans.append((find(samples, gpus, _mean(method), drafters, verifiers), method))
+            plans.append((find(samples, gpus, mean_chance(method), drafters, verifiers), method))
     plan, method = max(plans, key=lambda pair: (pair[0].tokens_s, pair[1].name))
     if plan.drafter:
         method = replace(method, token_s=plan.drafter.sample_s)
@@ -133,27 +135,3 @@ def _published_plan(
         for w in range(1, MOST_WINDOW + 1)
     ]
     return max(rated, key=lambda plan: (plan.tokens_s, -plan.drafter_gpus, -plan.window))
-
-
-def _racing(methods: tuple[Method, ...], own: Way, ways: dict[str, Way], verifier: Verifier, odds: Odds) -> Racing:
-    """The ladder as profiled for a sample that runs alone; room for copies by the longest window of all."""
-    rates = [n / 20 for n in range(21)]
-    plain_s = verifier.seconds(1, 0)
-    rungs = (
-        Rung(m.name, tuple((p, best_way(m, p, verifier, 1)[1] * plain_s) for p in rates), (_mean(m),)) for m in methods
-    )
-    widest = 1 + max(way.window for way in ways.values())
-    room = max(1, int(RACE_SHARE * verifier.base_s / (widest * verifier.token_s)))
-    named = {method.name: method for method in methods}
-    return Racing(FastestOfN(), Ladder(tuple(rungs)), named, own.method.name if own.window else None, odds, room)
-
-
-def _verifier(scenario: Scenario, model: ReplicaModel) -> Verifier:
-    """A step of the replica at the context that samples have on average: the prompt and half of a mean answer."""
-    context = scenario.prompt_tokens.value + scenario.law().mean() / 2
-    return Verifier(model.gpus, model.step.context_s * context, model.step.token_s, model.step.base_s)
-
-
-def _mean(method: Method) -> float:
-    """Mean acceptance of a draft token, as profiled: of the average sample without mates."""
-    return method.acceptance.mean_chance(0)

@@ -5,17 +5,20 @@ groups bound to replicas up front, samples in one piece, vLLM's own queue and pr
 oracle alone. Called by `app simulate` and by benchmarks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Literal
 
-from app.simulator.acceptance import Chances
+from app.simulator.acceptance import BestOf, Chances, Method
 from app.simulator.bounds import bounds
+from app.simulator.decoupled import Odds, Way
 from app.simulator.hardware import replica_model
 from app.simulator.host import simulate
+from app.simulator.racers import Beside, Racers, racers
 from app.simulator.scenario import Scenario
-from app.simulator.speculation import Speculation
+from app.simulator.speculation import Speculation, by_policy
 from app.simulator.types import Cluster, Group, Run, Workload
 from policies.bundle import Policies
 from policies.scaling import Limits
@@ -26,7 +29,9 @@ Evidence = Literal["own", "group", "history", "all"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`evidence`: what drafts are made from. `policies` without `chunking` takes `chunk_share` of the workload's."""
+    """`evidence`: what drafts are made from. `policies` without `chunking` takes `chunk_share` of the workload's.
+    `races`: where replicas have room, copies race, each with one of the workload's draft models in turn with the
+    target, by the table that SpecActor's systems have it by, on the replica's own GPUs."""
 
     about: str
     policies: dict
@@ -34,6 +39,7 @@ class System:
     admission: bool = True
     reveal: bool = False
     chunk_share: float = 1.0
+    races: bool = False
 
     def bundle(self, chunk_tokens: int) -> Policies:
         tokens = max(1, round(chunk_tokens * self.chunk_share))
@@ -51,10 +57,10 @@ def _fixed(tokens: int) -> dict:
     return {"drafting": {"type": "fixed", "tokens": tokens}}
 
 
-def _ours(about: str, changes: dict, evidence: Evidence = "all") -> System:
+def _ours(about: str, changes: dict, evidence: Evidence = "all", races: bool = False) -> System:
     """Chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones leave KV unused, and
     what a hand-over costs is little beside that."""
-    return System(about, OURS | changes, evidence, chunk_share=0.25)
+    return System(about, OURS | changes, evidence, chunk_share=0.25, races=races)
 
 
 def _static(about: str, changes: dict, evidence: Evidence) -> System:
@@ -89,6 +95,13 @@ SYSTEMS = {
         "tailrace; a quarter of the replicas stays for the last fifth of the samples (as RollPacker scales down)",
         {"drafting": "goodput", "tail": "threshold"},
     ),
+    "tailrace_race": _ours(
+        "tailrace; where replicas have room, stragglers race with draft models", {"drafting": "goodput"}, races=True,
+    ),
+    "tailrace_auto": _ours(
+        "tailrace; replicas take what moves, or races, while that pays, and are given back else",
+        {"drafting": "goodput", "tail": "auto"}, races=True,
+    ),
 }  # fmt: skip
 
 
@@ -114,22 +127,29 @@ class Sees:
         return self.chances.chance(group, index, generated, mates, epochs)
 
 
+def _beside(own: Callable[[int], Speculation], ways: Mapping[str, Way], odds: Odds, index: int) -> Beside:
+    return Beside(own(index), ways, odds)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all systems of a comparison share. `chances`: None: nobody can draft."""
+    """What all systems of a comparison share. `chances`: None: nobody can draft; `racers`: None: nobody can race."""
 
     workload: Workload
     cluster: Cluster
     chunk_tokens: int
     chances: Chances | None
+    racers: Racers | None = None
 
     @classmethod
     def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
         """A paper's workload, drawn anew for each seed, on its cluster."""
         model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
         cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
-        chances = scenario.drafting()[0].acceptance
-        return cls(scenario.workload(seed, steps), cluster, scenario.chunk_tokens.value, chances)
+        index = scenario.drafting()[0]
+        mates = scenario.samples.value - 1
+        able = racers(scenario, model, index.name, mates=mates, ahead=False) if scenario.methods else None
+        return cls(scenario.workload(seed, steps), cluster, scenario.chunk_tokens.value, index.acceptance, able)
 
     def run(
         self,
@@ -143,18 +163,24 @@ class Setup:
         progress: Callable[[int, int], None] | None = None,
     ) -> Run:
         """One system. Its bounds are those of all systems that may draft as it does. `speculation`: of a replica's
-        index; drafts are made so, and the chances are for the bounds alone."""
+        index; drafts are made so, and the chances are for the bounds alone. Raises ValueError where it races and
+        nobody can."""
         policies = chosen.bundle(self.chunk_tokens)
-        drafts = policies.drafting.most and self.chances is not None
+        drafts = policies.drafting.most if self.chances is not None else 0
+        sees, best, odds = Sees(self.chances, chosen.evidence) if drafts else None, self.chances, Odds(seed)
+        if chosen.races:
+            if self.racers is None:
+                raise ValueError(f"{name}: {self.workload.name} names no draft model to race with")
+            policies, ways = policies.model_copy(update={"racing": self.racers.policy}), self.racers.ways
+            own = by_policy(policies.drafting, sees, self.cluster.replica.step, seed)
+            speculation = partial(_beside, own, ways, odds)
+            best = BestOf([Method("own", self.chances), *(odds.facing(way.method) for way in ways.values())])
+            drafts = max(drafts, *(way.window for way in ways.values()))
         run = simulate(
             self.workload, self.cluster, policies, seed=seed, admission=chosen.admission, speculation=speculation,
-            acceptance=Sees(self.chances, chosen.evidence) if drafts else None, spans=spans, check=check,
+            acceptance=sees, spans=spans, check=check,
             elastic=None if isinstance(policies.tail, Hold) else Limits(1, self.cluster.replicas),
             reveal=chosen.reveal, system=name, progress=progress,
         )  # fmt: skip
-        return replace(run, bounds=self._bounds(policies.drafting.most if drafts else 0))
-
-    def _bounds(self, most_drafts: int) -> dict[str, float]:
-        """Of each step, summed: a step begins when the last one has ended."""
-        found = [bounds(step, self.cluster, self.chances, most_drafts) for step in self.workload.steps]
-        return {key: sum(of_step[key] for of_step in found) for key in found[0]}
+        found = [bounds(step, self.cluster, best, drafts) for step in self.workload.steps]
+        return replace(run, bounds={key: sum(of_step[key] for of_step in found) for key in found[0]})

@@ -1,0 +1,110 @@
+"""Who may race in a simulation, and how copies are drafted: a paper's draft methods as Fastest-of-N's ladder.
+
+`policies.races` decides, in the core; this says what its policy knows: how much faster a method makes a sample that
+runs alone, by its table and the replica's step, and up to how many chunks a replica takes copies. Acceptance is the
+share of draft tokens that are right at the method's window, which is what replicas report. Invariant: ladders know
+tables and means alone, no sample's own odds. Called by the systems that race.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from app.simulator.acceptance import Method, expected_tokens
+from app.simulator.chunks import Chunk
+from app.simulator.decoupled import Odds, Way, best_way, drafts_s
+from app.simulator.scenario import Scenario
+from app.simulator.speculation import CHANGES, Pace, Speculation
+from app.simulator.types import ReplicaModel
+from policies.decoupled import Verifier
+from policies.racing import FastestOfN, Rung
+
+RACE_SHARE = 0.25
+"""Assumed, since no b_max is published: copies may lengthen a step by this share of what it takes by itself."""
+
+PLAIN = Rung("plain", ((0.0, 1.0),), (0.0,))
+"""Of chunks that do not draft."""
+
+RATES = [n / 20 for n in range(21)]
+
+
+class Racers(NamedTuple):
+    """`policy`: for the core; `ways`: of copies, by method."""
+
+    policy: FastestOfN
+    ways: dict[str, Way]
+
+
+def racers(
+    scenario: Scenario, model: ReplicaModel, own: str | None, window: int = 0, mates: int = 0, ahead: bool = True
+) -> Racers:
+    """All methods of the scenario on replicas of `model`. Chunks that are no copies draft `window` tokens (0: as many
+    as are best for a sample alone) by the method `own`, with so many mates' tokens to draft from; None: plainly.
+    `ahead`: copies may have a drafter beside them; else drafts come in turn."""
+    methods, verifier = scenario.drafting(), verifier_of(scenario, model)
+    ways = {m.name: best_way(m, mean_chance(m), verifier, 1, ahead)[0] for m in methods}
+    widest = 1 + max(way.window for name, way in ways.items() if name != own)
+    longest = scenario.prompt_tokens.value + scenario.max_tokens.value
+    room = min(int(RACE_SHARE * verifier.base_s / (widest * verifier.token_s)), model.kv_capacity_tokens // longest)
+    rungs = [] if own else [PLAIN]
+    for method in methods:
+        width = window if window and method.name == own else ways[method.name].window
+        rungs.append(_rung(method, width or 1, mates if method.name == own else 0, verifier, ahead))
+    name = own or PLAIN.method
+    usual = next(rung.mean_acceptance() for rung in rungs if rung.method == name)
+    return Racers(FastestOfN(room=max(1, room), own=name, usual=usual, rungs=tuple(rungs)), ways)
+
+
+def _rung(method: Method, window: int, mates: int, verifier: Verifier, ahead: bool) -> Rung:
+    """As profiled for a sample that runs alone, over the share of `window` drafts that are right."""
+    plain_s = verifier.seconds(1, 0)
+    curve = tuple((_share(p, window), best_way(method, p, verifier, 1, ahead)[1] * plain_s) for p in RATES)
+    return Rung(method.name, curve, (_share(mean_chance(method, mates), window),))
+
+
+def _share(p: float, window: int) -> float:
+    return (expected_tokens(p, window) - 1) / window
+
+
+def verifier_of(scenario: Scenario, model: ReplicaModel) -> Verifier:
+    """A step of the replica at the context that samples have on average: the prompt and half of a mean answer."""
+    context = scenario.prompt_tokens.value + scenario.law().mean() / 2
+    return Verifier(model.gpus, model.step.context_s * context, model.step.token_s, model.step.base_s)
+
+
+def mean_chance(method: Method, mates: int = 0) -> float:
+    """That a draft token is right, as profiled: of the average sample with so many mates."""
+    return method.acceptance.mean_chance(mates)
+
+
+class Beside:
+    """The `Speculation` of a replica whose own chunks draft by `own`, and copies in turn with it by the way of their
+    method: first each draft model over all of its copies, then one step for all."""
+
+    def __init__(self, own: Speculation, ways: Mapping[str, Way], odds: Odds):
+        self._own, self._ways, self._odds = own, ways, odds
+        self.most = max(own.most, *(way.window for way in ways.values()))
+
+    def stale(self, changes: int, running: int) -> bool:
+        return changes * CHANGES > running
+
+    def drop(self, chunk: Chunk) -> None:
+        if chunk.method is None:
+            self._own.drop(chunk)
+
+    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+        own = [chunk for chunk in chunks if chunk.method is None]
+        if len(own) == len(chunks):
+            return self._own.pace(chunks, context_tokens)
+        pace = self._own.pace(own, context_tokens) if own else Pace([], [])
+        rates, costs = iter(pace.rates), iter(pace.costs)
+        ways = [self._ways[chunk.method] for chunk in chunks if chunk.method is not None]
+        made, computed = [], []
+        for chunk in chunks:
+            if chunk.method is None:
+                rate, cost = next(rates), next(costs)
+            else:
+                way = self._ways[chunk.method]
+                rate, cost, _ = way.shares(self._odds.of(way.method, chunk.sample), turns=False)
+            made.append(rate)
+            computed.append(cost)
+        return Pace(made, computed, pace.floor_s, pace.steps, pace.added_s + drafts_s(ways))
