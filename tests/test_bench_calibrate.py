@@ -13,6 +13,8 @@ from app.bench.probes import (
     LADDER,
     PROMPT_TOKENS,
     bound,
+    crowd,
+    joining,
     model_of,
     probe,
     step_ms,
@@ -72,6 +74,20 @@ def test_a_hand_over_is_what_chunks_take_beyond_the_rest_of_the_model(handover_s
     )
     found = model_of(PROFILE, joined, measured, (chunks - whole) / HANDOVERS)
     assert found.handover_s == pytest.approx(handover_s, abs=1e-3), "the first save takes the prompt's KV, too"
+
+
+@pytest.mark.parametrize("join_s", [0.0, 0.03, 0.2])
+def test_what_joining_takes_of_a_busy_replica_comes_out_as_it_was_put_in(join_s):
+    known = model_of(PROFILE, JOINED, MEASURED, 0.05)
+    groups = crowd("crowd", 2).groups
+    assert len({group.token_ids for group in groups}) == len({group.prompt_id for group in groups}) == len(groups)
+    most = groups[0].max_tokens
+    work = Workload("w", most, (tuple(Group(g.prompt_id, len(g.token_ids), (most,)) for g in groups),))
+    cluster = Cluster(replace(known, join_s=join_s), 2, 2)
+    whole_s, chunked_s = (
+        simulate(work, cluster, bound(tokens), check=True).makespan_s for tokens in (None, HANDOVER_CHUNK_TOKENS)
+    )
+    assert joining(known, 2, chunked_s - whole_s).join_s == pytest.approx(join_s, rel=0.15, abs=2e-3)
 
 
 def test_a_run_is_simulated_as_slow_as_the_machine_was_around_it():

@@ -13,7 +13,20 @@ from itertools import pairwise
 from statistics import mean, median
 
 from app.bench.live import KEPT
-from app.bench.probes import CHECK, LADDER, Ladder, climb, drafted_steps, engines, hand_over, model_of, stepped
+from app.bench.probes import (
+    CHECK,
+    HANDOVER_CHUNK_TOKENS,
+    LADDER,
+    Ladder,
+    busy_hand_overs,
+    climb,
+    drafted_steps,
+    engines,
+    hand_over,
+    joining,
+    model_of,
+    stepped,
+)
 from app.bench.stepcost import fit
 from app.client import RolloutClient
 from app.cluster import service
@@ -32,10 +45,11 @@ REPORTED_S = 1.5
 """By then the coordinator has heard of all that its replicas counted: three polls."""
 
 
-def runs(chunk_tokens: int) -> dict[str, Policies]:
+def runs(chunk_tokens: int, block_tokens: int = 1) -> dict[str, Policies]:
     """Whole groups in one piece; Seer in chunks; most expected tokens left first, in chunks; and that with drafts."""
     whole = {"type": "fixed", "chunk_tokens": None}
-    chunks = {"placement": "cost_aware", "chunking": {"type": "fixed", "chunk_tokens": chunk_tokens}, "drafting": "off"}
+    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens, "block_tokens": block_tokens}
+    chunks = {"placement": "cost_aware", "chunking": chunking, "drafting": "off"}
     return {
         "group_static": Policies(ordering="group_static", placement="pinned", chunking=whole, drafting="off"),
         "seer": Policies(ordering="seer", **chunks),
@@ -85,6 +99,7 @@ def slowed(model: ReplicaModel, times: float) -> ReplicaModel:
         fetch_tokens_s=model.fetch_tokens_s / times,
         fetch_base_s=model.fetch_base_s * times,
         handover_s=model.handover_s * times,
+        join_s=model.join_s * times,
     )
 
 
@@ -151,16 +166,19 @@ def measure(
     say: Callable[[str], None],
 ) -> dict:
     """`profile`: one of `app profile`, in place of the probes' ladder."""
-    replicas, named = file.application.of("Engine").most_replicas, runs(chunk_tokens)
+    replicas = file.application.of("Engine").most_replicas
+    named = runs(chunk_tokens, file.application.args.engine.block_tokens)
     say(f"starting {replicas} replicas")
     with service(file, None) as client:
-        live, ladders, handovers, told = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
+        live, ladders, handovers, busy, told = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
     profile = profile or pooled(ladders)
     drafting = profile | {"fit": fit([step for ladder in ladders for step in (*ladder["steps"], *ladder["drafted"])])}
     models = {
         name: model_of(drafting if policies.drafting.most else profile, *told, median(handovers))
         for name, policies in named.items()
     }
+    join_s = joining(model_of(profile, *told, median(handovers)), replicas, mean(busy)).join_s
+    models = {name: replace(model, join_s=join_s) for name, model in models.items()}
     speeds = [slowness(ladder, profile) for ladder in ladders]
     around = [mean(pair) for pair in pairwise(speeds)]  # of each run, in order
     times = {name: around[place :: len(named)] for place, name in enumerate(named)}
@@ -171,6 +189,7 @@ def measure(
         "profile": {key: profile[key] for key in ("fit", "prefill_ms")} | {"fit_with_drafts": drafting["fit"]},
         "slowness": [round(speed, 4) for speed in speeds],
         "handovers_s": handovers,
+        "busy_handovers_s": busy,
         "replica": asdict(models["seer"]),
         "tokens": sum(len(ids) + 1 for group in groups for ids in group.forced_token_ids),
         "repeats": repeats,
@@ -180,7 +199,7 @@ def measure(
 async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say):
     """Probes, then the policies in turn with probes after each run."""
     told = await engines(client)
-    ladders, handovers, rolled = [], [], {name: [] for name in named}
+    ladders, handovers, busy, rolled = [], [], [], {name: [] for name in named}
 
     async def probe(ladder: Ladder) -> None:
         number = len(ladders)
@@ -190,6 +209,11 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
         took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in ladders[-1]["steps"]}
         say(f"probes: steps of {took} ms, hand-over {handovers[-1]:.3f} s")
 
+    async def crowd() -> None:
+        busy.append(await busy_hand_overs(client, f"crowd-{len(busy)}", replicas))
+        say(f"probes: chunks of {HANDOVER_CHUNK_TOKENS} take {busy[-1]:.2f} s more")
+
+    await crowd()
     await probe(LADDER)
     for turn in range(repeats):
         for name, policies in named.items():
@@ -208,4 +232,5 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
             )
             say(f"{name}, {turn + 1} of {repeats}: {done}")
             await probe(CHECK)
-    return {name: middle(all_of) for name, all_of in rolled.items()}, ladders, handovers, told
+    await crowd()
+    return {name: middle(all_of) for name, all_of in rolled.items()}, ladders, handovers, busy, told

@@ -11,7 +11,8 @@ from statistics import mean, median
 
 from app.client import RolloutClient
 from app.simulator.hardware import from_profile
-from app.simulator.types import ReplicaModel
+from app.simulator.host import simulate
+from app.simulator.types import Cluster, Group, ReplicaModel, Workload
 from deployments.journal import Journal, read_journal
 from deployments.messages import GroupResult, PromptGroup, RolloutBatch
 from policies.bundle import Policies
@@ -28,6 +29,9 @@ CHECK = ((1, 40), (8, 40), (8, 960))
 
 HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
 PROMPT_TOKENS = 40
+
+BUSY_CHUNKS = (8, 4, 160)
+"""Samples on each replica, tokens by which their prompts differ, and of their answers: no two hand over at once."""
 
 FIRST_TOKEN, TOKENS = 300, 9_000
 """Of made-up prompts: ordinary words in any tokenizer's vocabulary."""
@@ -104,6 +108,32 @@ async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
     return (idle_s[1] - idle_s[0]) / HANDOVERS
 
 
+def crowd(name: str, replicas: int) -> RolloutBatch:
+    """Groups of one sample, as many on each replica, with prompts of different lengths and of other tokens."""
+    samples, apart, answer_tokens = BUSY_CHUNKS
+    one_by_one = (
+        probe(name, replicas, 1, PROMPT_TOKENS + apart * number, answer_tokens).groups for number in range(samples)
+    )
+    groups = []
+    for number, of in enumerate(one_by_one):
+        for index, group in enumerate(of):
+            own = {"prompt_id": f"p{number}-{index}", "token_ids": tuple(t + 11 * number for t in group.token_ids)}
+            groups.append(group.model_copy(update=own))
+    return RolloutBatch(batch_id=name, groups=tuple(groups))
+
+
+async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> float:
+    """Seconds by which chunks make the rollout of a `crowd` longer: while some hand over, the others go on."""
+    took_s = []
+    for chunk_tokens in (None, HANDOVER_CHUNK_TOKENS):
+        await client.set_policies(bound(chunk_tokens))
+        await client.reset_caches()
+        batch = crowd(f"{name}-{chunk_tokens or 'whole'}", replicas)
+        groups = [group async for group in client.rollout(batch)]
+        took_s.append(max(group.samples[0].timings.finished_s for group in groups))
+    return took_s[1] - took_s[0]
+
+
 async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[ReplicaMeasured]]:
     """What each replica has told the core of itself, latest measures; run after something else was."""
     await client.journal(True)
@@ -131,3 +161,19 @@ def model_of(
     )
     save_s = model.fetch_base_s + HANDOVER_CHUNK_TOKENS / model.fetch_tokens_s if pools else 0.0
     return replace(model, block_tokens=joined[0].block_tokens, handover_s=max(0.0, handover_s - save_s))
+
+
+def joining(model: ReplicaModel, replicas: int, busy_s: float) -> ReplicaModel:
+    """With the time of its replica that a joining chunk takes: what `busy_hand_overs` found, `busy_s`, beyond what the
+    model without it says of the same crowd, by hand-overs of a replica."""
+    samples, _, answer_tokens = BUSY_CHUNKS
+    groups = crowd("crowd", replicas).groups
+    work = Workload(
+        "crowd", answer_tokens, (tuple(Group(g.prompt_id, len(g.token_ids), (answer_tokens,)) for g in groups),)
+    )
+    whole_s, chunked_s = (
+        simulate(work, Cluster(model, replicas, replicas), bound(tokens)).makespan_s
+        for tokens in (None, HANDOVER_CHUNK_TOKENS)
+    )
+    hand_overs = samples * (-(-answer_tokens // HANDOVER_CHUNK_TOKENS) - 1)
+    return replace(model, join_s=max(0.0, (busy_s - chunked_s + whole_s) / hand_overs))

@@ -126,7 +126,4 @@ class Fleet:
 
     def save_s(self, chunk: Chunk) -> float:
         """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may go on."""
-        if not self.model.fetch_tokens_s:
-            return self.model.handover_s
-        new_tokens = chunk.context + int(chunk.made) - chunk.stored
-        return self.model.handover_s + self.model.fetch_base_s + new_tokens / self.model.fetch_tokens_s
+        return self.model.fetch_base_s + (chunk.context + int(chunk.made) - chunk.stored) / self.model.fetch_tokens_s

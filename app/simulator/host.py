@@ -225,15 +225,18 @@ class _Host:
         """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
         chunk.over = True
         goes_on = chunk.keeps and chunk.generated < chunk.sample.length
-        save_s = self._fleet.save_s(chunk) if goes_on else 0.0
-        if save_s:
-            chunk.stored = chunk.context + int(chunk.made) if self._fleet.model.fetch_tokens_s else 0
+        model = self._fleet.model
+        if goes_on and model.fetch_tokens_s:
+            save_s = self._fleet.save_s(chunk)
+            chunk.stored = chunk.context + int(chunk.made)
             self._at(self._now + save_s, self._saved, chunk)
+        elif goes_on and model.handover_s:
+            self._at(self._now + model.handover_s, self._finish, chunk)
         else:
             self._finish(chunk)
 
     def _saved(self, chunk: Chunk) -> None:  # an engine looks between two steps, and hands over its result
-        self._at(chunk.replica.boundary_s(self._now), self._finish, chunk)
+        self._at(chunk.replica.boundary_s(self._now) + self._fleet.model.handover_s, self._finish, chunk)
 
     def _finish(self, chunk: Chunk) -> None:
         end = ev.ChunkEnd.ABORTED if chunk.aborted else ev.ChunkEnd.LENGTH

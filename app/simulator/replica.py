@@ -154,6 +154,8 @@ class Replica:
         if chunk.mark is not None:  # it was preempted
             chunk.prefill, chunk.pulled = int(held) - self.cached(held, chunk.mark, self.clock_s), 0
             sample.recomputed += chunk.prefill
+        elif sample.chunks > 1:
+            self.clock_s += self.model.join_s
         if chunk.prefill:
             began_s = self.clock_s
             self.clock_s += chunk.prefill / self.model.prefill_tokens_s
