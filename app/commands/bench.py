@@ -10,6 +10,7 @@ import click
 from app.commands.calibrate import command as calibrate
 from app.commands.control import command as control
 from app.commands.decoupled import command as decoupled
+from app.commands.tail import command as tail
 from app.config import DEFAULT_CONFIG, load_config
 from app.errors import BadInput
 
@@ -29,6 +30,7 @@ def command():
 command.add_command(calibrate)
 command.add_command(decoupled)
 command.add_command(control)
+command.add_command(tail)
 
 
 @command.command()

@@ -1,0 +1,208 @@
+"""What becomes of the tail: every tail policy on real replicas, beside static groups and vLLM's suffix drafts.
+
+All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
+forgotten. The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache
+has rolled it out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
+Called by `python -m app bench tail`.
+"""
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.bench.calibrate import pooled, workload
+from app.bench.probes import climb, drafted_steps, engines, model_of
+from app.bench.stepcost import fit
+from app.certificates.runs import GROUP, WHOLE, Engine, drafts
+from app.certificates.tokens import with_engine
+from app.client import RolloutClient
+from app.cluster import service
+from app.config import ServeFile
+from app.history_import import HistoryImport
+from app.simulator.bounds import bounds
+from app.simulator.types import Cluster, Group
+from app.summary import summarise
+from deployments.context.archive import EVERY, Archive
+from deployments.context.config import ContextConfig
+from deployments.messages import PromptGroup, ReplicasChanged, RolloutBatch
+from deployments.prompts import Prompts
+from policies.bundle import Policies
+
+BATCH = "bench-tail"
+SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
+STATIC = WHOLE | {"drafting": "off"}
+
+RACE = {"type": "fastest_of_n"}
+TAILS: dict[str, dict] = {
+    "hold": {"tail": "hold"},
+    "release": {"tail": "release"},
+    "consolidate": {"tail": "consolidate"},
+    "race": {"tail": "hold", "racing": RACE},
+    "auto": {"tail": "auto", "racing": RACE},
+}
+"""What freed replicas do; all else is as the configuration says."""
+
+MOST_DRAFTS = 16
+"""Draft tokens of a step that the bounds allow for; the engines' own most."""
+
+KEPT = ("makespan_s", "tail_s", "mean_sample_s", "tokens", "moved_samples", "drafted_tokens", "accepted_share")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """`groups` to roll out; of the checkpoint before theirs the same in `earlier`, and its texts as `lines`."""
+
+    groups: Sequence[PromptGroup]
+    earlier: Sequence[PromptGroup]
+    lines: Sequence[Mapping]
+    prompts: Prompts
+
+    @property
+    def step(self) -> int:
+        """Behind all that is history."""
+        return 1 + max(epoch["policy_step"] for line in self.lines for epoch in line["epochs"])
+
+    def remember(self, history_dir: Path) -> None:
+        """Have the earlier checkpoint on disk, as an epoch of history."""
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.writelines(json.dumps(line) + "\n" for line in self.lines)
+            file.flush()
+            archive = Archive(ContextConfig(history_dir=str(history_dir)), EVERY)
+            HistoryImport(archive, self.prompts, None, 0).add(Path(file.name), lambda _: None)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Drafts that are right so often, whatever the sample."""
+
+    accepted: float
+
+    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+        return self.accepted
+
+
+def measure(file: ServeFile, replay: Replay, say: Callable[[str], None]) -> dict:
+    """`runs` by name; ratios are of makespans, above 1 the run is faster.
+
+    `bound_share`: the simulator's lower bound at the step times measured here, and at the acceptance of that run, over
+    its makespan.
+    """
+    replicas = file.application.of("Engine").most_replicas
+    with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
+        say(f"starting {replicas} replicas")
+        with service(_with(file, GROUP, Path(folder)), None) as client:
+            runs, cluster = asyncio.run(_ours(client, file, replay, Path(folder), say))
+        say(f"starting {replicas} replicas that draft by vLLM's suffix")
+        with service(_with(file, SUFFIX, None), None) as client:
+            runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
+    least_s = {name: _least_s(run, replay, cluster) for name, run in runs.items()}
+    return {
+        "runs": runs,
+        "ratio_to_static": _ratios(runs, "static"),
+        "ratio_to_suffix": _ratios(runs, "static_suffix"),
+        "bound_s": least_s,
+        "bound_share": {name: round(least_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
+    }
+
+
+def named(file: ServeFile) -> dict[str, Policies]:
+    """The verl-like baseline, Seer's order in chunks, and the configured policies with every choice for the tail."""
+    configured = file.application.of("Coordinator").user_config.policies.model_dump()
+    seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
+    return {"static": Policies(**STATIC), "seer": Policies(**seer)} | {
+        name: Policies(**(configured | choice)) for name, choice in TAILS.items()
+    }
+
+
+def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:
+    """Replica-seconds between two `time.time()`, from changes in the order heard; before the first nothing is up."""
+    total, up, since_s = 0.0, 0, began_s
+    for change in changes:
+        at_s = min(max(change.at_s, began_s), ended_s)
+        total, up, since_s = total + up * (at_s - since_s), change.replicas, at_s
+    return total + up * (ended_s - since_s)
+
+
+async def _ours(client: RolloutClient, file: ServeFile, replay: Replay, history_dir: Path, say):
+    """Every run by name, and the replicas as probes find them."""
+    replicas = file.application.of("Engine").most_replicas
+    await _all_up(client, replicas)
+    told = await engines(client)
+    ladder = await climb(client, "ladder", replicas, told[0][0].max_running)
+    profile = pooled([ladder]) | {"fit": fit([*ladder["steps"], *await drafted_steps(client)])}
+    say(f"probes: {profile['fit']}")
+    runs = {}
+    for name, policies in named(file).items():
+        await client.forget_history()
+        replay.remember(history_dir)
+        await client.set_policies(policies)
+        runs[name] = await _roll(client, replay, replicas)
+        say(f"{name}: {runs[name]}")
+    return runs, Cluster(model_of(profile, *told, 0.0), replicas, replicas)
+
+
+async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> dict:
+    """Static groups with vLLM's suffix drafts; the earlier checkpoint first, which its cache then knows."""
+    await client.set_policies(Policies(**STATIC))
+    await _all_up(client, replicas)
+    say("rolling out the earlier checkpoint")
+    earlier = RolloutBatch(batch_id=f"{BATCH}-before", groups=tuple(replay.earlier))
+    _ = [group async for group in client.rollout(earlier)]
+    run = await _roll(client, replay, replicas)
+    say(f"static_suffix: {run}")
+    return run
+
+
+async def _roll(client: RolloutClient, replay: Replay, replicas: int) -> dict:
+    """Always under the same batch id: a group's own answers are no history for it, whenever they were made."""
+    await _all_up(client, replicas)
+    await client.reset_caches()
+    heard: list[ReplicasChanged] = []
+    listening = asyncio.create_task(_listen(client, heard))
+    began_s = time.time()
+    try:
+        batch = RolloutBatch(batch_id=BATCH, groups=tuple(replay.groups), step=replay.step)
+        summary = summarise([group async for group in client.rollout(batch)])
+    finally:
+        listening.cancel()
+    ended_s = began_s + summary["makespan_s"]
+    occupied = occupied_s(heard, began_s, ended_s)
+    returned = replicas * summary["makespan_s"] - occupied
+    kept = {key: summary[key] for key in KEPT}
+    return kept | {"replica_s": round(occupied, 3), "returned_replica_s": round(returned, 3)}
+
+
+async def _listen(client: RolloutClient, heard: list[ReplicasChanged]) -> None:
+    async for change in client.replica_changes():
+        heard.append(change)
+
+
+async def _all_up(client: RolloutClient, replicas: int) -> None:
+    """As a driver would have it before a step."""
+    await client.reserve(replicas)
+    async for change in client.replica_changes():
+        if change.replicas == replicas:
+            return
+
+
+def _with(file: ServeFile, engine: Engine, history_dir: Path | None) -> ServeFile:
+    """The configuration with other drafts, and with history where it is told."""
+    file = with_engine(file, dict(engine))
+    application = file.application
+    context = ContextConfig(history_dir=str(history_dir)) if history_dir else None
+    args = application.args.model_copy(update={"context": context})
+    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
+
+
+def _least_s(run: Mapping, replay: Replay, cluster: Cluster) -> float:
+    accepted = Rate(run["accepted_share"]) if run["accepted_share"] else None
+    groups = workload(replay.groups).steps[0]
+    return round(bounds(groups, cluster, accepted, MOST_DRAFTS if accepted else 0)["best_s"], 3)
+
+
+def _ratios(runs: Mapping[str, Mapping], to: str) -> dict[str, float]:
+    return {name: round(runs[to]["makespan_s"] / run["makespan_s"], 3) for name, run in runs.items()}

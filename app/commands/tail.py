@@ -1,0 +1,74 @@
+"""`python -m app bench tail`: what freed replicas do, on two real ones, beside what an engineer would otherwise run."""
+
+import json
+from pathlib import Path
+
+import click
+
+from app.config import DEFAULT_CONFIG, load_config
+from app.errors import BadInput
+
+ELASTIC = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
+
+
+@click.command("tail")
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--prompts", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=1024, show_default=True, help="Per sample.")
+@click.option("--config", type=click.Path(path_type=Path), default=ELASTIC, show_default="serve.elastic.yaml")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
+def command(trace, prompts, samples, max_tokens, config, as_json):
+    """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
+
+    The last checkpoint of the trace is rolled out, the one before it is history. About twenty minutes.
+    """
+    file = load_config(config)
+    if file.application.autoscaling_policy is None:
+        raise BadInput(f"--config {config}: its replicas neither come nor go; see serve.elastic.yaml")
+    from app.trace_file import read_trace
+
+    lines = read_trace(trace)[:prompts]
+    short = next((line["prompt_id"] for line in lines if len(line["epochs"]) < 2), None)
+    if short is not None:
+        raise BadInput(f"{trace}: prompt {short!r} has one checkpoint; two are needed: the earlier is history")
+    from app.bench.tail import measure
+
+    replay = _replay(file, lines, samples, max_tokens)
+    result = measure(file, replay, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _print(result)
+
+
+def _replay(file, lines, samples: int, max_tokens: int):
+    from app.bench.tail import Replay
+    from app.model import resolve_model
+    from app.trace_file import replay_groups
+    from deployments.prompts import Prompts
+
+    engine = file.application.args.engine
+    prompts = Prompts(str(resolve_model(engine.model)), engine.max_model_len)
+    earlier = [line | {"epochs": [_cut(line["epochs"][-2], samples)]} for line in lines]
+    sizes = {"prompts": len(lines), "samples": samples, "max_tokens": max_tokens}
+    groups = replay_groups(lines, prompts.encode, **sizes)
+    return Replay(groups, replay_groups(earlier, prompts.encode, **sizes), earlier, prompts)
+
+
+def _cut(epoch: dict, samples: int) -> dict:
+    return epoch | {"samples": epoch["samples"][:samples]}
+
+
+def _print(result: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="the tail, seconds")
+    for column in ("run", "makespan", "tail", "replica-s", "given back", "to static", "to suffix", "of the bound"):
+        table.add_column(column, justify="right")
+    for name, run in result["runs"].items():
+        times = (f"{run[key]:.1f}" for key in ("makespan_s", "tail_s", "replica_s", "returned_replica_s"))
+        ratios = (f"{result[key][name]:.2f}" for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
+        table.add_row(name, *times, *ratios)
+    Console().print(table)

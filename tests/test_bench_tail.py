@@ -1,0 +1,75 @@
+"""The tail benchmark's arithmetic, its history, and its command's complaints."""
+
+import json
+
+import pytest
+
+from app.bench.tail import TAILS, Rate, Replay, named, occupied_s
+from app.commands.tail import ELASTIC, command
+from app.config import DEFAULT_CONFIG, load_config
+from app.errors import BadInput
+from deployments.context.archive import EVERY, Archive
+from deployments.context.config import ContextConfig
+from deployments.messages import ReplicasChanged
+from policies.tail import Hold
+
+
+def change(at_s: float, replicas: int) -> ReplicasChanged:
+    return ReplicasChanged(replicas=replicas, wanted=replicas, reason="", at_s=at_s)
+
+
+def test_replica_seconds_are_those_in_which_a_replica_was_up():
+    heard = [change(3.0, 2), change(14.0, 1), change(18.0, 2)]
+    assert occupied_s(heard, 10.0, 20.0) == 2 * 4 + 1 * 4 + 2 * 2
+    assert occupied_s(heard, 10.0, 12.0) == 4
+    assert occupied_s([change(3.0, 2)], 10.0, 20.0) == 20
+
+
+def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
+    file = load_config(ELASTIC)
+    configured = file.application.of("Coordinator").user_config.policies
+    runs = named(file)
+    assert list(runs) == ["static", "seer", *TAILS]
+    for name in TAILS:
+        kept = runs[name].model_copy(update={"tail": configured.tail, "racing": configured.racing})
+        assert kept == configured
+    assert all(isinstance(runs[name].tail, Hold) for name in ("static", "seer", "hold", "race"))
+    assert [name for name in TAILS if runs[name].racing.room] == ["race", "auto"]
+    assert runs["seer"].drafting.type == runs["static"].drafting.type == "off"
+
+
+class Words:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def test_the_earlier_checkpoint_is_history_and_the_batch_comes_after_it(tmp_path):
+    line = {"prompt_id": "p", "prompt": "why", "epochs": [{"policy_step": 7, "samples": [{"text": "because"}]}]}
+    replay = Replay((), (), [line], Words())
+    assert replay.step == 8
+    replay.remember(tmp_path)
+    kept = [file.totals() for file in Archive(ContextConfig(history_dir=str(tmp_path)), EVERY).files()]
+    assert sum(one.answers for one in kept) == 1 and sum(one.tokens for one in kept) == len("because")
+    assert max(one.newest_epoch for one in kept if one.answers) == 7
+
+
+def test_a_rate_is_the_same_for_all():
+    assert Rate(0.7).chance(None, 0, 5, 3, 1) == 0.7
+
+
+def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    told = [{"policy_step": 5, "samples": [{"text": "b"}]}]
+    path.write_text(json.dumps({"prompt_id": "p9", "prompt": "a", "epochs": told}))
+    with pytest.raises(BadInput, match="'p9' has one checkpoint"):
+        command.main(["--trace", str(path)], standalone_mode=False)
+
+
+def test_replicas_that_stay_are_refused():
+    with pytest.raises(BadInput, match="neither come nor go"):
+        command.main(["--trace", "x", "--config", str(DEFAULT_CONFIG)], standalone_mode=False)
