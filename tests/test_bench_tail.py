@@ -28,7 +28,8 @@ def test_replica_seconds_are_those_in_which_a_replica_was_up():
 def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
     file = load_config(ELASTIC)
     configured = file.application.of("Coordinator").user_config.policies
-    runs = named(file)
+    runs = named(file, configured.chunking.chunk_tokens)
+    assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None
     assert list(runs) == ["static", "seer", *TAILS]
     for name in TAILS:
         kept = runs[name].model_copy(update={"tail": configured.tail, "racing": configured.racing})

@@ -85,7 +85,7 @@ class Rate:
         return self.accepted
 
 
-def measure(file: ServeFile, replay: Replay, say: Callable[[str], None]) -> dict:
+def measure(file: ServeFile, replay: Replay, chunk_tokens: int, say: Callable[[str], None]) -> dict:
     """`runs` by name; ratios are of makespans, above 1 the run is faster.
 
     `bound_share`: the simulator's lower bound at the step times measured here, and at the acceptance of that run, over
@@ -95,7 +95,7 @@ def measure(file: ServeFile, replay: Replay, say: Callable[[str], None]) -> dict
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
         say(f"starting {replicas} replicas")
         with service(_with(file, GROUP, Path(folder)), None) as client:
-            runs, cluster = asyncio.run(_ours(client, file, replay, Path(folder), say))
+            runs, cluster = asyncio.run(_ours(client, file, named(file, chunk_tokens), replay, Path(folder), say))
         say(f"starting {replicas} replicas that draft by vLLM's suffix")
         with service(_with(file, SUFFIX, None), None) as client:
             runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
@@ -109,9 +109,10 @@ def measure(file: ServeFile, replay: Replay, say: Callable[[str], None]) -> dict
     }
 
 
-def named(file: ServeFile) -> dict[str, Policies]:
+def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     """The verl-like baseline, Seer's order in chunks, and the configured policies with every choice for the tail."""
     configured = file.application.of("Coordinator").user_config.policies.model_dump()
+    configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
     return {"static": Policies(**STATIC), "seer": Policies(**seer)} | {
         name: Policies(**(configured | choice)) for name, choice in TAILS.items()
@@ -127,7 +128,7 @@ def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: floa
     return total + up * (ended_s - since_s)
 
 
-async def _ours(client: RolloutClient, file: ServeFile, replay: Replay, history_dir: Path, say):
+async def _ours(client: RolloutClient, file: ServeFile, policies_of, replay: Replay, history_dir: Path, say):
     """Every run by name, and the replicas as probes find them."""
     replicas = file.application.of("Engine").most_replicas
     await _all_up(client, replicas)
@@ -136,7 +137,7 @@ async def _ours(client: RolloutClient, file: ServeFile, replay: Replay, history_
     profile = pooled([ladder]) | {"fit": fit([*ladder["steps"], *await drafted_steps(client)])}
     say(f"probes: {profile['fit']}")
     runs = {}
-    for name, policies in named(file).items():
+    for name, policies in policies_of.items():
         await client.forget_history()
         replay.remember(history_dir)
         await client.set_policies(policies)

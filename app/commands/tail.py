@@ -13,12 +13,17 @@ ELASTIC = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 
 @click.command("tail")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
-@click.option("--prompts", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--prompts", type=click.IntRange(min=1), default=6, show_default=True)
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=1024, show_default=True, help="Per sample.")
+@click.option(
+    "--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Not of static groups."
+)
+@click.option("--running", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Most samples at once on a replica.")  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(trace, prompts, samples, max_tokens, config, as_json):
+def command(trace, prompts, samples, max_tokens, chunk_tokens, running, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
 
     The last checkpoint of the trace is rolled out, the one before it is history. About twenty minutes.
@@ -33,9 +38,12 @@ def command(trace, prompts, samples, max_tokens, config, as_json):
     if short is not None:
         raise BadInput(f"{trace}: prompt {short!r} has one checkpoint; two are needed: the earlier is history")
     from app.bench.tail import measure
+    from app.certificates.tokens import with_engine
 
     replay = _replay(file, lines, samples, max_tokens)
-    result = measure(file, replay, lambda text: click.echo(text, err=True))
+    result = measure(
+        with_engine(file, {"max_running": running}), replay, chunk_tokens, lambda text: click.echo(text, err=True)
+    )
     if as_json:
         click.echo(json.dumps(result))
     else:
