@@ -2,9 +2,14 @@
 
 import pytest
 
-from app.certificates.tokens import TOLERANCE, compare, corrupt
-from deployments.messages import GroupResult, SampleResult
+from app.certificates.runs import DRAFTED, RUNS, TWO
+from app.certificates.services import Service
+from app.certificates.tokens import TOLERANCE, certificate, compare, corrupt
+from app.config import DEFAULT_CONFIG, ServeFile, load_config
+from deployments.drafter.config import DrafterConfig
+from deployments.messages import GroupResult, SampleResult, Segment
 from policies.actions import SampleEnd
+from policies.bundle import Policies, members
 
 
 def rollout(**changes) -> list[GroupResult]:
@@ -61,3 +66,54 @@ def test_the_deliberate_corruption_is_found():
     groups = rollout()
     first = compare(groups, corrupt(groups))["first_difference"]
     assert (first["sample_index"], first["position"], first["what"]) == (1, 2, "token")
+
+
+def done(groups, **changes) -> dict:
+    return {"groups": groups, "note": None, "pulled_tokens": 0, "races": 0} | changes
+
+
+def drafted(by: str = "group") -> list[GroupResult]:
+    return rollout(drafted_tokens=3, accepted_tokens=2, drafted_by_source={by: 3})
+
+
+def moved() -> list[GroupResult]:
+    halves = [Segment(weights_version=0, replica_id=r, start=2 * i, end=2 * i + 2) for i, r in enumerate("ab")]
+    return rollout(drafted_tokens=3, accepted_tokens=2, segments=tuple(halves))
+
+
+@pytest.mark.parametrize(
+    "name, short, lacks, whole",
+    [
+        ("chunks_of_64", done(rollout()), "drafted", done(drafted())),
+        ("raced", done(drafted(), note="killed"), "raced", done(drafted(), note="killed", races=1)),
+        ("raced", done(drafted(), races=1), "was to happen", done(drafted(), note="killed", races=1)),
+        ("scaled_down", done(drafted(), note="2 became 1"), "no sample moved", done(moved(), note="2 became 1")),
+        ("scaled_down", done(moved()), "was to happen", done(moved(), note="2 became 1")),
+        ("replica_killed", done(drafted(), note="killed"), "pulled", done(drafted(), note="killed", pulled_tokens=9)),
+        ("decoupled", done(drafted()), "draft model's", done(drafted("model"))),
+        ("drafter_killed", done(drafted("model")), "was to happen", done(drafted("model"), note="killed")),
+    ],
+)
+def test_a_run_that_has_not_shown_what_it_is_there_for_fails(name, short, lacks, whole):
+    plain = {"plain": done(rollout())}
+    failed = certificate(plain | {name: short})
+    assert not failed["identical"] and lacks in failed["runs"][1]["first_difference"]["what"]
+    assert certificate(plain | {name: whole})["identical"]
+
+
+def test_together_the_runs_pass_through_every_drafting_policy():
+    assert {Policies(**run.policies).drafting.type for run in RUNS} == set(members("drafting"))
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "serve.elastic.yaml"])
+@pytest.mark.parametrize("kind", [TWO, DRAFTED, Service()])
+def test_every_service_is_one_that_the_configuration_may_ask_for(name, kind, tmp_path):
+    """Strict validation anew: what was copied together is a file that loads."""
+    file = load_config(DEFAULT_CONFIG.with_name(name))
+    args = file.application.args.model_copy(update={"drafter": DrafterConfig(model="small")})
+    file = file.model_copy(update={"applications": (file.application.model_copy(update={"args": args}),)})
+    file = kind.of(file, tmp_path)
+    application = ServeFile.model_validate(file.model_dump()).application
+    drafters = application.of("Drafter").num_replicas if application.args.drafter else 0
+    assert application.of("Engine").most_replicas + drafters == 2 and bool(drafters) == kind.drafter
+    assert (application.autoscaling_policy is not None) == kind.elastic

@@ -5,14 +5,19 @@ Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). Call
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from app.certificates.runs import RUNS, Run
+from app.certificates.runs import RUNS, SHOWN, Run
 from app.client import RolloutClient
-from app.cluster import service
+from app.cluster import DEPLOY_S, service
 from app.config import ServeFile
+from app.progress import RolloutProgress
 from app.summary import summarise
 from deployments.journal import read_journal
 from deployments.messages import GroupResult, RolloutBatch, SampleResult
@@ -25,24 +30,48 @@ REPORTED_S = 1.5
 """The coordinator has heard of everything that its replicas counted before: three polls."""
 
 
-async def roll(client: RolloutClient, run: Run, batch: RolloutBatch) -> dict:
-    """Roll out the workload once: its groups, what was done to it, and the tokens whose KV came from the pool."""
-    if run.must_race:
+async def roll(client: RolloutClient, run: Run, batch: RolloutBatch, replicas: int) -> dict:
+    """Roll out the workload once, on so many replicas: its groups, what was done to it, tokens pulled, and races."""
+    journaled = "races" in run.shows
+    if journaled:
         await client.journal(True)
     await client.set_policies(Policies(**run.policies))
+    await whole(client, replicas)
     await client.forget_history()
     if run.after_an_epoch:
         earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
-        _ = [group async for group in client.rollout(batch.model_copy(update=earlier))]
+        await groups_of(client, batch.model_copy(update=earlier))
     await client.reset_caches()
     before = await pulled_tokens(client)
     batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
-    groups = [group async for group in client.rollout(batch)]
-    note = await disturbed if disturbed else None
+    groups = await groups_of(client, batch)
+    note = disturbed.result() if disturbed and disturbed.done() else None
+    if disturbed:
+        disturbed.cancel()
     await asyncio.sleep(REPORTED_S)
-    races = copies(await client.journal(False)) if run.must_race else 0
+    races = copies(await client.journal(False)) if journaled else 0
     return {"groups": groups, "note": note, "pulled_tokens": await pulled_tokens(client) - before, "races": races}
+
+
+async def whole(client: RolloutClient, replicas: int) -> None:
+    """Until so many take chunks: one may have been killed, or given back."""
+    async with asyncio.timeout(DEPLOY_S):
+        while sum(one.ready and not one.closing for one in (await client.status()).replicas) < replicas:
+            await client.reserve(replicas)
+            await asyncio.sleep(0.5)
+
+
+async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
+    """What comes of a batch; its progress is shown meanwhile."""
+    progress = RolloutProgress(client, batch.batch_id, sum(group.samples for group in batch.groups))
+    following = asyncio.create_task(progress.follow())
+    try:
+        return [group async for group in client.rollout(batch)]
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
 
 
 async def pulled_tokens(client: RolloutClient) -> int:
@@ -57,18 +86,26 @@ def copies(journal: str) -> int:
     return sum(isinstance(action, StartChunk) and action.copy_of is not None for of in decisions for action in of)
 
 
-def roll_all(file: ServeFile, batch: RolloutBatch, say: Callable[[str], None]) -> dict[str, dict]:
+def roll_all(file: ServeFile, batch: RolloutBatch, runs: Sequence[Run], say: Callable[[str], None]) -> dict[str, dict]:
     """Every run's groups and note by run name. Services are started and stopped as the runs need them."""
     rolled: dict[str, dict] = {}
-    engines = dict.fromkeys(run.engine for run in RUNS)
-    for engine in engines:
-        say(f"starting two replicas{''.join(f', {key} = {value}' for key, value in engine)}")
-        with service(with_engine(file, dict(engine)), None) as client:
-            for run in (run for run in RUNS if run.engine == engine):
-                rolled[run.name] = done = asyncio.run(roll(client, run, batch))
-                note = f", {done['note']}" if done["note"] else ""
-                say(f"{run.name}: {summarise(done['groups'])['tokens']} tokens, {done['pulled_tokens']} pulled{note}")
+    with TemporaryDirectory(prefix="tailrace-drafter-") as folder:
+        for kind in dict.fromkeys(run.service for run in runs):
+            wanted = kind.of(with_engine(file, dict(kind.engine)), Path(folder))
+            ours = [run for run in runs if run.service == kind]
+            say(f"starting a service for {', '.join(run.name for run in ours)}")
+            with service(wanted, None) as client:
+                for run in ours:
+                    began_s = time.monotonic()
+                    done = asyncio.run(roll(client, run, batch, wanted.application.of("Engine").most_replicas))
+                    rolled[run.name] = done
+                    say(f"{len(rolled)}/{len(runs)} {run.name}: {line(done)}; {time.monotonic() - began_s:.0f} s")
     return rolled
+
+
+def line(done: dict) -> str:
+    note = f", {done['note']}" if done["note"] else ""
+    return f"{summarise(done['groups'])['tokens']} tokens, {done['pulled_tokens']} pulled{note}"
 
 
 def with_engine(file: ServeFile, changes: dict) -> ServeFile:
@@ -134,27 +171,29 @@ def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, n
 
 
 def certificate(rolled: dict[str, dict]) -> dict:
-    """Every run against the first."""
-    reference = rolled[RUNS[0].name]["groups"]
-    kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
-    runs = []
-    for run in (run for run in RUNS if run.name in rolled):
-        done = rolled[run.name]
-        summary, same = summarise(done["groups"]), compare(reference, done["groups"])
-        for must, did, what in (
-            (run.must_pull, done["pulled_tokens"], "nothing was pulled from the pool"),
-            (run.must_draft, summary["drafted_tokens"], "nothing was drafted"),
-            (run.must_race, done["races"], "nothing raced"),
-        ):
-            if must and not did and same["identical"]:  # the run has not shown what it is there for
-                first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": what}
-                same |= {"identical": False, "first_difference": first}
-        figures = {k: summary[k] for k in kept} | {k: done[k] for k in ("pulled_tokens", "races", "note")}
-        drafting = Policies(**run.policies).drafting.type
-        runs.append({"name": run.name, "drafting": drafting, **same, **figures})
+    """Every run against the first. One that has not shown what it is there for is as bad as one that differs."""
+    runs = [run for run in RUNS if run.name in rolled]
+    reference = rolled[runs[0].name]["groups"]
+    rows = []
+    for run in runs:
+        same, figures = compare(reference, rolled[run.name]["groups"]), figures_of(rolled[run.name])
+        lacks = next((key for key in (*run.shows, *["note"] * bool(run.disturb)) if not figures[key]), None)
+        if lacks and same["identical"]:
+            first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": SHOWN[lacks]}
+            same |= {"identical": False, "first_difference": first}
+        rows.append({"name": run.name, "drafting": Policies(**run.policies).drafting.type, **same, **figures})
     return {
-        "identical": all(run["identical"] for run in runs),
-        "tokens": summarise(reference)["tokens"],
-        "samples": summarise(reference)["samples"],
-        "runs": runs,
+        "identical": all(row["identical"] for row in rows),
+        "tokens": rows[0]["tokens"],
+        "samples": rows[0]["samples"],
+        "runs": rows,
     }
+
+
+def figures_of(done: dict) -> dict:
+    """What is told of a run."""
+    summary = summarise(done["groups"])
+    kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
+    by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)
+    of_run = {key: done[key] for key in ("pulled_tokens", "races", "note")}
+    return {key: summary[key] for key in kept} | {"model_tokens": by_model} | of_run
