@@ -69,16 +69,12 @@ def _elastic(application: Application) -> dict:
 
 def _beside(drafter: DrafterConfig, application: Application) -> dict:
     engine = application.of("Engine")
-    settings = next((one for one in application.deployments if one.name == "Drafter"), None)
-    settings = settings or DrafterSettings(name="Drafter", ray_actor_options=engine.ray_actor_options)
-    replicas = max(1, engine.most_replicas - settings.num_replicas)
-    engine = engine.model_copy(update={"autoscaling_config": None, "num_replicas": replicas})
+    like = next((one for one in application.deployments if one.name == "Drafter"), engine)
+    settings = DrafterSettings(name="Drafter", num_replicas=1, ray_actor_options=like.ray_actor_options)
+    fewer = {"autoscaling_config": None, "num_replicas": max(1, engine.most_replicas - 1)}
+    deployments = (_coordinator(application), engine.model_copy(update=fewer), settings)
     args = application.args.model_copy(update={"drafter": drafter})
-    return {
-        "args": args,
-        "deployments": (_coordinator(application), engine, settings),
-        "autoscaling_policy": None,
-    }
+    return {"args": args, "deployments": deployments, "autoscaling_policy": None}
 
 
 def drafter_like(target: EngineConfig, folder: Path) -> DrafterConfig:
