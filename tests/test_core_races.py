@@ -140,7 +140,7 @@ class Play:
 
 
 @PROFILE
-@given(data=st.data(), tail=st.sampled_from(("hold", {"type": "consolidate", "after_s": 0.0})))
+@given(data=st.data(), tail=st.sampled_from(("hold", *({"type": t, "after_s": 0.0} for t in ("consolidate", "auto")))))
 def test_the_laws_hold_while_copies_race(data, tail):
     play = Play(data, tail)
     for _ in range(data.draw(st.integers(5, 40))):

@@ -167,12 +167,23 @@ def test_replicas_given_back_come_again_for_the_next_step():
     assert max(up) == 5 and sum(later > before for before, later in pairwise(up)) == 2, "up again for two more steps"
 
 
-@pytest.mark.parametrize("tail", ["release", "consolidate", "threshold"])
+@pytest.mark.parametrize("tail", ["release", "consolidate", "threshold", "auto"])
 def test_chunks_go_on_without_the_replicas_that_went_home(tail):
     work = workload(5, groups=6, steps=2)
     how = policies(chunk=80).model_copy(update={"tail": load_policy("tail", {"type": tail, "after_s": 0.0})})
     got = run(work, cluster(kv_tokens=4_000), how, elastic=Limits(1, 3))
     assert conserved(work, got) and min(moment.replicas for moment in got.moments) < 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_costs_less_than_keeping_all_by_its_own_reckoning(seed):
+    """Makespan, and each replica-second at its share of it."""
+    work, where, cost = workload(seed, groups=6), cluster(kv_tokens=4_000), {}
+    for tail in ("hold", "auto"):
+        how = policies(chunk=80).model_copy(update={"tail": load_policy("tail", tail)})
+        got = run(work, where, how, elastic=Limits(1, 3))
+        cost[tail] = got.makespan_s + replica_seconds(got.moments, got.makespan_s) / 3
+    assert cost["auto"] < cost["hold"]
 
 
 def test_a_replica_that_is_wanted_again_takes_its_time_to_start():

@@ -50,6 +50,7 @@ def test_a_replica_is_idle_when_none_of_its_spans_runs():
     moments = (Moment(0, 1, 0, 0, 2), Moment(8, 0, 0, 0, 1))
     one = summary(run_of([ended(0, 10.0)], spans=tuple(spans), moments=moments))
     assert one["replica_s"] == 2 * 8 + 1 * 2
+    assert one["returned_replica_s"] == 1 * 2, "one of two was not there at the end"
     assert one["idle_share"] == 0.5
     assert summary(run_of([ended(0, 10.0)], moments=moments))["idle_share"] is None
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from app.__main__ import run
-from app.simulator.scenario import FOLDER, load_scenario
+from app.config import DEFAULT_CONFIG
+from app.simulator.scenario import FOLDER, Scenario, load_scenario
 from app.simulator.systems import SYSTEMS, Setup, system
 from policies.bundle import name_of
 
@@ -27,7 +28,7 @@ def simulated(capsys, tmp_path):
 
 
 def test_every_system_keeps_the_laws_and_stays_above_its_bound(simulated):
-    names = ",".join([*SYSTEMS, "config"])
+    names = ",".join([*(name for name, chosen in SYSTEMS.items() if not chosen.races), "config"])
     result = simulated("--compare", names, "--check")
     assert result["throughput_ratio"]["verl"] == [1.0, 1.0, 1.0]
     for name, (mean, least, greatest) in result["bound_share"].items():
@@ -36,9 +37,56 @@ def test_every_system_keeps_the_laws_and_stays_above_its_bound(simulated):
     tokens = {mean["tokens"] for mean in result["mean"].values()}
     assert len(samples) == len(tokens) == 1, "every system makes the same tokens"
     drafted = {name for name, mean in result["mean"].items() if mean["drafted"]}
-    wanted = {name for name, chosen in SYSTEMS.items() if name_of(chosen.bundle(1).drafting) != "off"}
+    drafts = {name for name, chosen in SYSTEMS.items() if name_of(chosen.bundle(1).drafting) != "off"}
+    wanted = drafts & set(result["mean"])
     # Without history there is nothing to draft from for what reads history alone but the sample itself.
     assert drafted - {"config"} == wanted
+
+
+RACING = [name for name, chosen in SYSTEMS.items() if chosen.races]
+
+
+def small() -> Scenario:
+    """A sixteenth of SpecActor's largest cluster, with one group for each replica."""
+    scenario = load_scenario("dapo-32b").scaled(1 / 16)
+    return scenario.model_copy(update={"prompts": scenario.prompts.scaled(scenario.replicas, 1.0)})
+
+
+@pytest.mark.parametrize("name", RACING)
+def test_systems_that_race_keep_the_laws_and_their_bound(name):
+    """What comes of an idle replica: a copy; or, as the group's drafts are better than these models', it goes."""
+    setup = Setup.of(small(), 0)
+    got = setup.run(name, system(name), 0, check=True, spans=True)
+    assert got.makespan_s >= got.bounds["best_s"] and len(got.ended) == 4 * 16
+    assert (min(moment.replicas for moment in got.moments) < 4) == (name == "tailrace_auto")
+    assert ("race" in {span.role for span in got.spans}) == (name == "tailrace_race")
+    assert got == setup.run(name, system(name), 0, check=True, spans=True)
+
+
+def test_without_draft_models_nobody_races(capsys, tmp_path):
+    config = tmp_path / "races.yaml"
+    config.write_text(
+        (DEFAULT_CONFIG.read_text()).replace("drafting:", "racing: {type: fastest_of_n}\n            drafting:")
+    )
+    for names in (["tailrace_race"], ["config", "--config", str(config)]):
+        assert run(["simulate", "--workload", "moonlight", "--compare", *names]) == 2
+        assert "names no draft model" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="names no draft model"):
+        Setup.of(load_scenario("moonlight").scaled(0.04), 0).run("tailrace_race", system("tailrace_race"), 0)
+
+
+def test_a_configuration_races_with_the_workload_s_methods(capsys, tmp_path):
+    config, workload = tmp_path / "races.yaml", tmp_path / "small.yaml"
+    config.write_text(
+        (DEFAULT_CONFIG.read_text()).replace("drafting:", "racing: {type: fastest_of_n}\n            drafting:")
+    )
+    data = yaml.safe_load((FOLDER / "dapo-32b.yaml").read_text())
+    data["prompts"]["value"] = 64
+    workload.write_text(yaml.safe_dump(data))
+    given = ["--workload", str(workload), "--scale", "0.0625", "--compare", "config", "--config", str(config)]
+    assert run(["simulate", *given, "--check", "--json"]) == 0
+    (mean,) = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"].values()
+    assert mean["samples"] == 4 * 16 and mean["returned_replica_s"] == 0.0
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(simulated):

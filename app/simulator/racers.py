@@ -37,21 +37,31 @@ class Racers(NamedTuple):
 def racers(
     scenario: Scenario, model: ReplicaModel, own: str | None, window: int = 0, mates: int = 0, ahead: bool = True
 ) -> Racers:
-    """All methods of the scenario on replicas of `model`. Chunks that are no copies draft `window` tokens (0: as many
+    """Methods of the scenario on replicas of `model`. Chunks that are no copies draft `window` tokens (0: as many
     as are best for a sample alone) by the method `own`, with so many mates' tokens to draft from; None: plainly.
-    `ahead`: copies may have a drafter beside them; else drafts come in turn."""
-    methods, verifier = scenario.drafting(), verifier_of(scenario, model)
-    ways = {m.name: best_way(m, mean_chance(m), verifier, 1, ahead)[0] for m in methods}
-    widest = 1 + max(way.window for name, way in ways.items() if name != own)
-    longest = scenario.prompt_tokens.value + scenario.max_tokens.value
-    room = min(int(RACE_SHARE * verifier.base_s / (widest * verifier.token_s)), model.kv_capacity_tokens // longest)
+    `ahead`: there is a drafter beside; else drafts come in turn. Methods of which not even one copy fits beside others
+    race where no other does, on idle replicas: room for one."""
+    verifier, longest = verifier_of(scenario, model), scenario.prompt_tokens.value + scenario.max_tokens.value
+    methods = {method.name: method for method in scenario.drafting()}
+    ways = {name: best_way(m, mean_chance(m), verifier, 1, ahead)[0] for name, m in methods.items()}
+    rooms = {name: _room(way, verifier, ahead) for name, way in ways.items() if name != own}
+    able = {name: room for name, room in rooms.items() if room} or dict.fromkeys(rooms, 1)
     rungs = [] if own else [PLAIN]
-    for method in methods:
-        width = window if window and method.name == own else ways[method.name].window
-        rungs.append(_rung(method, width or 1, mates if method.name == own else 0, verifier, ahead))
-    name = own or PLAIN.method
-    usual = next(rung.mean_acceptance() for rung in rungs if rung.method == name)
-    return Racers(FastestOfN(room=max(1, room), own=name, usual=usual, rungs=tuple(rungs)), ways)
+    for name in (name for name in methods if name == own or name in able):
+        width = window if window and name == own else ways[name].window
+        rungs.append(_rung(methods[name], width or 1, mates if name == own else 0, verifier, ahead))
+    own = own or PLAIN.method
+    usual = next(rung.mean_acceptance() for rung in rungs if rung.method == own)
+    room = min(*able.values(), model.kv_capacity_tokens // longest)
+    return Racers(FastestOfN(room=room, own=own, usual=usual, rungs=tuple(rungs)), {name: ways[name] for name in able})
+
+
+def _room(way: Way, verifier: Verifier, ahead: bool) -> int:
+    """Copies that lengthen a step by RACE_SHARE of what it takes by itself: by the tokens that they have verified, and
+    where no drafter stands beside, by the time in which they are drafted."""
+    waits = 0 if ahead else way.window
+    base_s, copy_s = waits * way.method.base_s, waits * way.method.token_s
+    return max(0, int((RACE_SHARE * verifier.base_s - base_s) / ((1 + way.window) * verifier.token_s + copy_s)))
 
 
 def _rung(method: Method, window: int, mates: int, verifier: Verifier, ahead: bool) -> Rung:

@@ -42,7 +42,7 @@ def summary(run: Run) -> dict:
             "tokens_per_s": _ratio(tokens, run.makespan_s),
             "mean_sample_s": _ratio(sum(sample.ended_s - sample.submitted_s for sample in ended), len(ended)),
             "replica_s": replica_s,
-            "returned_replica_s": run.moments[0].replicas * run.makespan_s - replica_s if run.moments else None,
+            "returned_replica_s": replica_seconds(_returned(run.moments), run.makespan_s),
             "idle_share": _ratio(replica_s - busy_seconds(run.spans), replica_s) if run.spans else None,
             "chunks": sum(sample.chunks for sample in ended),
             "moves": sum(sample.moves for sample in ended),
@@ -159,6 +159,11 @@ def replica_seconds(moments: Sequence[Moment], end_s: float) -> float:
     """Replicas that were up, integrated from the first moment to end_s."""
     ends = [*(moment.at_s for moment in moments[1:]), end_s]
     return sum(moment.replicas * max(0.0, until - moment.at_s) for moment, until in zip(moments, ends, strict=False))
+
+
+def _returned(moments: Sequence[Moment]) -> list[Moment]:
+    """With the replicas that were there at first and are not now."""
+    return [moment._replace(replicas=moments[0].replicas - moment.replicas) for moment in moments]
 
 
 def busy_seconds(spans: Sequence[Span]) -> float:
