@@ -105,18 +105,29 @@ class EngineSettings(Strict):
     @model_validator(mode="before")
     @classmethod
     def _count(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("autoscaling_config") is None and data.get("num_replicas") is None:
-            return {**data, "num_replicas": 2}
-        return data
+        return counted(data, 2)
+
+
+def counted(data: Any, replicas: int) -> Any:
+    """Settings with this many replicas, where they say neither a number nor autoscaling."""
+    if isinstance(data, dict) and data.get("autoscaling_config") is None and data.get("num_replicas") is None:
+        return {**data, "num_replicas": replicas}
+    return data
 
 
 class DrafterSettings(Strict):
     name: Literal["Drafter"]
-    num_replicas: int = Field(1, ge=1)
+    num_replicas: int | None = Field(None, ge=1, description="null: 1, or as autoscaling says")
+    autoscaling_config: Autoscaling | None = Field(None, description="none, and up to so many where `tail: draft` says")
     ray_actor_options: ActorOptions = ActorOptions(num_cpus=1)
     graceful_shutdown_timeout_s: float = Field(5, ge=0)
     health_check_period_s: float = Field(2, gt=0)
     health_check_timeout_s: float = Field(30, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count(cls, data: Any) -> Any:
+        return counted(data, 1)
 
 
 SETTINGS = {"Coordinator": CoordinatorSettings, "Engine": EngineSettings, "Drafter": DrafterSettings}
@@ -176,6 +187,16 @@ class Application(Strict):
     def _has_drafter(self):
         if self.args.drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
             raise ValueError("deployments: Drafter has settings, but args.drafter is null: name a draft model there")
+        drafter = self.of("Drafter")
+        if self.of("Coordinator").user_config.policies.tail.drafts and drafter.autoscaling_config is None:
+            raise ValueError(
+                "policies.tail draft needs args.drafter, and Drafter.autoscaling_config from 0 replicas up"
+            )
+        if drafter.autoscaling_config is not None:
+            if self.autoscaling_policy is None:
+                raise ValueError("Drafter.autoscaling_config needs replicas that come and go: see serve.elastic.yaml")
+            if drafter.num_replicas is not None:
+                raise ValueError("Drafter.num_replicas is fixed, Drafter.autoscaling_config is not: remove one of them")
         return self
 
     def of(self, name: Literal["Coordinator", "Engine", "Drafter"]):

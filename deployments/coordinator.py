@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.autoscaler import METRIC
 from deployments.context.actors import ensure_context
 from deployments.context.config import ContextConfig
 from deployments.context.service import ContextService
@@ -71,7 +70,7 @@ class Coordinator:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, and carried to `deployments.autoscaler`."""
-        return self._rollouts.elastic.metrics(METRIC)
+        return self._rollouts.elastic.metrics()
 
     async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
         async for change in self._rollouts.elastic.changes():

@@ -18,11 +18,12 @@ class Elastic:
 
     def __init__(self):
         self.wanted: int | None = None
+        self._drafters = 0
         self._up, self._reason, self._at_s = 0, "", time.time()
         self._changed = asyncio.Condition()
 
     def want(self, action: SetReplicas) -> None:
-        self.wanted, self._reason = action.replicas, action.reason
+        self.wanted, self._drafters, self._reason = action.replicas, action.drafters, action.reason
         self._tell()
 
     def see(self, up: int) -> None:
@@ -31,9 +32,9 @@ class Elastic:
             self._up = up
             self._tell()
 
-    def metrics(self, name: str) -> dict[str, float]:
-        """What `record_autoscaling_stats` returns."""
-        return {} if self.wanted is None else {name: float(self.wanted)}
+    def metrics(self) -> dict[str, float]:
+        """What `record_autoscaling_stats` returns: replicas that there should be, by deployment."""
+        return {} if self.wanted is None else {"Engine": float(self.wanted), "Drafter": float(self._drafters)}
 
     async def changes(self) -> AsyncIterator[ReplicasChanged]:
         """The present state, then each other one, for ever."""

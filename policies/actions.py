@@ -98,10 +98,12 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class SetReplicas:
-    """From now on there should be `replicas` engine replicas; those that stop for it run nothing."""
+    """From now on there should be `replicas` engine replicas; those that stop for it run nothing. `drafters`: replicas
+    of a draft model, where their number is the core's to say."""
 
     replicas: int
     reason: str
+    drafters: int = 0
 
 
 Action = StartChunk | AbortChunk | EndSample | EmitGroup | ReleaseKv | Prefetch | SetReplicas

@@ -6,7 +6,7 @@ exactly one state, its `generated_tokens` never shrinks and never exceeds `max_t
 
 from enum import Enum
 
-from policies.events import GroupSpec, IllegalEvent
+from policies.events import ChunkFinished, GroupSpec, IllegalEvent
 from policies.lengthstats import BatchLengths
 from policies.views import GroupView, LengthsView, SampleView
 
@@ -50,6 +50,16 @@ class Sample:
             return False
         self.streamed_tokens, self.observed_at = max(self.streamed_tokens, tokens), observed_at
         return True
+
+    def take(self, event: ChunkFinished, chunk: "Chunk") -> None:
+        """What its chunk has made is its own."""
+        self.generated_tokens += event.new_tokens
+        if chunk.method is None:  # copies draft by another method
+            self.drafted_tokens += event.drafted_tokens
+            self.accepted_tokens += event.accepted_tokens
+        self.attempts = 0
+        if self.first_version is None and event.new_tokens:
+            self.first_version = chunk.weights_version
 
     def view(self) -> SampleView:
         group = self.group

@@ -11,7 +11,7 @@ The live coordinator and the simulator drive this same object. An illegal event 
 from policies import events as ev
 from policies.actions import Action, EmitGroup, EndSample, SampleEnd
 from policies.board import Board
-from policies.buffer import ENDED, WAITING, Buffer, Chunk, Group, Sample
+from policies.buffer import ENDED, WAITING, Buffer, Chunk, Sample
 from policies.bundle import Policies
 from policies.ends import BY_ITSELF, end_by
 from policies.events import IllegalEvent
@@ -90,13 +90,7 @@ class RolloutCore:
             return
         self._races.won(chunk)
         sample = self._running.count_out(chunk)
-        sample.generated_tokens += event.new_tokens
-        if chunk.method is None:  # copies draft by another method
-            sample.drafted_tokens += event.drafted_tokens
-            sample.accepted_tokens += event.accepted_tokens
-        sample.attempts = 0
-        if sample.first_version is None and event.new_tokens:
-            sample.first_version = chunk.weights_version
+        sample.take(event, chunk)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
             self._end(sample, ended[0], None, ended[1])
@@ -157,6 +151,25 @@ class RolloutCore:
     def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
         """All actions due: ends and hand-outs since the last tick, then every chunk that can start now, then what the
         pool should give up or bring near for those that still wait."""
+        homes = self._start_waiting()
+        closed, actions = self._scaling.decide(tick.now)
+        if closed:
+            for replica_id in closed:
+                self._bind_anew(replica_id)
+            homes = self._start_waiting()
+        copies = self._races.look(tick.now, bool(self._waiting or self._unbound))
+        self._outbox += [self._starts.action(chunk, reason) for chunk, reason in copies]
+        self._outbox += [*actions, *self._running.aborts()]
+        if not self._running.chunks and self._waiting and self.board.all_ready():
+            self._give_up()
+        self._outbox += self._kv.make_room(tick.now, self._waiting)
+        if not self.board.one_node:
+            self._outbox += self._upcoming.prefetches(homes)
+        actions, self._outbox = tuple(self._outbox), []
+        return actions
+
+    def _start_waiting(self) -> list[str]:
+        """Every chunk that can start now; returns the replicas to which samples that wait are bound."""
         for sample in self._unbound.bind():
             self._put(sample)
         homes = self._waiting.homes()
@@ -168,19 +181,7 @@ class RolloutCore:
             if found is None:
                 break
             self._place(found)
-        closed, actions = self._scaling.decide(tick.now)
-        for replica_id in closed:
-            self._bind_anew(replica_id)
-        copies = self._races.look(tick.now, bool(self._waiting or self._unbound))
-        self._outbox += [self._starts.action(chunk, reason) for chunk, reason in copies]
-        self._outbox += [*actions, *self._running.aborts()]
-        if not self._running.chunks and self._waiting and self.board.all_ready():
-            self._give_up()
-        self._outbox += self._kv.make_room(tick.now, self._waiting)
-        if not self.board.one_node:
-            self._outbox += self._upcoming.prefetches(homes)
-        actions, self._outbox = tuple(self._outbox), []
-        return actions
+        return homes
 
     def _give_up(self) -> None:
         """All replicas are ready and idle, but for those that go: what waits never starts, unless it fits to the token
@@ -255,10 +256,8 @@ class RolloutCore:
         self._outbox += self._kv.end(sample)
         if end in BY_ITSELF:
             self._waiting.renew(group, self._lengths.finish(sample))
-        if not group.unended:
-            self._emit(group)
-
-    def _emit(self, group: Group) -> None:
+        if group.unended:
+            return
         self._outbox += self._kv.release_prompt(group)
         self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
         self._waiting.forget(group)

@@ -35,7 +35,7 @@ class Scaling:
         self._policy, self._limits, self._board = policy, limits, board
         self._running, self._buffer, self._races = running, buffer, races
         self._memory = None  # the policy's
-        self._asked: int | None = None
+        self._asked: tuple[int, int] | None = None
         self._reserved = 0
         self._looked_at = float("inf")  # before the first batch, how many there are is as they were started
 
@@ -83,10 +83,12 @@ class Scaling:
         while free < len(order) - wanted and not self._board.running(order[free]):
             free += 1
         asked = wanted if wanted >= len(order) else len(order) - free
-        if asked == self._asked:
+        drafters = view.most - asked if self._policy.drafts and view.unended else 0
+        if (asked, drafters) == self._asked:
             return []
-        self._asked = asked
-        return [SetReplicas(asked, f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas")]
+        self._asked = asked, drafters
+        reason = f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas"
+        return [SetReplicas(asked, reason, drafters)]
 
 
 def left_s(chunk: Chunk, speeds: Speeds, running: int) -> float:

@@ -6,7 +6,7 @@ replicas that are there is reached by closing those that Serve would stop first,
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,7 +18,10 @@ KV_SHARE = 0.9
 
 @runtime_checkable
 class Tail(Protocol):
-    """What the core asks of a tail policy, built in or the user's own."""
+    """What the core asks of a tail policy, built in or the user's own. `drafts`: whether a draft model runs where
+    replicas have been given back, until the batch has ended."""
+
+    drafts: bool
 
     def wanted(self, view: TailView, memory: Any) -> tuple[int, Any]: ...
 
@@ -28,6 +31,7 @@ class Hold(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["hold"] = "hold"
+    drafts: ClassVar[bool] = False
 
     def wanted(self, view: TailView, memory: Any) -> tuple[int, Any]:
         return view.most, memory
@@ -41,6 +45,7 @@ class Shrinking(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    drafts: ClassVar[bool] = False
     after_s: float = Field(1.0, ge=0.0, description="how long the last answer stands before a smaller one replaces it")
 
     def wanted(self, view: TailView, memory: Any) -> tuple[int, Any]:
@@ -80,6 +85,13 @@ class Consolidate(Shrinking):
 
     def needed(self, view: TailView, answer: int) -> int:
         return fewest(view.replicas, view.running, view.most, self.max_slowdown)
+
+
+class Draft(Consolidate):
+    """Consolidates; draft models run on what has become free, ahead of the samples that are left (SpecActor 4.1)."""
+
+    type: Literal["draft"] = "draft"
+    drafts: ClassVar[bool] = True
 
 
 class Threshold(Shrinking):
@@ -157,4 +169,4 @@ def roomy(replicas: Sequence[ReplicaView], running: int, most: int) -> int:
     return most
 
 
-TailPolicy = Annotated[Hold | Release | Consolidate | Threshold | Auto, Field(discriminator="type")]
+TailPolicy = Annotated[Hold | Release | Consolidate | Draft | Threshold | Auto, Field(discriminator="type")]

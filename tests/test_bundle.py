@@ -25,7 +25,7 @@ BUILT_IN = {
     "prefetch": ["off", "next_up"],
     "lengths": ["max_finished", "history_quantile", "length_class", "shrunk"],
     "drafting": ["off", "fixed", "aimd", "length_class", "closed_form", "concurrency", "goodput"],
-    "tail": ["hold", "release", "consolidate", "threshold", "auto"],
+    "tail": ["hold", "release", "consolidate", "draft", "threshold", "auto"],
     "racing": ["off", "fastest_of_n"],
 }
 USERS_OWN = {

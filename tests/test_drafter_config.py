@@ -1,9 +1,10 @@
 """A draft model in the configuration: refused by name where it cannot work, else as the target but for what it says."""
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from app.config import ServeFile
+from app.config import DEFAULT_CONFIG, ServeFile
 from deployments.context.plan import Way
 from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import DraftConfig, EngineConfig
@@ -39,3 +40,31 @@ def test_its_engine_is_the_targets_but_for_what_it_says():
     engine = DrafterConfig(model="m", max_running=5, mode="coupled").engine(target)
     assert (engine.model, engine.max_running, engine.max_model_len, engine.vllm_args) == ("m", 5, 128, {})
     assert engine.draft.method == "off"
+
+
+SCALING = {
+    "min_replicas": 0, "max_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 0, "metrics_interval_s": 0.3,
+    "look_back_period_s": 1,
+}  # fmt: skip
+
+
+def elastic(tail: str, drafter: dict, **drafters) -> ServeFile:
+    """serve.elastic.yaml with a draft model."""
+    data = yaml.safe_load(DEFAULT_CONFIG.with_name("serve.elastic.yaml").read_text())
+    (application,) = data["applications"]
+    application["args"]["drafter"] = drafter
+    application["deployments"].append({"name": "Drafter", **drafters})
+    application["deployments"][0]["user_config"]["policies"]["tail"] = {"type": tail}
+    return ServeFile.model_validate(data)
+
+
+def test_draft_models_come_and_go_with_the_replicas_that_are_given_back():
+    file = elastic("draft", {"model": "m"}, autoscaling_config=SCALING)
+    assert file.application.of("Drafter").num_replicas is None
+    assert elastic("consolidate", {"model": "m"}).application.of("Drafter").num_replicas == 1
+    with pytest.raises(ValidationError, match="tail draft needs"):
+        elastic("draft", {"model": "m"}, num_replicas=1)
+    with pytest.raises(ValidationError, match="remove one of them"):
+        elastic("draft", {"model": "m"}, autoscaling_config=SCALING, num_replicas=1)
+    with pytest.raises(ValidationError, match="replicas that come and go"):
+        file_of({"drafter": {"model": "m"}}, {"name": "Drafter", "autoscaling_config": SCALING})

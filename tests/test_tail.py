@@ -12,7 +12,7 @@ from policies.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, Star
 from policies.bundle import Policies, load_policy, members
 from policies.rollout import RolloutCore
 from policies.scaling import Limits
-from policies.tail import Auto, Consolidate, Hold, Release, Threshold, fewest
+from policies.tail import Auto, Consolidate, Draft, Hold, Release, Threshold, fewest
 from policies.views import RacesView, ReplicaView, Speeds, TailView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
@@ -59,7 +59,7 @@ def test_every_member_stays_within_the_limits_and_repeats_itself(name, data, lim
         memories = [memory for _, memory in answers]
 
 
-SHRINKING = ["release", "consolidate", "threshold", "auto"]
+SHRINKING = ["release", "consolidate", "draft", "threshold", "auto"]
 
 
 @PROFILE
@@ -295,3 +295,30 @@ def test_samples_end_by_themselves_or_not_at_all():
         core.observe(ev.ChunkFinished(1.0, start.chunk_id, 5, ev.ChunkEnd.STOP, 0))
     actions = core.decide(ev.Tick(1.0))
     assert [a.end for a in actions if isinstance(a, EndSample)] == [SampleEnd.STOP] * 2 and asked(actions) == [1]
+
+
+def test_where_replicas_have_gone_a_draft_model_runs_until_the_batch_has_ended():
+    core, actions = core_of(Draft(after_s=0.0, max_slowdown=9.0), samples=3)
+    running = starts(actions)
+    (set_all,) = [action for action in actions if isinstance(action, SetReplicas)]
+    assert (set_all.replicas, set_all.drafters) == (2, 0)
+    for chunk in [a for a in core.decide(ev.Tick(1.0)) if isinstance(a, AbortChunk)]:
+        core.observe(ev.ChunkFinished(1.5, chunk.chunk_id, 30, ev.ChunkEnd.ABORTED, 0, 40))
+    actions = core.decide(ev.Tick(2.0))
+    (one_left,) = [action for action in actions if isinstance(action, SetReplicas)]
+    assert (one_left.replicas, one_left.drafters) == (1, 1)
+    moved = starts(actions)
+    for start in (running | moved).values():
+        core.observe(ev.ChunkFinished(3.0, start.chunk_id, 9, ev.ChunkEnd.STOP, 0))
+    (ended,) = [action for action in core.decide(ev.Tick(3.0)) if isinstance(action, SetReplicas)]
+    assert (ended.replicas, ended.drafters) == (1, 0)
+
+
+def test_a_group_that_can_never_fit_fails_though_its_replica_closes_as_it_is_bound():
+    """The tick that binds it closes the replica: it is bound anew in the same tick, and not forgotten."""
+    core = RolloutCore(Policies(ordering="group_static", tail=Consolidate(after_s=0.0)), limits=Limits(0, 1))
+    for index in range(3):
+        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 10, 4, 0, 0, "n"))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 9_000, 1, 400),)))
+    (end,) = [action for action in core.decide(ev.Tick(0.0)) if isinstance(action, EndSample)]
+    assert end.end is SampleEnd.FAILED

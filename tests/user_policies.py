@@ -99,6 +99,7 @@ class OneForEight(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     samples: int = Field(8, ge=1)
+    drafts: ClassVar[bool] = False
 
     def wanted(self, view, memory):
         return min(max(-(-view.unended // self.samples), view.least), view.most), memory
