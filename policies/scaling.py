@@ -73,8 +73,9 @@ class Scaling:
         speeds = self._board.speeds(replica_id)
         chunks = [self._running.chunks[chunk_id] for chunk_id in self._board.chunks(replica_id)]
         for chunk in chunks:
-            moves = speeds is not None and left_s(chunk, speeds, len(chunks)) > move_s(chunk, speeds)
-            if moves or chunk.copy_of is not None:
+            if chunk.copy_of is not None:
+                self._running.abort(chunk, f"{replica_id} is to be given back: its race ends")
+            elif speeds is not None and left_s(chunk, speeds, len(chunks)) > move_s(chunk, speeds):
                 self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
 
     def _ask(self, order: list[str], wanted: int, view: TailView) -> list[Action]:
