@@ -122,9 +122,11 @@ def test_a_drafter_that_was_born_again_is_told_everything(line):
     drafters.meet([other.address])
     drafters.exchange()
     drafters.open(chunk, None)
+    (wish,) = other.hear()
+    assert wish.tokens.tolist() == CONTEXT.tolist(), "told at once, before a step has computed the context"
     drafters.made("c", [1])
     drafters.exchange()
-    other.hear()
+    assert other.hear() == [Confirm("c", 10, [1])]
     other.say(Unknown("c"))
     until(drafters, lambda: drafters.counts()["model_opened"] == 2)
     drafters.exchange()

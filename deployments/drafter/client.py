@@ -68,10 +68,12 @@ class Drafters:
     # ---- what `Drafts` tells it --------------------------------------------------------------------
 
     def open(self, chunk: ChunkRequest, way: Way | None) -> None:
-        """A chunk has been added that drafts."""
+        """A chunk has been added that drafts. Its drafter hears of it before the step that computes the context here:
+        it has to compute that too."""
         line = Line(chunk, way or self._config.way, chunk.token_ids.tolist())
         self._running[chunk.chunk_id] = line
         self._assign(line)
+        self._send()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
         """The chunk has these tokens more."""
