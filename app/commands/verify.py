@@ -34,7 +34,7 @@ from app.prompts_file import read_prompts
 def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, corrupted, as_json):
     """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no KV gets stale.
 
-    All ways to roll out take a quarter of an hour on two cores.
+    All of it takes some twenty minutes on two cores, most of it decoding; fewer or shorter samples take less.
     """
     file = load_config(config)
     sampling = {"temperature": 1.0}
