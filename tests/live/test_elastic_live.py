@@ -1,5 +1,5 @@
 """Replicas that come and go, on a real cluster: the tail gives one back, another job uses its core, the next step has
-it again; copies race in the tail; and no token is another one for it."""
+it again; a draft model takes its place; copies race; and no token is another one for it."""
 
 import asyncio
 import json
@@ -8,9 +8,10 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from app.cluster import LOOPBACK_ONLY, service
-from app.config import DEFAULT_CONFIG, load_config
+from app.config import DEFAULT_CONFIG, ServeFile
 from deployments.journal import read_journal, replay
 from deployments.messages import PromptGroup, RolloutBatch
 from policies.actions import AbortChunk, StartChunk
@@ -32,7 +33,16 @@ def train():
 
 print(json.dumps(ray.get(train.remote())))
 """
-LONG = 500
+LONG, LONGER = 500, 1000
+"""Most tokens of the samples in the tail; and where a draft model has to be up before they end."""
+
+DRAFTER = {
+    "name": "Drafter",
+    "autoscaling_config": {
+        "min_replicas": 0, "max_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 0,
+        "metrics_interval_s": 0.3, "look_back_period_s": 1,
+    },
+}  # fmt: skip
 
 
 def policies(tail: str | dict, racing: str | dict = "off") -> Policies:
@@ -42,16 +52,27 @@ def policies(tail: str | dict, racing: str | dict = "off") -> Policies:
 CONSOLIDATE = {"type": "consolidate", "after_s": 0.5, "max_slowdown": 9.0}
 
 
-def batch(name: str) -> RolloutBatch:
+def batch(name: str, long: int) -> RolloutBatch:
     """Many short samples, and a few that may go on for long."""
     groups = [PromptGroup(prompt_id=f"p{i}", text=f"Count from {i}: ", samples=4, max_tokens=24) for i in range(4)]
-    groups.append(PromptGroup(prompt_id="tail", text="Once upon a time", samples=4, max_tokens=LONG))
+    groups.append(PromptGroup(prompt_id="tail", text="Once upon a time", samples=4, max_tokens=long))
     return RolloutBatch(batch_id=name, groups=tuple(groups), seed=5)
 
 
-async def rolled(client, name: str) -> dict:
-    groups = [group async for group in client.rollout(batch(name))]
-    return {(g.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for g in groups for s in g.samples}
+async def rolled(client, name: str, long: int = LONG) -> dict:
+    return {
+        (group.prompt_id, sample.sample_index): sample
+        async for group in client.rollout(batch(name, long))
+        for sample in group.samples
+    }
+
+
+def tokens(samples: dict) -> dict:
+    return {place: (sample.token_ids, sample.finish_reason) for place, sample in samples.items()}
+
+
+def begun(samples: dict) -> dict:
+    return {place: sample.token_ids[:LONG] for place, sample in samples.items()}
 
 
 async def until(client, replicas: int) -> None:
@@ -83,8 +104,10 @@ async def steps(client, trainer: subprocess.Popen | None = None) -> dict:
     trained = json.loads((await asyncio.to_thread(trainer.communicate, timeout=120))[0])
     await client.reserve(2)
     await asyncio.wait_for(until(client, 2), 180)
-    again = await rolled(client, "again")
     following.cancel()
+    await client.set_policies(policies(CONSOLIDATE | {"type": "draft"}))
+    await client.forget_history()  # it would end the tail too soon
+    again = await rolled(client, "again", LONGER)
     await client.journal(True)
     await client.set_policies(policies("hold", {"type": "fastest_of_n", "room": 4}))
     await asyncio.sleep(1)  # until that has begun to count: a reservation is of the core that decides
@@ -100,7 +123,10 @@ async def steps(client, trainer: subprocess.Popen | None = None) -> dict:
 
 @pytest.fixture(scope="module")
 def found(model_dir):
-    with service(load_config(DEFAULT_CONFIG.with_name("serve.elastic.yaml")), None) as client:
+    file = yaml.safe_load(DEFAULT_CONFIG.with_name("serve.elastic.yaml").read_text())
+    file["applications"][0]["args"]["drafter"] = {"model": "demo"}
+    file["applications"][0]["deployments"].append(DRAFTER)
+    with service(ServeFile.model_validate(file), None) as client:
         return asyncio.run(asyncio.wait_for(steps(client), 500))
 
 
@@ -118,8 +144,16 @@ def test_another_job_uses_the_core_before_the_step_has_ended(found):
 
 def test_no_sample_is_lost_and_no_token_changes(found):
     assert len(found["static"]) == 20
-    assert max(len(tokens) for tokens, _ in found["static"].values()) > 150, "there was a tail"
-    assert found["static"] == found["shrunk"] == found["again"] == found["raced"]
+    assert max(len(sample.token_ids) for sample in found["static"].values()) > 150, "there was a tail"
+    assert all(tokens(found[step]) == tokens(found["static"]) for step in ("shrunk", "raced"))
+    assert begun(found["again"]) == begun(found["static"])
+
+
+def test_a_draft_model_ran_where_a_replica_had_gone(found):
+    by_model = {
+        step: [s.drafted_by_source.get("model", 0) for s in found[step].values()] for step in ("shrunk", "again")
+    }
+    assert not any(by_model["shrunk"]) and any(by_model["again"])
 
 
 def test_copies_raced_and_who_was_beaten_was_stopped(found):
