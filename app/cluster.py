@@ -120,7 +120,7 @@ def _deploy(file: ServeFile) -> None:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        _get_global_client().deploy_apps(ServeDeploySchema(**file.model_dump(mode="json", exclude_none=True)))
+        _get_global_client().deploy_apps(ServeDeploySchema(**declared(file)))
         _await_application("local", file.application.name)
         return
     from ray import serve
@@ -131,6 +131,13 @@ def _deploy(file: ServeFile) -> None:
         serve.run(build_from_file(file), name=file.application.name, route_prefix=None)
     except RuntimeError as error:
         raise Failed(f"the service did not start: {_reason(str(error))}") from error
+
+
+def declared(file: ServeFile) -> dict:
+    """The file as Serve takes it: what it says nothing of is left out there, but null in `args` is a value."""
+    said = file.model_dump(mode="json", exclude_none=True)
+    said["applications"][0]["args"] = file.application.args.model_dump(mode="json")
+    return said
 
 
 def _reason(report: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from app.cluster import declared
 from app.config import ServeFile, load_config
 from app.errors import BadInput
 
@@ -72,3 +73,13 @@ def test_broken_yaml_names_the_line(tmp_path):
 def test_a_missing_file_says_how_to_mend_it(tmp_path):
     with pytest.raises(BadInput, match="give an existing file with --config"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_what_is_null_in_the_arguments_stays_null_where_replicas_come_and_go():
+    file = load_config(ROOT / "serve.elastic.yaml")
+    args = file.application.args
+    without = args.model_copy(update={"pool": None, "engine": args.engine.model_copy(update={"cores": None})})
+    application = file.application.model_copy(update={"args": without})
+    (said,) = declared(file.model_copy(update={"applications": (application,)}))["applications"]
+    assert type(args).model_validate(said["args"]) == without
+    assert all(value is not None for deployment in said["deployments"] for value in deployment.values())
