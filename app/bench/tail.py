@@ -37,12 +37,15 @@ SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
 STATIC = WHOLE | {"drafting": "off"}
 
 RACE = {"type": "fastest_of_n"}
+WORTH = 0.05
+"""Seconds of makespan for a replica-second, by which `auto` decides here: the makespan first, and what is nearly free."""
+
 TAILS: dict[str, dict] = {
     "hold": {"tail": "hold"},
     "release": {"tail": "release"},
     "consolidate": {"tail": "consolidate"},
     "race": {"tail": "hold", "racing": RACE},
-    "auto": {"tail": "auto", "racing": RACE},
+    "auto": {"tail": {"type": "auto", "worth": WORTH}, "racing": RACE},
 }
 """What freed replicas do; all else is as the configuration says."""
 
