@@ -38,7 +38,7 @@ STATIC = WHOLE | {"drafting": "off"}
 
 RACE = {"type": "fastest_of_n"}
 WORTH = 0.05
-"""Seconds of makespan for a replica-second, by which `auto` decides here: the makespan first, and what is nearly free."""
+"""Seconds of makespan for a replica-second, by which `auto` decides here: the makespan first."""
 
 TAILS: dict[str, dict] = {
     "hold": {"tail": "hold"},
