@@ -175,7 +175,7 @@ async def _roll(client: RolloutClient, replay: Replay, replicas: int) -> dict:
         listening.cancel()
     ended_s = began_s + summary["makespan_s"]
     occupied = occupied_s(heard, began_s, ended_s)
-    returned = replicas * summary["makespan_s"] - occupied
+    returned = max(0.0, replicas * summary["makespan_s"] - occupied)  # not -0.0
     kept = {key: summary[key] for key in KEPT}
     return kept | {"replica_s": round(occupied, 3), "returned_replica_s": round(returned, 3)}
 
