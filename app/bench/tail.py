@@ -144,7 +144,7 @@ async def _ours(client: RolloutClient, file: ServeFile, policies_of, replay: Rep
         await client.forget_history()
         replay.remember(history_dir)
         await client.set_policies(policies)
-        runs[name] = await _roll(client, replay, replicas)
+        runs[name] = await _roll(client, name, replay, replicas)
         say(f"{name}: {runs[name]}")
     return runs, Cluster(model_of(profile, *told, 0.0), replicas, replicas)
 
@@ -156,20 +156,20 @@ async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> 
     say("rolling out the earlier checkpoint")
     earlier = RolloutBatch(batch_id=f"{BATCH}-before", groups=tuple(replay.earlier))
     _ = [group async for group in client.rollout(earlier)]
-    run = await _roll(client, replay, replicas)
+    run = await _roll(client, "static_suffix", replay, replicas)
     say(f"static_suffix: {run}")
     return run
 
 
-async def _roll(client: RolloutClient, replay: Replay, replicas: int) -> dict:
-    """Always under the same batch id: a group's own answers are no history for it, whenever they were made."""
+async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int) -> dict:
+    """Under a batch id of its own: what is known of groups in flight is kept by their names."""
     await _all_up(client, replicas)
     await client.reset_caches()
     heard: list[ReplicasChanged] = []
     listening = asyncio.create_task(_listen(client, heard))
     began_s = time.time()
     try:
-        batch = RolloutBatch(batch_id=BATCH, groups=tuple(replay.groups), step=replay.step)
+        batch = RolloutBatch(batch_id=f"{BATCH}-{name}", groups=tuple(replay.groups), step=replay.step)
         summary = summarise([group async for group in client.rollout(batch)])
     finally:
         listening.cancel()
