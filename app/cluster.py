@@ -92,9 +92,8 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
     needed_cpus = engine.most_replicas * (engine.ray_actor_options.num_cpus or 0)
     if file.application.args.drafter is not None:
         drafter = file.application.of("Drafter")
-        needed_cpus += (drafter.num_replicas or 0) * (
-            drafter.ray_actor_options.num_cpus or 0
-        )  # else what engines leave
+        always = drafter.num_replicas or 0  # drafters that come and go take what engines leave
+        needed_cpus += always * (drafter.ray_actor_options.num_cpus or 0)
     ray.init(
         address="local",
         num_cpus=max(1, int(needed_cpus)),

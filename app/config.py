@@ -21,6 +21,7 @@ from policies.ordering import GroupStatic
 from policies.tail import Hold
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
+ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 
 
 class Strict(BaseModel):

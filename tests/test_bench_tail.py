@@ -5,8 +5,8 @@ import json
 import pytest
 
 from app.bench.tail import TAILS, Rate, Replay, named, occupied_s
-from app.commands.tail import ELASTIC, command
-from app.config import DEFAULT_CONFIG, load_config
+from app.commands.tail import command
+from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
 from app.errors import BadInput
 from deployments.context.archive import EVERY, Archive
 from deployments.context.config import ContextConfig
@@ -26,7 +26,7 @@ def test_replica_seconds_are_those_in_which_a_replica_was_up():
 
 
 def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
-    file = load_config(ELASTIC)
+    file = load_config(ELASTIC_CONFIG)
     configured = file.application.of("Coordinator").user_config.policies
     runs = named(file, configured.chunking.chunk_tokens)
     assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from app.config import DEFAULT_CONFIG, ServeFile
+from app.config import ELASTIC_CONFIG, ServeFile
 from deployments.context.plan import Way
 from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import DraftConfig, EngineConfig
@@ -50,7 +50,7 @@ SCALING = {
 
 def elastic(tail: str, drafter: dict, **drafters) -> ServeFile:
     """serve.elastic.yaml with a draft model."""
-    data = yaml.safe_load(DEFAULT_CONFIG.with_name("serve.elastic.yaml").read_text())
+    data = yaml.safe_load(ELASTIC_CONFIG.read_text())
     (application,) = data["applications"]
     application["args"]["drafter"] = drafter
     application["deployments"].append({"name": "Drafter", **drafters})

@@ -98,7 +98,7 @@ def measure(file: ServeFile, replay: Replay, chunk_tokens: int, say: Callable[[s
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
         say(f"starting {replicas} replicas")
         with service(_with(file, GROUP, Path(folder)), None) as client:
-            runs, cluster = asyncio.run(_ours(client, file, named(file, chunk_tokens), replay, Path(folder), say))
+            runs, cluster = asyncio.run(_ours(client, named(file, chunk_tokens), replay, replicas, Path(folder), say))
         say(f"starting {replicas} replicas that draft by vLLM's suffix")
         with service(_with(file, SUFFIX, None), None) as client:
             runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
@@ -131,9 +131,8 @@ def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: floa
     return total + up * (ended_s - since_s)
 
 
-async def _ours(client: RolloutClient, file: ServeFile, policies_of, replay: Replay, history_dir: Path, say):
+async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, history_dir: Path, say):
     """Every run by name, and the replicas as probes find them."""
-    replicas = file.application.of("Engine").most_replicas
     await _all_up(client, replicas)
     told = await engines(client)
     ladder = await climb(client, "ladder", replicas, told[0][0].max_running)

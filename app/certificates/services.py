@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config import (
-    DEFAULT_CONFIG,
+    ELASTIC_CONFIG,
     Application,
     CoordinatorSettings,
     DrafterSettings,
@@ -18,8 +18,6 @@ from app.config import (
 from app.model import perturbed, resolve_model
 from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import EngineConfig
-
-ELASTIC = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 
 Engine = tuple[tuple[str, object], ...]
 
@@ -53,7 +51,7 @@ def _fixed(application: Application) -> dict:
 
 def _elastic(application: Application) -> dict:
     """As in serve.elastic.yaml, with as many replicas as are configured, of which all but one may go."""
-    example, most = load_config(ELASTIC).application, application.of("Engine").most_replicas
+    example, most = load_config(ELASTIC_CONFIG).application, application.of("Engine").most_replicas
     changes = {"min_replicas": 1, "max_replicas": most, "initial_replicas": most}
     scaling = example.of("Engine").autoscaling_config.model_copy(update=changes)
     engine = application.of("Engine").model_copy(update={"autoscaling_config": scaling, "num_replicas": None})

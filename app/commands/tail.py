@@ -5,10 +5,8 @@ from pathlib import Path
 
 import click
 
-from app.config import DEFAULT_CONFIG, load_config
+from app.config import ELASTIC_CONFIG, load_config
 from app.errors import BadInput
-
-ELASTIC = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 
 
 @click.command("tail")
@@ -21,7 +19,7 @@ ELASTIC = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 )
 @click.option("--running", type=click.IntRange(min=1), default=8, show_default=True,
               help="Most samples at once on a replica.")  # fmt: skip
-@click.option("--config", type=click.Path(path_type=Path), default=ELASTIC, show_default="serve.elastic.yaml")
+@click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.cluster import LOOPBACK_ONLY, service
-from app.config import DEFAULT_CONFIG, ServeFile
+from app.config import ELASTIC_CONFIG, ServeFile
 from deployments.journal import read_journal, replay
 from deployments.messages import PromptGroup, RolloutBatch
 from policies.actions import AbortChunk, StartChunk
@@ -123,7 +123,7 @@ async def steps(client, trainer: subprocess.Popen | None = None) -> dict:
 
 @pytest.fixture(scope="module")
 def found(model_dir):
-    file = yaml.safe_load(DEFAULT_CONFIG.with_name("serve.elastic.yaml").read_text())
+    file = yaml.safe_load(ELASTIC_CONFIG.read_text())
     file["applications"][0]["args"]["drafter"] = {"model": "demo"}
     file["applications"][0]["deployments"].append(DRAFTER)
     with service(ServeFile.model_validate(file), None) as client:
