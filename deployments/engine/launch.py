@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from deployments.engine.config import DraftConfig, EngineConfig
-from deployments.engine.patches import make_llvmlite_scannable
+from deployments.engine.patches import make_llvmlite_scannable, verify_drafts_only
 from kvpool.config import PoolEndpoint
 from kvpool.keys import PREFIX, fingerprint
 
@@ -46,10 +46,15 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if pool is None:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    with pool_file(pool) as file:
-        os.environ.update(pool_settings(pool, file))
-        return LLMEngine.from_engine_args(EngineArgs(**arguments, kv_transfer_config=transfer_config(config, pool)))
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    else:
+        with pool_file(pool) as file:
+            os.environ.update(pool_settings(pool, file))
+            arguments["kv_transfer_config"] = transfer_config(config, pool)
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    if config.draft.is_ours:
+        verify_drafts_only(engine)
+    return engine
 
 
 def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""What must be patched in other people's packages before an engine is built, each with the way out.
-
-Called by launch.py, before it builds one.
-"""
+"""What must be patched in other people's packages for an engine, each with the way out. Called by launch.py."""
 
 
 def make_llvmlite_scannable() -> None:
@@ -17,3 +14,16 @@ def make_llvmlite_scannable() -> None:
 
     if vllm.__version__.startswith("0.32."):
         ffi.lib._fntab["__dict__"] = {}
+
+
+def verify_drafts_only(engine) -> None:
+    """A chunk that goes on with all its KV computes one token in its first step, not that and a dummy draft.
+
+    Symptom (vLLM 0.32): with speculation on, a new request whose context is computed but for its last token is padded
+    with `num_speculative_tokens` draft tokens of -1, so that a CUDA graph of uniform decodes fits; ours never are
+    uniform. With 16 draft tokens that was 38 ms a hand-over on a CPU core. vLLM does not pad when the number of draft
+    tokens follows the batch's size, so it does, and is the same for all; the option for that would give up full graphs.
+    Remove when the padding has a switch. `engine`: vLLM's LLMEngine, with speculation.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (scheduler.max_num_running_reqs + 1)

@@ -78,6 +78,15 @@ def test_a_greedy_sample_is_drafted_from_its_mate(engine):
     assert second.verifications <= first.verifications < len(first.token_ids)
 
 
+def test_a_chunk_that_goes_on_with_all_its_kv_verifies_no_dummy_draft(engine):
+    whole = run(engine, chunk("goes-on", 5, WARM, None))[0].token_ids
+    known = engine.stats().block_tokens * 2 + 1 - len(PROMPT)  # all but the last token are whole blocks
+    assert 0 < known < len(whole)
+    (rest,) = run(engine, chunk("goes-on", 5, WARM, None, whole[:known]))
+    np.testing.assert_array_equal(rest.token_ids, whole[known:])
+    assert (rest.computed_tokens, rest.drafted_tokens) == (1, 0)
+
+
 def test_what_a_lost_chunk_had_made_is_drafted(engine):
     (whole,) = run(engine, chunk("lost", 0, WARM, Fixed(tokens=8)))
     (again,) = run(engine, chunk("lost", 0, WARM, Fixed(tokens=8), done=whole.token_ids[:8]))
