@@ -58,13 +58,18 @@ def runs(chunk_tokens: int, block_tokens: int = 1) -> dict[str, Policies]:
     }
 
 
-def workload(groups: Sequence[PromptGroup]) -> Workload:
+def batch_id(name: str, turn: int) -> str:
+    """Each run has groups of its own: one must not draft from the last one's answers."""
+    return f"{BATCH}-{name}-{turn}"
+
+
+def workload(groups: Sequence[PromptGroup], batch: str = BATCH) -> Workload:
     """Of groups that replay token ids: their true lengths, each with the end-of-sequence token that follows."""
     known = (
-        Group(f"{BATCH}/{group.prompt_id}", len(group.token_ids), tuple(len(ids) + 1 for ids in group.forced_token_ids))
+        Group(f"{batch}/{group.prompt_id}", len(group.token_ids), tuple(len(ids) + 1 for ids in group.forced_token_ids))
         for group in groups
     )
-    return Workload(BATCH, groups[0].max_tokens, (tuple(known),))
+    return Workload(batch, groups[0].max_tokens, (tuple(known),))
 
 
 def pooled(ladders: Sequence[Mapping]) -> dict:
@@ -111,11 +116,12 @@ def simulated(
     times: Mapping[str, list[float]],
 ) -> dict[str, dict]:
     """Medians over what each policy's runs were slowed by (`times`); drafts are made and judged as they were live."""
-    work, recorded, found = workload(groups), forced(groups, BATCH), {}
+    found = {}
     for name, policies in named.items():
         all_of = []
-        for one in times[name]:
-            model = slowed(models[name], one)
+        for turn, one in enumerate(times[name]):
+            model, batch = slowed(models[name], one), batch_id(name, turn)
+            work, recorded = workload(groups, batch), forced(groups, batch)
             with replaying(work, recorded, policies.drafting, model.step) as speculation:
                 cluster = Cluster(model, replicas, replicas)
                 all_of.append(figures(simulate(work, cluster, policies, speculation=speculation)))
@@ -220,8 +226,7 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
             await client.reset_caches()
             await client.forget_history()
             await client.set_policies(policies)
-            # Batches of one name are in flight one after the other; digests of sample ids are then the simulation's.
-            batch = RolloutBatch(batch_id=BATCH, groups=tuple(groups))
+            batch = RolloutBatch(batch_id=batch_id(name, turn), groups=tuple(groups))
             before = await stepped(client)
             summary = summarise([group async for group in client.rollout(batch)])
             await asyncio.sleep(REPORTED_S)
