@@ -22,7 +22,7 @@ from app.bench.probes import (
 from app.commands.bench import command
 from app.errors import BadInput
 from app.simulator.host import simulate
-from app.simulator.types import Cluster, Group, Workload
+from app.simulator.types import Cluster, Group, StepModel, Workload
 from deployments.messages import GroupResult, PromptGroup, SampleResult, Timings
 from policies.events import ReplicaJoined, ReplicaMeasured
 
@@ -112,6 +112,22 @@ def test_kv_is_found_again_in_whole_blocks():
     assert ended.chunks == 4 and ended.recomputed_tokens == 50 % 32 + 90 % 32 + 130 % 32
     (ended,) = simulate(work, Cluster(replace(model, block_tokens=1), 1), bound(40), check=True).ended
     assert ended.recomputed_tokens == 0
+
+
+def test_a_replica_is_faster_while_its_node_has_no_other_that_works():
+    """Steps of a second, half of it alone: 100 together, then 200; one that joins in the middle ends it for a while."""
+    step = StepModel(1.0, 0.0, 0.0)
+    model = replace(model_of(PROFILE, JOINED, [], 0.0), step=step, prefill_tokens_s=1e9, alone_share=0.5)
+
+    def ends(per_node: int, *lengths: int, chunk: int | None = None):
+        groups = tuple(Group(f"g{i}", 1, (tokens,)) for i, tokens in enumerate(lengths))
+        run = simulate(Workload("w", 999, (groups,)), Cluster(model, 2, per_node), bound(chunk), check=True)
+        return [round(one.ended_s, 3) for one in sorted(run.ended, key=lambda one: one.sample_id)]
+
+    assert ends(2, 100, 300) == [100.0, 200.0]
+    assert ends(1, 100, 300) == [50.0, 150.0]
+    assert ends(2, 300, 300) == [300.0, 300.0]
+    assert ends(2, 100, 300, chunk=10) == [100.0, 200.0]
 
 
 def test_the_simulated_workload_is_the_live_one():

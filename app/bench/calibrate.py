@@ -8,7 +8,7 @@ of simulated ones. Called by `python -m app bench calibrate`.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import mean, median
 
@@ -18,6 +18,7 @@ from app.bench.probes import (
     HANDOVER_CHUNK_TOKENS,
     LADDER,
     Ladder,
+    alone,
     busy_hand_overs,
     climb,
     drafted_steps,
@@ -176,15 +177,17 @@ def measure(
     named = runs(chunk_tokens, file.application.args.engine.block_tokens)
     say(f"starting {replicas} replicas")
     with service(file, None) as client:
-        live, ladders, handovers, busy, told = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
+        live, found = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
+    ladders, told, handover_s = found.ladders, found.told, median(found.handovers)
     profile = profile or pooled(ladders)
     drafting = profile | {"fit": fit([step for ladder in ladders for step in (*ladder["steps"], *ladder["drafted"])])}
     models = {
-        name: model_of(drafting if policies.drafting.most else profile, *told, median(handovers))
+        name: model_of(drafting if policies.drafting.most else profile, *told, handover_s)
         for name, policies in named.items()
     }
-    join_s = joining(model_of(profile, *told, median(handovers)), replicas, mean(busy)).join_s
-    models = {name: replace(model, join_s=join_s) for name, model in models.items()}
+    join_s = joining(model_of(profile, *told, handover_s), replicas, median(found.busy)).join_s
+    share = min(1.0, median(found.alone))
+    models = {name: replace(model, join_s=join_s, alone_share=share) for name, model in models.items()}
     speeds = [slowness(ladder, profile) for ladder in ladders]
     around = [mean(pair) for pair in pairwise(speeds)]  # of each run, in order
     times = {name: around[place :: len(named)] for place, name in enumerate(named)}
@@ -194,33 +197,47 @@ def measure(
         "simulated": modelled,
         "profile": {key: profile[key] for key in ("fit", "prefill_ms")} | {"fit_with_drafts": drafting["fit"]},
         "slowness": [round(speed, 4) for speed in speeds],
-        "handovers_s": handovers,
-        "busy_handovers_s": busy,
+        "handovers_s": found.handovers,
+        "busy_handovers_s": found.busy,
+        "alone_shares": found.alone,
         "replica": asdict(models["seer"]),
         "tokens": sum(len(ids) + 1 for group in groups for ids in group.forced_token_ids),
         "repeats": repeats,
     }
 
 
-async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say):
+@dataclass
+class Probes:
+    """What was found of the replicas, each list in order of time; `told`: what they say of themselves."""
+
+    client: RolloutClient
+    replicas: int
+    say: Callable[[str], None]
+    told: tuple
+    ladders: list[dict] = field(default_factory=list)
+    handovers: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+
+    async def climb(self, ladder: Ladder) -> None:
+        number, client = len(self.ladders), self.client
+        found = await climb(client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
+        self.alone.append(round(await alone(client, f"alone-{number}", found), 4))
+        found["drafted"] = await drafted_steps(client)
+        self.ladders.append(found)
+        self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
+        self.busy.append(await busy_hand_overs(client, f"crowd-{number}", self.replicas))
+        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
+        self.say(
+            f"probes: steps of {took} ms, {self.alone[-1]:.2f} of it alone, hand-over {self.handovers[-1]:.3f} s; "
+            f"chunks of {HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
+        )
+
+
+async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say) -> tuple[dict, Probes]:
     """Probes, then the policies in turn with probes after each run."""
-    told = await engines(client)
-    ladders, handovers, busy, rolled = [], [], [], {name: [] for name in named}
-
-    async def probe(ladder: Ladder) -> None:
-        number = len(ladders)
-        ladders.append(await climb(client, f"ladder-{number}", replicas, told[0][0].max_running, ladder))
-        ladders[-1]["drafted"] = await drafted_steps(client)
-        handovers.append(await hand_over(client, f"hand-over-{number}", replicas))
-        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in ladders[-1]["steps"]}
-        say(f"probes: steps of {took} ms, hand-over {handovers[-1]:.3f} s")
-
-    async def crowd() -> None:
-        busy.append(await busy_hand_overs(client, f"crowd-{len(busy)}", replicas))
-        say(f"probes: chunks of {HANDOVER_CHUNK_TOKENS} take {busy[-1]:.2f} s more")
-
-    await crowd()
-    await probe(LADDER)
+    probes, rolled = Probes(client, replicas, say, await engines(client)), {name: [] for name in named}
+    await probes.climb(LADDER)
     for turn in range(repeats):
         for name, policies in named.items():
             await client.reset_caches()
@@ -236,6 +253,5 @@ async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats
                 f"{summary['makespan_s']} s, tail {summary['tail_s']} s, {steps} steps of {1e3 * step_s / steps:.1f} ms"
             )
             say(f"{name}, {turn + 1} of {repeats}: {done}")
-            await probe(CHECK)
-    await crowd()
-    return {name: middle(all_of) for name, all_of in rolled.items()}, ladders, handovers, busy, told
+            await probes.climb(CHECK)
+    return {name: middle(all_of) for name, all_of in rolled.items()}, probes

@@ -27,6 +27,9 @@ LADDER = ((1, 40), (2, 40), (4, 40), (8, 40), (16, 40), (1, 240), (1, 960), (8, 
 CHECK = ((1, 40), (8, 40), (8, 960))
 """Enough to see how fast the machine is now, in a quarter of the time."""
 
+ALONE = ((1, 40), (8, 40))
+"""Rungs of both ladders, run on one replica while the others have nothing to do."""
+
 HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
 PROMPT_TOKENS = 40
 
@@ -73,6 +76,18 @@ async def climb(client: RolloutClient, name: str, replicas: int, max_running: in
             took_ms = 1e3 * mean(sample.timings.prefill_s for group in groups for sample in group.samples)
             prefill.append({"tokens": prompt_tokens, "prefill_ms": round(took_ms, 3)})
     return {"steps": steps, "prefill": prefill}
+
+
+async def alone(client: RolloutClient, name: str, ladder: dict) -> float:
+    """The share of a step's time in the ladder just climbed that it takes while no other replica runs anything."""
+    together = {(step["chunks"], step["context_tokens"]): step["step_ms"] for step in ladder["steps"]}
+    shares = []
+    for chunks, prompt_tokens in ALONE:
+        if (rung := (chunks, prompt_tokens + STEPS // 2)) in together:
+            await client.reset_caches()
+            batch = probe(f"{name}-{chunks}x{prompt_tokens}", 1, chunks, prompt_tokens, STEPS + 1)
+            shares.append(step_ms([group async for group in client.rollout(batch)]) / together[rung])
+    return mean(shares)
 
 
 async def drafted_steps(client: RolloutClient) -> list[dict]:

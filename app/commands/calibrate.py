@@ -11,11 +11,11 @@ from app.errors import BadInput
 
 @click.command("calibrate")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
-@click.option("--prompts", type=click.IntRange(min=2), default=6, show_default=True)
-@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
+@click.option("--prompts", type=click.IntRange(min=2), default=8, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=10, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=1024, show_default=True, help="Per sample.")
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--running", type=click.IntRange(min=1), default=8, show_default=True,
+@click.option("--running", type=click.IntRange(min=1), default=16, show_default=True,
               help="Most samples at once on a replica; fewer than there are, so that order matters.")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The median of each counts.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")

@@ -102,6 +102,16 @@ class Fleet:
             max(0.0, per_chunk_s), now,
         )  # fmt: skip
 
+    def crowd(self, replica: Replica, now: float) -> list[Replica]:
+        """A replica has had its turn: those of its node that run something, now that this may have begun or ended."""
+        if self.model.alone_share == 1.0:
+            return []
+        first = replica.index // self._per_node * self._per_node
+        busy = [mate for mate in self.replicas[first : first + self._per_node] if mate.running]
+        for mate in busy:
+            mate.take(self.model.alone_share if len(busy) == 1 else 1.0, now)
+        return busy
+
     def load(self, now: float) -> tuple[int, int]:
         """Chunks that run, and tokens of KV that they hold."""
         running = sum(len(replica.running) for replica in self.replicas)

@@ -220,6 +220,8 @@ class _Host:
         for chunk in replica.turn():
             self._stopped(chunk)
         self._book(replica)
+        for mate in self._fleet.crowd(replica, self._now):
+            self._book(mate)
 
     def _stopped(self, chunk: Chunk) -> None:
         """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""

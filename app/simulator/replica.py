@@ -34,6 +34,7 @@ class Replica:
         self._rate, self._cost, self._part = 1.0, 1.0, 1.0  # the present pace, for a chunk that joins
         self._floor_s, self._added_s, self._reads = 0.0, 0.0, 1.0  # and for all: `reads` is the share of context read
         self._first_s, self._growth_s = 0.0, 0.0  # seconds of the next step, and by how much each one is longer
+        self._share = 1.0  # of the model's time that a step takes
         self._ends: list[tuple[int, int, Chunk]] = []  # (end step, serial, chunk), dead entries among them
         self._due_step, self._until, self._changes, self._serial = 0, FOREVER, 0, 0
         self._aborted: list[Chunk] = []
@@ -50,6 +51,13 @@ class Replica:
         chunk.aborted = True
         self._aborted.append(chunk)
         self._wake(now)
+
+    def take(self, share: float, now: float) -> None:
+        """Steps take this share of the model's time, from the one after that which runs at `now`."""
+        if share != self._share:
+            self._share = share
+            if self.running:
+                self._wake(now)
 
     def turn(self) -> list[Chunk]:
         """At `due_s`: those that have ended leave and are returned, room is made, others join; then a new `due_s`."""
@@ -205,6 +213,8 @@ class Replica:
         self._growth_s = step.context_s * self._reads * self._made
         if self._first_s < self._floor_s:
             self._first_s, self._growth_s = self._floor_s, 0.0
+        self._first_s *= self._share
+        self._growth_s *= self._share
         due = min(self._next_end().end_step, self._until)
         if len(self.running) > 1:
             due = min(due, self.step + int((self.model.kv_capacity_tokens - self.context + ROUNDING) / self._made))

@@ -56,7 +56,8 @@ class ReplicaModel:
     Fetching n tokens of KV from the pool takes fetch_base_s + n / fetch_tokens_s (0: it cannot); prefill computes
     prefill_tokens_s. start_s pass until a replica that is wanted is up, stop_s until what one that went occupied is
     free. Between two chunks of a sample, a result and what follows from it travel for handover_s, and joining takes
-    join_s of the replica's time beyond what is computed. KV is found again in whole blocks of block_tokens.
+    join_s of the replica's time beyond what is computed. KV is found again in whole blocks of block_tokens. While no
+    other replica of its node runs anything, a step takes alone_share of its time.
     """
 
     step: StepModel
@@ -71,6 +72,7 @@ class ReplicaModel:
     handover_s: float = 0.0
     join_s: float = 0.0
     block_tokens: int = 1
+    alone_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
