@@ -18,7 +18,7 @@ from app.bench.calibrate import pooled, workload
 from app.bench.probes import climb, drafted_steps, engines, model_of
 from app.bench.stepcost import fit
 from app.certificates.runs import GROUP, WHOLE, Engine, drafts
-from app.certificates.tokens import with_engine
+from app.certificates.tokens import whole, with_engine
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
@@ -48,6 +48,9 @@ TAILS: dict[str, dict] = {
     "auto": {"tail": {"type": "auto", "worth": WORTH}, "racing": RACE},
 }
 """What freed replicas do; all else is as the configuration says."""
+
+SETTLED_S = 5.0
+"""By then Serve has stopped what it was told to stop."""
 
 MOST_DRAFTS = 16
 """Draft tokens of a step that the bounds allow for; the engines' own most."""
@@ -185,11 +188,10 @@ async def _listen(client: RolloutClient, heard: list[ReplicasChanged]) -> None:
 
 
 async def _all_up(client: RolloutClient, replicas: int) -> None:
-    """As a driver would have it before a step."""
+    """As a driver would have it before a step; a replica that the last run gave back at its end may still be there."""
     await client.reserve(replicas)
-    async for change in client.replica_changes():
-        if change.replicas == replicas:
-            return
+    await asyncio.sleep(SETTLED_S)
+    await whole(client, replicas)
 
 
 def _with(file: ServeFile, engine: Engine, history_dir: Path | None) -> ServeFile:
