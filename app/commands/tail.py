@@ -11,20 +11,20 @@ from app.errors import BadInput
 
 @click.command("tail")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
-@click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--samples", type=click.IntRange(min=1), default=10, show_default=True, help="Samples per prompt.")
+@click.option("--prompts", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=1024, show_default=True, help="Per sample.")
 @click.option(
     "--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Not of static groups."
 )
-@click.option("--running", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Most samples at once on a replica.")  # fmt: skip
+@click.option("--running", type=click.IntRange(min=1), default=4, show_default=True,
+              help="Most samples at once on a replica: few, so that a step is bound by memory, as on a GPU.")  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
 
-    The last checkpoint of the trace is rolled out, the one before it is history. About half an hour.
+    The last checkpoint of the trace is rolled out, the one before it is history. About twenty-five minutes.
     """
     file = load_config(config)
     if file.application.autoscaling_policy is None:
