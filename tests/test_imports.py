@@ -21,6 +21,12 @@ PURE = {
 }  # fmt: skip
 """All that a policy may need: nothing of these reads a clock, a file, a socket, the environment or a generator."""
 
+EVERY_PROCESS = ("app.build", "app.client", "app.cluster")
+"""What drivers load, and with it the coordinator and the replicas before they have an engine."""
+
+ENGINES_ALONE = {"vllm", "torch", "numba", "transformers"}
+"""Seconds of every process that loads them; vLLM and numba read settings that `launch` makes first."""
+
 ENVIRONMENT_WRITER = "deployments/engine/launch.py"
 """vLLM takes some settings from the environment only; this file writes them before vLLM is imported."""
 
@@ -101,6 +107,19 @@ def beyond_the_simulator(name: str) -> set[str]:
     return {each for each in found if each.split(".")[0] in {*CHAIN, *HEAVY} and not allowed.match(each)}
 
 
+def loaded(*modules: str) -> dict[str, str]:
+    """All that these import as they are loaded, ours in turn; by name, with the file that does."""
+    found, left = {}, list(modules)
+    while left:
+        name = left.pop().replace(".", "/") + ".py"
+        if name in EVERY:
+            tops = [node for node in tree_of(name).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            new = {each: name for each in imports_of(ast.Module(tops, [])) if each not in found}
+            found |= new
+            left += [each for full in new for each in (full, full.rpartition(".")[0])]
+    return found
+
+
 def test_nothing_imports_to_the_right():
     assert offences(EVERY, lambda name: wrong_ways(name, tree_of(name))) == {}
 
@@ -128,6 +147,12 @@ def test_policies_simulator_and_configuration_load_nothing_heavy():
     assert run.returncode == 0, run.stderr
 
 
+def test_what_every_process_loads_brings_no_engine():
+    found = loaded(*EVERY_PROCESS)
+    assert {"deployments/coordinator.py", "deployments/engine/stepper.py"} <= set(found.values())
+    assert {name: file for name, file in found.items() if name.split(".")[0] in ENGINES_ALONE} == {}
+
+
 # ---- these tests can fail ----------------------------------------------------------------------------
 
 
@@ -143,6 +168,10 @@ def test_policies_simulator_and_configuration_load_nothing_heavy():
 def test_a_wrong_import_is_found(name, source):
     assert wrong_ways(name, ast.parse(source))
     assert not wrong_ways("app/x.py", ast.parse(source))
+
+
+def test_what_is_loaded_in_turn_is_found():
+    assert loaded("deployments.engine.link")["torch"] == "kvpool/worker.py"
 
 
 @pytest.mark.parametrize(

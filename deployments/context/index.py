@@ -6,8 +6,6 @@ proposes may be wrong, since drafts never change tokens. Called by one thread of
 drafts.py); `HistoryIndex.build` by the feed's.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from deployments.context.arena import Arena
@@ -15,20 +13,11 @@ from deployments.context.choice import draft
 from deployments.context.evidence import LESSONS, MOST_TOKENS, TOGETHER, Evidence
 from deployments.context.followers import Followers
 from deployments.context.kernels import LOOKED_UP, NOBODY, PAST, PROMPT, TRACKS, WEIGHT_ONE, context, follow
+from deployments.context.proposal import Proposal
 from deployments.context.settings import IndexSettings
 from deployments.context.types import PastAnswer
 
 _NO_TOKENS = np.empty(0, np.int32)
-
-
-class Proposal(NamedTuple):
-    """Draft tokens of one path: tokens i32[n], right f32[n] (P(token j is right | those before are)), sources u8[n]
-    (types.Source), and the tokens of context that the longest matching place shares."""
-
-    tokens: np.ndarray
-    right: np.ndarray
-    sources: np.ndarray
-    match_tokens: int
 
 
 class HistoryIndex:

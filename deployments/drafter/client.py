@@ -15,8 +15,8 @@ from hashlib import blake2b
 import numpy as np
 import zmq
 
-from deployments.context.index import Proposal
 from deployments.context.plan import Way
+from deployments.context.proposal import Proposal
 from deployments.context.types import Source
 from deployments.drafter.config import DrafterConfig
 from deployments.drafter.server import Address

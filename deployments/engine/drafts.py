@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deployments.context.index import Proposal, warm_up
+from deployments.context.index import warm_up
+from deployments.context.proposal import Proposal
 from deployments.context.types import Source
 from deployments.engine.config import DraftConfig
 from deployments.engine.groups import Group, Groups

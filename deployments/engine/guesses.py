@@ -5,7 +5,7 @@ Called by `Drafts`; plain functions of arrays.
 
 import numpy as np
 
-from deployments.context.index import Proposal
+from deployments.context.proposal import Proposal
 from deployments.context.types import Source
 
 CERTAIN = 0.999

@@ -13,7 +13,6 @@ from deployments.engine.config import EngineConfig
 from deployments.engine.forks import Forks
 from deployments.engine.hold import is_held
 from deployments.engine.launch import launch
-from deployments.engine.link import PoolLink
 from deployments.engine.requests import Requests
 from deployments.engine.running import Running
 from deployments.engine.speeds import Speeds
@@ -58,8 +57,11 @@ class Stepper:
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
         self._speeds = Speeds()
-        self._link: PoolLink | None = None
+        self._link = None
         if pool is not None:
+            # After `launch`, which imports vLLM once its settings are made; whoever only knows of engines needs none.
+            from deployments.engine.link import PoolLink
+
             self._link = PoolLink(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._drafts = None
