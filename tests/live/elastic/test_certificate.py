@@ -5,29 +5,38 @@ decoding (`test_drafter_live.py` does so with draft models); `python -m app veri
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import contextmanager
 
-ROOT = Path(__file__).resolve().parents[2]
+from app.__main__ import run
+from app.config import ServeFile
+from app.demo import PROMPTS
+
 NAMES = ("raced", "scaled_down", "replica_killed")
 
 
-def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
+def without_a_draft_model(file: ServeFile) -> tuple:
+    """What decides how replicas come and go, and what they are."""
+    application = file.application
+    scaling = application.of("Coordinator").autoscaling_config, application.of("Coordinator").user_config.replicas
+    args = application.args.model_copy(update={"drafter": None})
+    return args, application.of("Engine"), scaling, application.autoscaling_policy
+
+
+def test_every_run_is_identical_and_a_corruption_is_named(client, file, monkeypatch, capsys, tmp_path):
+    @contextmanager
+    def shared(wanted: ServeFile, address: str | None):
+        """The service that is there, which must be the one that the command would start."""
+        assert without_a_draft_model(wanted) == without_a_draft_model(file) and address is None
+        yield client
+
+    monkeypatch.setattr("app.certificates.tokens.service", shared)
     prompts = tmp_path / "prompts.jsonl"
-    lines = (ROOT / "app" / "demo" / "prompts.jsonl").read_text().splitlines()[:4]
-    prompts.write_text("\n".join(lines))
+    prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:4]))
     what = ["--prompts", str(prompts), "--samples", "3", "--max-tokens", "72", "--only", "runs", "--corrupt", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "verify", *what, *(part for name in NAMES for part in ("--runs", name))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    code = run(["verify", *what, *(part for name in NAMES for part in ("--runs", name))])
+    said = capsys.readouterr()
+    assert code == 1, said.err
+    result = json.loads(said.out.splitlines()[-1])
     runs = {run["name"]: run for run in result["runs"]}
     assert list(runs) == ["plain", *NAMES] and result["tokens"] > 500 and not result["identical"]
     *others, (last_name, last) = runs.items()
@@ -35,7 +44,7 @@ def test_every_run_is_identical_and_a_corruption_is_named(model_dir, tmp_path):
     assert last["first_difference"]["what"] == "token"
     at = last["first_difference"]
     named = f"{last_name} differs: prompt {at['prompt_id']!r} sample {at['sample_index']} position {at['position']}"
-    assert named in done.stderr
+    assert named in said.err
     assert runs["plain"]["drafted_tokens"] == runs["plain"]["moved_samples"] == 0
     assert runs["raced"]["races"] > 0 and "actors of the group context" in runs["raced"]["note"]
     assert runs["scaled_down"]["moved_samples"] > 0
