@@ -124,8 +124,12 @@ class RolloutClient:
 
         What is given back is free for Ray once `replicas` has come down to `wanted`.
         """
-        async for change in self._stream.replica_changes.remote():
-            yield change
+        changes = self._stream.replica_changes.remote()
+        try:
+            async for change in changes:
+                yield change
+        finally:
+            changes.cancel()  # else the coordinator follows for ever, and is given 20 s to end before it is killed
 
     async def reserve(self, replicas: int) -> None:
         """Want at least so many replicas until the next batch comes: engines that were given back take seconds to
