@@ -32,7 +32,7 @@ from policies.bundle import Policies
 from policies.scaling import Limits
 
 
-@serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000)
+@serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
 class Coordinator:
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 

@@ -35,6 +35,7 @@ from kvpool.status import PoolDown
     # Admission is the coordinator's: a call that waits in Serve would look like a slow chunk. 2^16 is "no limit".
     max_ongoing_requests=65_536,
     health_check_period_s=2,
+    graceful_shutdown_wait_loop_s=0.2,  # somebody waits for its core; Serve would look every 2 s
     request_router_config=RequestRouterConfig(request_router_class="deployments.router:AddressedRouter"),
 )
 class Engine:
