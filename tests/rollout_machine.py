@@ -265,12 +265,14 @@ class Player:
     def _look_at_evicted(self, actions: tuple[Action, ...]) -> None:
         """Whoever waits with KV of its own is needed before all that were given up, or the pool is roomy by now."""
         given_up = [a.sample_id for a in actions if isinstance(a, ReleaseKv) and a.cause is ReleaseCause.FULL]
+        left, expected = self.kv.too_full_by(), []
+        if left <= 0 and not given_up:
+            return
         waiting = {
             sample_id: self.key(sample)
             for sample_id, sample in self.play.core._buffer.samples.items()
             if sample.state is State.WAITING and self.kv.own_tokens(sample_id)
         }
-        left, expected = self.kv.too_full_by(), []
         for sample_id in sorted(waiting, key=waiting.get, reverse=True):
             if left > 0:
                 expected.append(sample_id)
@@ -301,13 +303,16 @@ class Player:
 
     def _look_for_starved(self) -> None:
         """Law 7 by brute force: every waiting sample against every replica that it may go to."""
-        for sample in self.play.core._buffer.samples.values():
+        core, version = self.play.core, self.ledger.version
+        ready = {i: books for i, books in self.ledger.replicas.items() if books.version == version}
+        rooms = {i: books.room_tokens() for i, books in ready.items() if core.board.stays(i)}
+        if not any(room > 0 for room in rooms.values()):  # as every sample needs some
+            return
+        for sample in core._buffer.samples.values():
             if sample.state is State.WAITING:
                 need = -(-self._need_tokens(sample.sample_id) // STEP_TOKENS) * STEP_TOKENS
-                for replica_id, books in self.ledger.replicas.items():
-                    ready = books.version == self.ledger.version and sample.home in (None, replica_id)
-                    ready = ready and self.play.core.board.stays(replica_id)
-                    if ready and need <= books.room_tokens():
+                for replica_id, room in rooms.items():
+                    if sample.home in (None, replica_id) and need <= room:
                         self.play.starved.append(f"{sample.sample_id} ({need}) and {replica_id} at {self.now}")
 
     def _need_tokens(self, sample_id: str) -> int:

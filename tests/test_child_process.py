@@ -36,7 +36,8 @@ def test_it_is_started_again_when_it_ends():
     assert child.pid is None and not is_alive(second)
 
 
-def test_it_is_stopped_though_it_ignores_the_request():
+def test_it_is_stopped_though_it_ignores_the_request(monkeypatch):
+    monkeypatch.setattr("kvpool.process.TERM_S", 0.3)
     with shell("trap '' TERM; echo ready; while true; do sleep 0.1; done") as child:
         until(lambda: child.last_line() == "ready")
         pid = child.pid
