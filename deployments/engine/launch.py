@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from deployments.engine.config import DraftConfig, EngineConfig
 from deployments.engine.patches import make_llvmlite_scannable, verify_drafts_only
@@ -20,6 +20,22 @@ from kvpool.keys import PREFIX, fingerprint
 def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
     """The `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
     return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
+
+
+def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
+    """Binds the threads of this process that are bound to one rank's cores to another's.
+
+    For a replica whose rank Serve changes: it hands the lowest ones to those that stay, and theirs to who comes next,
+    who would else share a core. To be called on a thread that is not bound. Workers of tensor parallelism stay.
+    """
+    if old_rank == new_rank or config.device != "cpu" or config.cores is None:
+        return
+    available, count = sorted(os.sched_getaffinity(0)), config.cores * config.tensor_parallel
+    old, new = (set(core_ids(rank, count, available)) for rank in (old_rank, new_rank))
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has ended since
+            if os.sched_getaffinity(thread) == old:
+                os.sched_setaffinity(thread, new)
 
 
 def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):

@@ -14,6 +14,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ReplicaRank
 
 from deployments.context.actors import ensure_context
 from deployments.context.config import ContextConfig
@@ -23,6 +24,7 @@ from deployments.drafter.client import Drafters
 from deployments.drafter.config import DrafterConfig
 from deployments.drafter.directory import watch
 from deployments.engine.config import EngineConfig
+from deployments.engine.launch import rebind
 from deployments.engine.runner import EngineRunner
 from deployments.messages import ChunkRequest, ChunkResult, EngineStats
 from deployments.telemetry import Telemetry
@@ -62,16 +64,22 @@ class Engine:
             except PoolDown as error:  # the pool is a cache: without it every move recomputes
                 self._pool_problem = str(error)
         self._node_id = ray.get_runtime_context().get_node_id()
-        # `local_rank` is unique among the running replicas of this deployment on this node.
-        rank, name, feed = here.rank.local_rank, here.replica_id.unique_id, None
+        # `local_rank` is unique among the running replicas of this deployment on this node; see `reconfigure`.
+        self._config, self._rank = config, here.rank.local_rank
+        name, feed = here.replica_id.unique_id, None
         if context is not None and config.draft.method == "group":
             feed = Feed(ensure_context(context, here.app_name), context, name)
         model = None if drafter is None else Drafters(drafter)
-        self._runner = EngineRunner(config, name, weights_version, rank, endpoint, feed, model)
+        self._runner = EngineRunner(config, name, weights_version, self._rank, endpoint, feed, model)
         if model is not None:
             self._watching = asyncio.get_running_loop().create_task(watch(drafters, model))
         self._started_at = time.time()
         self._telemetry = Telemetry("tailrace-engine", otlp)
+
+    def reconfigure(self, user_config: None, rank: ReplicaRank) -> None:
+        """Called by Serve: a replica that stays may get the rank of one that was stopped."""
+        rebind(self._config, self._rank, rank.local_rank)
+        self._rank = rank.local_rank
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
         """Runs a chunk to its end; ValueError when it is refused, EngineDown when the engine breaks."""
