@@ -1,13 +1,20 @@
 """What speculation brings where the drafter runs beside the verifier: tokens a second of each sample (SpecActor 4.1).
 
 Times are affine in the samples of a batch. Each draft token is right with probability p, whatever came before. A
-decoupled drafter that has sent a window of w tokens drafts w more while they are verified. If all are right, w tokens
-are gained and the next window stands ready; if the (a+1)-th is wrong, a + 1 tokens are gained, up to 2w - 1 are wasted,
-and the sample is not among those verified in the next round. A coupled drafter waits, so a window that is right brings
-one token of the verifier's own on top. Pure functions; called by `planning`.
+decoupled drafter that has sent a window of w tokens drafts w more while they are verified; what follows a wrong one is
+wasted, up to 2w - 1 tokens. In SpecActor's rounds a sample then sits out a verification until it has a new window, and
+a window that is right brings w tokens (`renewal_tokens_s`). Tailrace's engines never wait: they go on with whatever is
+there (`decoupled_tokens_s`). A coupled drafter waits too, so a window that is right brings one token of the verifier's
+own on top. Pure functions; called by `planning`.
 """
 
 from typing import NamedTuple
+
+RARE = 1e-4
+"""Chance below which what comes later does not count."""
+
+MOST_STEPS = 256
+"""Steps without a wrong token that are looked at: behind them all are alike."""
 
 
 class Drafter(NamedTuple):
@@ -66,7 +73,7 @@ def published_tokens_s(p: float, drafter: Drafter, verifier: Verifier, samples: 
     return tau(p, window) / max(window * drafter.seconds(samples), verifier.seconds(samples, window))
 
 
-def decoupled_tokens_s(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int) -> float:
+def renewal_tokens_s(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int) -> float:
     """The same by renewal: tau_exact / max(w D(b), V_w(b / (2 - p^w))), as samples whose draft was wrong sit out.
 
     At 128 samples and p = 0.5, w = 4 half of them do, and V is a quarter less. For a single sample, which waits for
@@ -84,8 +91,37 @@ def decoupled_tokens_s(p: float, drafter: Drafter, verifier: Verifier, samples: 
 
 
 def keeps_up(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int) -> bool:
-    """Whether a window is drafted while one is verified: w D(b) <= V_w(b / (2 - p^w))."""
+    """Whether in SpecActor's rounds a window is drafted while one is verified: w D(b) <= V_w(b / (2 - p^w))."""
     return window * drafter.seconds(samples) <= verifier.seconds(samples / (2 - p**window), window)
+
+
+def decoupled_tokens_s(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int) -> float:
+    """Where nobody waits, as Tailrace's engines draft: tokens of a step over V at the mean of what it verifies."""
+    step_s = verifier.seconds(samples, 0)
+    for _ in range(2):  # what is drafted in a step depends on how long it takes to verify what was
+        tokens, drafts = step_means(p, window, step_s / drafter.seconds(samples))
+        step_s = verifier.seconds(samples, drafts)
+    return tokens / step_s
+
+
+def step_means(p: float, window: int, drafted: float) -> tuple[float, float]:
+    """Tokens that a sample makes in a step where nobody waits, and draft tokens of it that are verified, on average.
+
+    `drafted`: tokens that its drafter adds in a step. From a wrong token to the next: the step after it has no draft
+    and decodes plainly, while the drafter goes on from the corrected context. Later steps verify n <= w tokens of the
+    guess at hand and make 1 + p + ... + p^n; all of it goes on, with chance p^(n+1), if the next token of the guess is
+    the verifier's own on top too. Of a guess that then stood at 2w, w - 1 are left: full steps verify w and w - 1 in turn.
+    """
+    tokens = drafts = steps = guess = 0.0
+    going = 1.0  # chance that nothing has been wrong yet
+    for _ in range(MOST_STEPS):
+        width = min(window, int(guess))
+        tokens, drafts, steps = tokens + going * verified(p, width + 1), drafts + going * width, steps + going
+        going *= p ** (width + 1)
+        guess = max(0.0, min(2 * window, guess + drafted) - width - 1)
+        if going < RARE:
+            break
+    return tokens / steps, drafts / steps
 
 
 def coupled_tokens_s(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int) -> float:

@@ -1,8 +1,8 @@
 """How many GPUs draft, how many verify, and how far drafts run ahead (SpecActor 4.1, Algorithms 1 and 2).
 
 Invariant: a plan has the most tokens a second of all it may have, plain decoding included, so drafting is planned only
-where it pays; ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called as a step starts
-(`plan`) and every so many engine steps (`reconfigure`) by whoever drives drafters.
+where it pays; ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called by the simulator
+as a step starts (`plan`) and every so many engine steps (`reconfigure`); live by `draft_models` (`best`, `better`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,13 @@ from policies.decoupled import (
     decoupled_tokens_s,
     keeps_up,
     published_tokens_s,
+    renewal_tokens_s,
 )
 
 TINY_S = 1e-12
 """Keeps ratios finite for a drafter that takes no time."""
+
+RATES = {"going_on": decoupled_tokens_s, "renewal": renewal_tokens_s, "published": published_tokens_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,15 @@ class SamplePlan(NamedTuple):
 
 
 class Decoupled(BaseModel):
-    """SpecActor 4.1. By default with the rates of `decoupled_tokens_s`; `published` takes the paper's own."""
+    """SpecActor 4.1. `rate`: what drafting ahead brings as Tailrace's engines do it (`going_on`: nobody waits), or in
+    SpecActor's rounds, worked out exactly (`renewal`) or by the paper's own formula (`published`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["decoupled"] = "decoupled"
     most_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
-    published: bool = Field(False, description="plan by the paper's formula: too many tokens per round, each too slow")
+    rate: Literal["going_on", "renewal", "published"] = Field(
+        "going_on", description="whose protocol; published: too many tokens per round, each too slow"
+    )
 
     def plan(
         self, samples: int, gpus: int, p: float, drafters: Sequence[Drafter], verifiers: Sequence[Verifier]
@@ -77,7 +83,7 @@ class Decoupled(BaseModel):
         if not fitting:
             raise ValueError(f"no verifier fits into {gpus} GPUs")
         plain, *found = [
-            max((_plain(verifier, samples, gpus) for verifier in fitting), key=_worth),
+            max((_plain(verifier, ceil(verifier.gpus * samples / gpus)) for verifier in fitting), key=_worth),
             *(
                 self._best(ceil((drafter.gpus + verifier.gpus) * samples / gpus), p, drafter, verifier)
                 for verifier in fitting
@@ -87,43 +93,27 @@ class Decoupled(BaseModel):
         ]
         return max((plain, *(plan for plan in found if plan)), key=_worth)
 
+    def best(self, samples: int, p: float, drafter: Drafter, verifier: Verifier) -> Plan:
+        """Algorithm 1 where it is settled who drafts for whom: this pair's best window for `samples` samples, or plain
+        decoding by the verifier alone."""
+        plans = (_plain(verifier, samples), self._best(samples, p, drafter, verifier))
+        return max((plan for plan in plans if plan), key=_worth)
+
     def reconfigure(self, acceptances: Mapping[str, float], plan: Plan) -> dict[str, SamplePlan]:
         """Algorithm 2: for each sample that accepts less than the mean, the better of coupled and decoupled drafting.
 
-        Both are rated at a batch of one, as in the paper, by the sample's own acceptance, to a hundredth. Samples that
-        are not named keep the plan's window. Without a drafter there is nothing to choose.
+        Samples that are not named keep the plan's window. Without a drafter there is nothing to choose.
         """
         if plan.drafter is None or not acceptances:
             return {}
         mean = sum(acceptances.values()) / len(acceptances)
         below = {sample_id: round(p, 2) for sample_id, p in sorted(acceptances.items()) if p < mean}
-        best = {p: self._better(p, plan.drafter, plan.verifier) for p in sorted(set(below.values()))}
-        return {sample_id: best[p] for sample_id, p in below.items()}
+        better = {p: self.better(p, plan.drafter, plan.verifier) for p in sorted(set(below.values()))}
+        return {sample_id: better[p] for sample_id, p in below.items()}
 
-    def _best(self, samples: int, p: float, drafter: Drafter, verifier: Verifier) -> Plan | None:
-        """The best window of this pair; None where the drafter cannot keep up with any."""
-        rate = published_tokens_s if self.published else decoupled_tokens_s
-        plans = [
-            Plan(drafter, verifier, window, samples, rate(p, drafter, verifier, samples, window), f"accepts {p:.2f}")
-            for window in self._windows(samples, p, drafter, verifier)
-        ]
-        return max(plans, key=_worth, default=None)
-
-    def _windows(self, samples: int, p: float, drafter: Drafter, verifier: Verifier) -> list[int]:
-        """Those worth a try: beyond them the drafter is the slower, and longer windows gain less than they take.
-
-        The paper's end is max(ceil(V' / D'), ceil(beta / alpha)).
-        """
-        windows = range(1, self.most_window + 1)
-        if not self.published:
-            return [w for w in windows if keeps_up(p, drafter, verifier, samples, w)]
-        by_base = verifier.base_s / max(drafter.base_s, TINY_S)
-        by_sample = [verifier.per_sample_s(w) / max(drafter.sample_s, TINY_S) for w in windows]
-        return [w for w, ratio in zip(windows, by_sample, strict=True) if w <= ceil(max(ratio, by_base))]
-
-    def _better(self, p: float, drafter: Drafter, verifier: Verifier) -> SamplePlan:
-        rate = published_tokens_s if self.published else decoupled_tokens_s
-        windows = range(1, self.most_window + 1)
+    def better(self, p: float, drafter: Drafter, verifier: Verifier) -> SamplePlan:
+        """For a sample of acceptance p, to a hundredth; both kinds are rated at a batch of one, as in the paper."""
+        rate, windows = RATES[self.rate], range(1, self.most_window + 1)
         coupled_s, waiting = max((coupled_tokens_s(p, drafter, verifier, 1, w), -w) for w in (0, *windows))
         decoupled_s, ahead = max((rate(p, drafter, verifier, 1, w), -w) for w in windows)
         reason = f"accepts {p:.2f}: coupled {coupled_s:.1f} tokens/s, decoupled {decoupled_s:.1f}"
@@ -131,10 +121,30 @@ class Decoupled(BaseModel):
             return SamplePlan(-ahead, False, decoupled_s, reason)
         return SamplePlan(-waiting, True, coupled_s, reason)
 
+    def _best(self, samples: int, p: float, drafter: Drafter, verifier: Verifier) -> Plan | None:
+        """The best window of this pair; None where the drafter cannot keep up with any."""
+        rate = RATES[self.rate]
+        plans = [
+            Plan(drafter, verifier, window, samples, rate(p, drafter, verifier, samples, window), f"accepts {p:.2f}")
+            for window in self._windows(samples, p, drafter, verifier)
+        ]
+        return max(plans, key=_worth, default=None)
 
-def _plain(verifier: Verifier, samples: int, gpus: int) -> Plan:
-    share = ceil(verifier.gpus * samples / gpus)
-    return Plan(None, verifier, 0, share, 1 / verifier.seconds(share, 0), "no drafter pays")
+    def _windows(self, samples: int, p: float, drafter: Drafter, verifier: Verifier) -> list[int]:
+        """Those worth a try: in SpecActor's rounds, beyond them the drafter is the slower, and longer windows gain less
+        than they take. The paper's end is max(ceil(V' / D'), ceil(beta / alpha))."""
+        windows = range(1, self.most_window + 1)
+        if self.rate == "going_on":
+            return list(windows)
+        if self.rate == "renewal":
+            return [w for w in windows if keeps_up(p, drafter, verifier, samples, w)]
+        by_base = verifier.base_s / max(drafter.base_s, TINY_S)
+        by_sample = [verifier.per_sample_s(w) / max(drafter.sample_s, TINY_S) for w in windows]
+        return [w for w, ratio in zip(windows, by_sample, strict=True) if w <= ceil(max(ratio, by_base))]
+
+
+def _plain(verifier: Verifier, samples: int) -> Plan:
+    return Plan(None, verifier, 0, samples, 1 / verifier.seconds(samples, 0), "no drafter pays")
 
 
 def _worth(plan: Plan) -> tuple[float, int, int]:

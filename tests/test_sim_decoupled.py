@@ -16,7 +16,7 @@ from app.simulator.specactor import SYSTEMS, decoupled
 from app.simulator.specactor import run as run_specactor
 from app.simulator.speculation import FOREVER, NoDrafts, Pace
 from app.simulator.types import Group, ReplicaModel, StepModel
-from policies.decoupled import Drafter, Verifier, coupled_tokens_s, decoupled_tokens_s
+from policies.decoupled import Drafter, Verifier, coupled_tokens_s, renewal_tokens_s
 from policies.planning import Decoupled, Plan
 
 STEP = StepModel(0.011, 5e-5, 0.0)
@@ -46,7 +46,7 @@ def tokens_s(pace: Pace, step: StepModel = STEP, context: float = 0.0) -> float:
 def test_rounds_come_to_the_rates_that_plans_are_made_by(p, window, count):
     way, drafter = method(p), Drafter(1, 1e-5, 0.003)
     ahead = drafted(Way(way, window, True)).pace(chunks(count), 0.0)
-    assert tokens_s(ahead) == pytest.approx(decoupled_tokens_s(p, drafter, VERIFIER, count, window))
+    assert tokens_s(ahead) == pytest.approx(renewal_tokens_s(p, drafter, VERIFIER, count, window))
     waits = drafted(Way(way, window, False)).pace(chunks(count), 0.0)
     assert tokens_s(waits) == pytest.approx(coupled_tokens_s(p, drafter, VERIFIER, count, window))
     plain = drafted(Way(way, 0, False)).pace(chunks(count), 0.0)

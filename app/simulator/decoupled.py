@@ -19,7 +19,7 @@ from app.simulator.chunks import Chunk, Sample
 from app.simulator.speculation import CHANGES, FOREVER, Pace
 from app.simulator.types import Group, StepModel
 from policies.chance import fraction
-from policies.decoupled import Drafter, Verifier, coupled_tokens_s, decoupled_tokens_s, keeps_up, tau_exact, verified
+from policies.decoupled import Drafter, Verifier, coupled_tokens_s, keeps_up, renewal_tokens_s, tau_exact, verified
 from policies.planning import Decoupled, Plan
 
 METHOD_SPREAD = 0.5
@@ -166,7 +166,7 @@ def best_way(
     rated = [(coupled_tokens_s(p, drafter, verifier, samples, w), -w, False) for w in range(MOST_WINDOW + 1)]
     if may_run_ahead and method.draft_s(1):
         rated += [
-            (decoupled_tokens_s(p, drafter, verifier, samples, w), -w, True)
+            (renewal_tokens_s(p, drafter, verifier, samples, w), -w, True)
             for w in range(1, MOST_WINDOW + 1)
             if keeps_up(p, drafter, verifier, samples, w)
         ]

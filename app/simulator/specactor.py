@@ -42,7 +42,8 @@ DRAFTER_GPUS = (1, 2, 4)
 @dataclass(frozen=True, slots=True)
 class SpecActor:
     """`method`: in turn with it; None: as Algorithm 1 plans. `published`: by the paper's own formula, and there has to
-    be a drafter; else by `policies.planning`, for which plain decoding is a choice too."""
+    be a drafter; else by `policies.planning`, exactly for the rounds that are simulated, where plain decoding is a choice
+    too."""
 
     about: str
     method: str | None = None
@@ -79,8 +80,9 @@ def run(
     chosen, workload, methods = SYSTEMS[name], scenario.workload(seed, steps), scenario.drafting()
     odds = Odds(seed)
     layout = coupled(scenario, chosen.method) if chosen.method else decoupled(scenario, chosen.published)
-    model, policy = layout.cluster.replica, Decoupled(published=chosen.published) if chosen.reconfigure else None
-    policy = policy if layout.plan and layout.plan.drafter else None
+    model, rate = layout.cluster.replica, "published" if chosen.published else "renewal"
+    reconfigures = chosen.reconfigure and layout.plan and layout.plan.drafter
+    policy = Decoupled(rate=rate) if reconfigures else None
     policies, ways = POLICIES, {}
     if chosen.race:
         own = layout.way.method.name if layout.way.window else None
@@ -110,7 +112,7 @@ def decoupled(scenario: Scenario, published: bool) -> Layout:
     gpus, samples = scenario.gpus.value, scenario.prompts.value * scenario.samples.value
     models = {n: replica_model(scenario.gpu.value, scenario.model.value, n) for n in VERIFIER_GPUS}
     verifiers = [verifier_of(scenario, model) for model in models.values()]
-    find, plans = _published_plan if published else Decoupled(most_window=MOST_WINDOW).plan, []
+    find, plans = _published_plan if published else Decoupled(most_window=MOST_WINDOW, rate="renewal").plan, []
     for method in scenario.drafting():
         if method.draft_s(1):
             drafters = [Drafter(n, method.token_s / n, method.base_s) for n in DRAFTER_GPUS]
