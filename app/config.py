@@ -17,8 +17,9 @@ from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import EngineConfig
 from kvpool.config import PoolConfig
 from policies.bundle import Policies, name_of
+from policies.draft_models import Planned
 from policies.ordering import GroupStatic
-from policies.tail import Hold
+from policies.tail import Auto, Draft, Hold
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
 ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
@@ -188,11 +189,14 @@ class Application(Strict):
     def _has_drafter(self):
         if self.args.drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
             raise ValueError("deployments: Drafter has settings, but args.drafter is null: name a draft model there")
-        drafter = self.of("Drafter")
-        if self.of("Coordinator").user_config.policies.tail.drafts and drafter.autoscaling_config is None:
-            raise ValueError(
-                "policies.tail draft needs args.drafter, and Drafter.autoscaling_config from 0 replicas up"
-            )
+        drafter, policies = self.of("Drafter"), self.of("Coordinator").user_config.policies
+        planned = isinstance(policies.draft_models, Planned)
+        if planned and self.args.drafter is None:
+            raise ValueError("policies.draft_models planned needs args.drafter: name a draft model there")
+        asks = isinstance(policies.tail, Draft) or (planned and isinstance(policies.tail, Auto))
+        if asks and drafter.autoscaling_config is None:
+            what = f"policies.tail {policies.tail.type}"
+            raise ValueError(f"{what} needs args.drafter, and Drafter.autoscaling_config from 0 replicas up")
         if drafter.autoscaling_config is not None:
             if self.autoscaling_policy is None:
                 raise ValueError("Drafter.autoscaling_config needs replicas that come and go: see serve.elastic.yaml")

@@ -41,7 +41,8 @@ class Chunks:
             count = len(result.token_ids)
             span.set_attribute("new_tokens", count)
             version, stored_tokens = result.weights_version, result.stored_tokens
-            drafts = result.drafted_tokens, result.accepted_tokens
+            model = (result.drafts.model_tested, result.drafts.model_accepted) if result.drafts else (0, 0)
+            drafts = result.drafted_tokens, result.accepted_tokens, *model
             event = ChunkFinished(self._now(), start.chunk_id, count, result.end, version, stored_tokens, *drafts)
             write = partial(sample.append, start.start, result, start.replica_id)
         if write is None:

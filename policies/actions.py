@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class SampleEnd(StrEnum):
@@ -9,6 +10,14 @@ class SampleEnd(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     FAILED = "failed"
+
+
+class Way(NamedTuple):
+    """How a draft model drafts for a sample: at most so many tokens of a draft, 0: it does not; and whether it waits
+    for them to be verified, and the sample for them."""
+
+    window: int
+    coupled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,7 @@ class StartChunk:
     are estimates as the chunk starts: only drafting reads them.
 
     `copy_of`: it races with that chunk, whose tokens it makes too; `method`: by which it drafts (None: as all do).
+    `way`: how a draft model drafts, where there is one (None: as that is configured).
     """
 
     chunk_id: str
@@ -36,6 +46,7 @@ class StartChunk:
     reason: str
     copy_of: str | None = None
     method: str | None = None
+    way: Way | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ class Prefetch:
 @dataclass(frozen=True, slots=True)
 class SetReplicas:
     """From now on there should be `replicas` engine replicas; those that stop for it run nothing. `drafters`: replicas
-    of a draft model, where their number is the core's to say."""
+    of a draft model, in the place of engines that are not, where their number is the core's to say."""
 
     replicas: int
     reason: str

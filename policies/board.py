@@ -26,6 +26,7 @@ class Board:
         self._replicas: dict[str, _Replica] = {}
         self._ids: list[str] = []
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
+        self.staying = 0  # replicas that are not closing
         self.one_node = True  # all replicas share one node's pool memory: no KV is nearer to one of them
         self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
 
@@ -44,6 +45,7 @@ class Board:
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
+            self.staying += 1
         replica.version = event.weights_version
         self._list(event.replica_id, replica)
 
@@ -52,6 +54,7 @@ class Board:
         replica = self._known(replica_id)
         del self._replicas[replica_id]
         self._ids.remove(replica_id)
+        self.staying -= not replica.closing
         self._count_node(replica.node_id, -1)
         return list(replica.chunks)
 
@@ -62,6 +65,7 @@ class Board:
         for replica_id in changed:
             replica = self._replicas[replica_id]
             replica.closing = not replica.closing
+            self.staying += -1 if replica.closing else 1
             self._list(replica_id, replica)
         return sorted(i for i in changed if i in closing)
 
@@ -148,6 +152,9 @@ class Board:
 
     def running(self, replica_id: str) -> int:
         return len(self._replicas[replica_id].chunks)
+
+    def max_running(self, replica_id: str) -> int:
+        return self._replicas[replica_id].max_running
 
     def speeds(self, replica_id: str) -> Speeds | None:
         """What a replica measured last; None when it has not."""

@@ -23,9 +23,9 @@ WAITING, RUNNING, ENDED = State
 
 class Sample:
     __slots__ = ("accepted_tokens", "asked_nodes", "attempts", "cancelled", "chunks", "drafted_tokens",
-                 "expected_tokens", "first_version",
-                 "generated_tokens", "group", "home", "index", "last_node", "last_replica", "need_tokens",
-                 "observed_at", "sample_id", "state", "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
+                 "expected_tokens", "first_version", "generated_tokens", "group", "home", "index", "last_node",
+                 "last_replica", "model_accepted", "model_tested", "need_tokens", "observed_at", "sample_id", "state",
+                 "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
 
     def __init__(self, group: "Group", index: int):
         self.group, self.index = group, index
@@ -34,6 +34,7 @@ class Sample:
         self.generated_tokens = self.streamed_tokens = self.chunks = self.attempts = 0
         self.need_tokens = self.expected_tokens = 0  # the second is `LengthBook`'s
         self.drafted_tokens = self.accepted_tokens = 0  # of its chunks that have ended
+        self.model_tested = self.model_accepted = 0  # of these, and copies of them: see `ChunkFinished`
         self.observed_at = 0.0
         self.last_replica: str | None = None
         self.last_node: str | None = None
@@ -57,6 +58,8 @@ class Sample:
         if chunk.method is None:  # copies draft by another method
             self.drafted_tokens += event.drafted_tokens
             self.accepted_tokens += event.accepted_tokens
+        self.model_tested += event.model_tested
+        self.model_accepted += event.model_accepted
         self.attempts = 0
         if self.first_version is None and event.new_tokens:
             self.first_version = chunk.weights_version

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from policies.chunking import Chunking, ChunkingPolicy, Fixed
+from policies.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
 from policies.drafting import Drafting, DraftingPolicy, Goodput
 from policies.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
 from policies.lengths import Lengths, LengthsPolicy, MaxFinished
@@ -37,6 +38,7 @@ FAMILIES = {
     "prefetch": (PrefetchPolicy, Prefetching),
     "lengths": (LengthsPolicy, Lengths),
     "drafting": (DraftingPolicy, Drafting),
+    "draft_models": (DraftModelsPolicy, DraftModels),
     "tail": (TailPolicy, Tail),
     "racing": (RacingPolicy, Racing),
 }
@@ -127,5 +129,6 @@ class Policies(BaseModel):
     prefetch: _member("prefetch") = NextUp()
     lengths: _member("lengths") = MaxFinished()
     drafting: _member("drafting") = Goodput()
+    draft_models: _member("draft_models") = AsConfigured()
     tail: _member("tail") = Hold()
     racing: _member("racing") = NoRaces()

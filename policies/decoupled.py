@@ -110,15 +110,16 @@ def step_means(p: float, window: int, drafted: float) -> tuple[float, float]:
     `drafted`: tokens that its drafter adds in a step. From a wrong token to the next: the step after it has no draft
     and decodes plainly, while the drafter goes on from the corrected context. Later steps verify n <= w tokens of the
     guess at hand and make 1 + p + ... + p^n; all of it goes on, with chance p^(n+1), if the next token of the guess is
-    the verifier's own on top too. Of a guess that then stood at 2w, w - 1 are left: full steps verify w and w - 1 in turn.
+    the verifier's own on top too. Of a guess that then stood at 2w, w - 1 are left: full steps verify w and w - 1 in
+    turn. A drafter hears between two steps of its own, hence starts anew half a token late.
     """
-    tokens = drafts = steps = guess = 0.0
-    going = 1.0  # chance that nothing has been wrong yet
+    tokens = drafts = steps = 0.0
+    guess, going = -0.5, 1.0  # draft tokens at hand, and the chance that nothing has been wrong yet
     for _ in range(MOST_STEPS):
         width = min(window, int(guess))
         tokens, drafts, steps = tokens + going * verified(p, width + 1), drafts + going * width, steps + going
         going *= p ** (width + 1)
-        guess = max(0.0, min(2 * window, guess + drafted) - width - 1)
+        guess = max(-0.5, min(2 * window, guess + drafted) - width - 1)
         if going < RARE:
             break
     return tokens / steps, drafts / steps

@@ -56,7 +56,8 @@ class BatchCancelled:
 @dataclass(frozen=True, slots=True)
 class ChunkFinished:
     """`stored_tokens`: tokens of the sample's context, prompt and answer, whose KV the pool holds as the chunk ends;
-    `drafted_tokens`, `accepted_tokens`: what was verified of drafts."""
+    `drafted_tokens`, `accepted_tokens`: what was verified of drafts. `model_tested`: tokens of a draft model whose turn
+    came, all before them being right, verified or not; `model_accepted`: those of them that were right."""
 
     now: float
     chunk_id: str
@@ -66,6 +67,8 @@ class ChunkFinished:
     stored_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    model_tested: int = 0
+    model_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
         )
     if not 0 <= event.accepted_tokens <= event.drafted_tokens:
         raise IllegalEvent(f"{event.chunk_id}: {event.accepted_tokens} of {event.drafted_tokens} draft tokens accepted")
+    if not 0 <= event.model_accepted <= event.model_tested:
+        raise IllegalEvent(f"{event.chunk_id}: {event.model_accepted} of {event.model_tested} drafts of a model right")
     if chunk.beaten:
         return  # its sample has gone on
     context_tokens = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + event.new_tokens

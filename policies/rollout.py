@@ -25,16 +25,15 @@ from policies.starts import Starts
 from policies.unbound import Unbound
 from policies.upcoming import Upcoming
 from policies.waiting import Waiting
+from policies.ways import Ways
 
 MAX_ATTEMPTS = 5
 """Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
 
 
 class RolloutCore:
-    """See the module docstring. `policies` decide; `weights_version` is the version chunks start under.
-
-    `limits`: how many replicas there may be, where that is for `policies.tail` to say.
-    """
+    """See the module docstring. `policies` decide; chunks start under `weights_version`. `limits`: how many replicas
+    there may be, where that is for `policies.tail` to say."""
 
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         self.policies = policies
@@ -46,8 +45,9 @@ class RolloutCore:
         self._running = Running(self.board, self._kv)
         self._upcoming = Upcoming(policies.prefetch, self.board, self._waiting, self._running)
         self._races = Races(policies.racing, self.board, self._running)
-        self._starts = Starts(policies, self.board, self._running, self._upcoming)
-        self._scaling = Scaling(policies.tail, limits, self.board, self._running, self._buffer, self._races)
+        self._ways = Ways(policies.draft_models, self.board, self._buffer)
+        self._starts = Starts(policies, self.board, self._running, self._upcoming, self._ways)
+        self._scaling = Scaling(policies.tail, limits, self.board, self._running, self._buffer, self._races, self._ways)
         self._unbound = Unbound(policies.ordering, self.board, self._buffer)
         self._outbox: list[Action] = []
 
@@ -91,6 +91,7 @@ class RolloutCore:
         self._races.won(chunk)
         sample = self._running.count_out(chunk)
         sample.take(event, chunk)
+        self._ways.learn(event)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
             self._end(sample, ended[0], None, ended[1])
@@ -158,8 +159,7 @@ class RolloutCore:
                 self._bind_anew(replica_id)
             homes = self._start_waiting()
         copies = self._races.look(tick.now, bool(self._waiting or self._unbound))
-        self._outbox += [self._starts.action(chunk, reason) for chunk, reason in copies]
-        self._outbox += [*actions, *self._running.aborts()]
+        self._outbox += [*(self._starts.action(*copy) for copy in copies), *actions, *self._running.aborts()]
         if not self._running.chunks and self._waiting and self.board.all_ready():
             self._give_up()
         self._outbox += self._kv.make_room(tick.now, self._waiting)

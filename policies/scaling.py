@@ -12,8 +12,9 @@ from policies.board import Board
 from policies.buffer import Buffer, Chunk
 from policies.races import Races
 from policies.running import Running
-from policies.tail import Tail
+from policies.tail import Tail, Wanted, roomy
 from policies.views import Speeds, TailView
+from policies.ways import Ways
 
 LOOK_S = 0.25
 """Between two looks, unless batches have come or gone: a look reads the books of every replica."""
@@ -30,12 +31,13 @@ class Scaling:
     """`limits`: None: how many there are is nobody's to decide here."""
 
     def __init__(
-        self, policy: Tail, limits: Limits | None, board: Board, running: Running, buffer: Buffer, races: Races
-    ):
+        self, policy: Tail, limits: Limits | None, board: Board, running: Running, buffer: Buffer, races: Races,
+        ways: Ways,
+    ):  # fmt: skip
         self._policy, self._limits, self._board = policy, limits, board
-        self._running, self._buffer, self._races = running, buffer, races
+        self._running, self._buffer, self._races, self._ways = running, buffer, races, ways
         self._memory = None  # the policy's
-        self._asked: tuple[int, int] | None = None
+        self._asked: Wanted | None = None
         self._reserved = 0
         self._looked_at = float("inf")  # before the first batch, how many there are is as they were started
 
@@ -56,7 +58,7 @@ class Scaling:
         order = self._board.stop_order()
         view = self._view(now, order)
         wanted, self._memory = self._policy.wanted(view, self._memory)
-        closed = self._board.close(order[: max(0, len(order) - wanted)])
+        closed = self._board.close(order[: max(0, len(order) - wanted.engines)])
         for replica_id in closed:
             self._empty(replica_id)
         return closed, self._ask(order, wanted, view)
@@ -67,7 +69,8 @@ class Scaling:
         views = tuple(self._board.view(replica_id) for replica_id in reversed(order))
         least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
         races = self._races.outlook(most)
-        return TailView(now, unended - running, running, unended, submitted, views, least, most, races)
+        drafting = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
+        return TailView(now, unended - running, running, unended, submitted, views, least, most, races, drafting)
 
     def _empty(self, replica_id: str) -> None:
         speeds = self._board.speeds(replica_id)
@@ -78,18 +81,19 @@ class Scaling:
             elif speeds is not None and left_s(chunk, speeds, len(chunks)) > move_s(chunk, speeds):
                 self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
 
-    def _ask(self, order: list[str], wanted: int, view: TailView) -> list[Action]:
-        """Serve stops the first of `order`: as many as run nothing and are not wanted."""
+    def _ask(self, order: list[str], wanted: Wanted, view: TailView) -> list[Action]:
+        """Serve stops the first of `order`: as many as run nothing and are not wanted. Draft models run where there is
+        no engine, and until the batch has ended."""
         free = 0
-        while free < len(order) - wanted and not self._board.running(order[free]):
+        while free < len(order) - wanted.engines and not self._board.running(order[free]):
             free += 1
-        asked = wanted if wanted >= len(order) else len(order) - free
-        drafters = view.most - asked if self._policy.drafts and view.unended else 0
-        if (asked, drafters) == self._asked:
+        engines = wanted.engines if wanted.engines >= len(order) else len(order) - free
+        asked = Wanted(engines, min(wanted.drafters, view.most - engines) if view.unended else 0)
+        if asked == self._asked:
             return []
-        self._asked = asked, drafters
+        self._asked, self._ways.drafters = asked, asked.drafters
         reason = f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas"
-        return [SetReplicas(asked, reason, drafters)]
+        return [SetReplicas(engines, reason, asked.drafters)]
 
 
 def left_s(chunk: Chunk, speeds: Speeds, running: int) -> float:

@@ -10,11 +10,13 @@ from policies.buffer import Chunk, Sample
 from policies.bundle import Policies, name_of
 from policies.running import Running
 from policies.upcoming import Upcoming
+from policies.ways import Ways
 
 
 class Starts:
-    def __init__(self, policies: Policies, board: Board, running: Running, upcoming: Upcoming):
+    def __init__(self, policies: Policies, board: Board, running: Running, upcoming: Upcoming, ways: Ways):
         self._placement, self._board, self._running, self._upcoming = policies.placement, board, running, upcoming
+        self._ways = ways
         self._memory = None  # the placement policy's
         self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
@@ -37,11 +39,13 @@ class Starts:
         return self.action(chunk, reason)
 
     def action(self, chunk: Chunk, reason: str) -> StartChunk:
-        """For a chunk that is booked."""
+        """For a chunk that is booked. A copy drafts by its method, as configured: that is what it races with."""
         sample, original = chunk.sample, chunk.copy_of
+        way, why = self._ways.next(sample, chunk.replica_id) if original is None else (None, "")
+        reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._board.speeds(chunk.replica_id))
         return StartChunk(
             chunk.chunk_id, sample.sample_id, chunk.replica_id, sample.generated_tokens, chunk.max_tokens,
             chunk.weights_version, chunk.kv_version, pull, sample.expected_tokens, sample.group.class_starts, reason,
-            original.chunk_id if original else None, chunk.method,
+            original.chunk_id if original else None, chunk.method, way,
         )  # fmt: skip

@@ -6,7 +6,7 @@ replicas that are there is reached by closing those that Serve would stop first,
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,14 +16,18 @@ KV_SHARE = 0.9
 """Of the KV of the replicas that stay, what consolidated chunks may reserve: reservations do not pack to the block."""
 
 
+class Wanted(NamedTuple):
+    """`drafters`: replicas of a draft model, which run in the place of engines until the batch has ended."""
+
+    engines: int
+    drafters: int = 0
+
+
 @runtime_checkable
 class Tail(Protocol):
-    """What the core asks of a tail policy, built in or the user's own. `drafts`: whether a draft model runs where
-    replicas have been given back, until the batch has ended."""
+    """What the core asks of a tail policy, built in or the user's own."""
 
-    drafts: bool
-
-    def wanted(self, view: TailView, memory: Any) -> tuple[int, Any]: ...
+    def wanted(self, view: TailView, memory: Any) -> tuple[Wanted, Any]: ...
 
 
 class Hold(BaseModel):
@@ -31,38 +35,45 @@ class Hold(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["hold"] = "hold"
-    drafts: ClassVar[bool] = False
 
-    def wanted(self, view: TailView, memory: Any) -> tuple[int, Any]:
-        return view.most, memory
+    def wanted(self, view: TailView, memory: Any) -> tuple[Wanted, Any]:
+        return Wanted(view.most), memory
 
 
 class Shrinking(BaseModel):
     """Base of those that give replicas back: all of them as a batch comes or while samples wait; then what is needed,
-    once more than that has not been for a while. It grows again only with the work: measured speeds are noisy.
+    once more than that has not been for a while. It grows again only with the work: measured speeds are noisy. Thus
+    engines may become drafters, or go; drafters may go.
 
-    Memory is (replicas, since when they are the answer, samples that had not ended).
+    Memory is (what is wanted, since when that is the answer, samples that had not ended).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    drafts: ClassVar[bool] = False
     after_s: float = Field(1.0, ge=0.0, description="how long the last answer stands before a smaller one replaces it")
 
-    def wanted(self, view: TailView, memory: Any) -> tuple[int, Any]:
-        answer, since, unended = memory or (view.least, view.now, 0)
+    def wanted(self, view: TailView, memory: Any) -> tuple[Wanted, Any]:
+        answer, since, unended = memory or (Wanted(view.least), view.now, 0)
+        grown = view.waiting or view.unended > unended or not view.replicas
         if not view.unended:
-            needed = view.least
-        elif view.waiting or view.unended > unended or not view.replicas:
-            needed = view.most
+            needed = Wanted(view.least)
+        elif grown:
+            needed = Wanted(view.most)
         else:
-            needed = min(answer, self.needed(view, answer))
-        needed = min(max(needed, view.least), view.most)
-        if needed >= answer or view.now - since >= self.after_s:
+            needed = self.cut(view, answer)
+            engines = min(answer.engines, needed.engines)
+            needed = Wanted(engines, min(sum(answer) - engines, needed.drafters))
+        engines = min(max(needed.engines, view.least), view.most)
+        needed = Wanted(engines, min(needed.drafters, view.most - engines))
+        if needed == answer or needed.engines > answer.engines or view.now - since >= self.after_s:
             answer, since = needed, view.now
         return answer, (answer, since, view.unended)
 
-    def needed(self, view: TailView, answer: int) -> int:
+    def cut(self, view: TailView, answer: Wanted) -> Wanted:
         """While something runs and nothing waits; `answer` is the last one."""
+        return Wanted(self.needed(view, answer.engines))
+
+    def needed(self, view: TailView, answer: int) -> int:
+        """The same where no draft model is wanted."""
         raise NotImplementedError
 
 
@@ -91,7 +102,10 @@ class Draft(Consolidate):
     """Consolidates; draft models run on what has become free, ahead of the samples that are left (SpecActor 4.1)."""
 
     type: Literal["draft"] = "draft"
-    drafts: ClassVar[bool] = True
+
+    def cut(self, view: TailView, answer: Wanted) -> Wanted:
+        engines = min(answer.engines, self.needed(view, answer.engines))
+        return Wanted(engines, view.most - engines)
 
 
 class Threshold(Shrinking):
@@ -110,10 +124,12 @@ class Auto(Shrinking):
     """As many as make a token of what is left cheapest: its seconds, and what replicas are worth elsewhere meanwhile.
 
     On n replicas a step takes step_s(ceil(chunks / n)) at the mean of the measured speeds. Where copies race, they take
-    free places, lengthen the step, and multiply the pace by what the racing policy expects of them. Samples go on side
-    by side, so the longest one's end, plus `worth` for each replica-second until then, is least where every step's
-    seconds * (1 + worth * n) / pace is, whatever lengths are still to come. A replica thus takes chunks that move, or
-    copies, while that saves `worth` seconds of makespan for each of its own; else it is given back.
+    free places, lengthen the step, and multiply the pace by what the racing policy expects of them. Draft models on
+    others multiply it by what the draft models' policy expects; races are then left out, since both gain from the same
+    idle time. Samples go on side by side, so the longest one's end, plus `worth` for each replica-second until then, is
+    least where every step's seconds * (1 + worth * replicas) / pace is, whatever lengths are still to come. A replica
+    thus takes chunks that move, or copies, or drafts, while that saves `worth` seconds of makespan for each of its own;
+    else it is given back.
     """
 
     type: Literal["auto"] = "auto"
@@ -121,14 +137,19 @@ class Auto(Shrinking):
         None, ge=0.0, description="seconds of makespan that a replica-second is worth; null: its share of all replicas"
     )
 
-    def needed(self, view: TailView, answer: int) -> int:
+    def cut(self, view: TailView, answer: Wanted) -> Wanted:
         speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
         if not speeds:
-            return view.most
+            return answer
         worth = 1 / view.most if self.worth is None else self.worth
         step = Speeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
         least = roomy(view.replicas, view.running, view.most)
-        return min(range(least, view.most + 1), key=lambda count: token_s(view, step, count) * (1 + worth * count))
+        paces = [(token_s(view, step, count), Wanted(count)) for count in range(least, view.most + 1)]
+        paces += [
+            (step.step_s(ceil(view.running / one.engines)) / one.gain, Wanted(one.engines, one.drafters))
+            for one in view.drafting
+        ]
+        return min(paces, key=lambda pace: pace[0] * (1 + worth * sum(pace[1])))[1]
 
 
 def token_s(view: TailView, step: Speeds, count: int) -> float:

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import BaseModel, ValidationError
 from user_policies import (
+    AlwaysTwo,
     Doubling,
     HalfADraft,
     HalfTheQueue,
@@ -25,6 +26,7 @@ BUILT_IN = {
     "prefetch": ["off", "next_up"],
     "lengths": ["max_finished", "history_quantile", "length_class", "shrunk"],
     "drafting": ["off", "fixed", "aimd", "length_class", "closed_form", "concurrency", "goodput"],
+    "draft_models": ["as_configured", "planned"],
     "tail": ["hold", "release", "consolidate", "draft", "threshold", "auto"],
     "racing": ["off", "fastest_of_n"],
 }
@@ -36,6 +38,7 @@ USERS_OWN = {
     "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
     "lengths": {"type": "user_policies:Doubling", "args": {}},
     "drafting": {"type": "user_policies:HalfADraft", "args": {"most": 8}},
+    "draft_models": {"type": "user_policies:AlwaysTwo", "args": {"acceptance": 0.25}},
     "tail": {"type": "user_policies:OneForEight", "args": {"samples": 8}},
     "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},
 }
@@ -66,10 +69,13 @@ def test_a_member_goes_by_its_name_alone_by_a_mapping_and_as_itself(family, name
 
 @pytest.mark.parametrize(("family", "name"), EVERY)
 def test_every_knob_is_described_bounded_and_frozen(family, name):
-    cls = members(family)[name]
-    assert cls.model_config["frozen"] and cls.model_config["extra"] == "forbid" and cls.__doc__
-    for knob, field in cls.model_fields.items():
-        assert knob == "type" or (field.description and field.metadata), knob
+    kinds = [members(family)[name]]
+    for cls in kinds:
+        assert cls.model_config["frozen"] and cls.model_config["extra"] == "forbid" and cls.__doc__
+        for knob, field in cls.model_fields.items():
+            has_knobs = isinstance(field.default, BaseModel)
+            kinds += [type(field.default)] if has_knobs else []
+            assert knob == "type" or (field.description and (field.metadata or has_knobs)), knob
 
 
 @pytest.mark.parametrize(("family", "name"), EVERY)
@@ -86,7 +92,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
         LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), Doubling(), HalfADraft(),
-        OneForEight(), NobodyTwice(),
+        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(),
     ]  # fmt: skip
 
 
@@ -109,6 +115,7 @@ def test_the_defaults_are_seer_s():
         "next_up",
         "max_finished",
         "goodput",
+        "as_configured",
         "hold",
         "off",
     ] and policies.ordering == Seer(explore=0.1, seed=0)
@@ -123,6 +130,8 @@ def test_the_defaults_are_seer_s():
         ({"ordering": {"type": "seer", "explore": 1.5}}, "Seer.explore: Input should be less than or equal to 1"),
         ({"ordering": {"type": "seer", "exploer": 0.5}}, "Seer.exploer: Extra inputs are not permitted"),
         ({"chunking": {"type": "fixed", "chunk_tokens": 0}}, "Fixed.chunk_tokens"),
+        ({"draft_models": {"type": "planned", "drafter": {"base_s": 0}}}, "Planned.drafter.base_s: Input should be"),
+        ({"draft_models": {"type": "planned", "verifier": {"tokens_s": 1}}}, "Planned.verifier.tokens_s: Extra inputs"),
         ({"ordering": {"explore": 0.5}}, "give a name or a mapping with `type`"),
         ({"ordering": 3}, "ordering: give a name"),
         ({"ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 0}}}, "LastComeFirst.spread"),

@@ -5,13 +5,16 @@ import yaml
 from pydantic import ValidationError
 
 from app.config import ELASTIC_CONFIG, ServeFile
-from deployments.context.plan import Way
 from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import DraftConfig, EngineConfig
+from policies.actions import Way
 
 
 def file_of(args: dict, *deployments: dict) -> ServeFile:
     return ServeFile.model_validate({"applications": [{"args": args, "deployments": list(deployments)}]})
+
+
+PLANNING = {"name": "Coordinator", "user_config": {"policies": {"draft_models": "planned"}}}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,7 @@ def file_of(args: dict, *deployments: dict) -> ServeFile:
         ({"drafter": {"model": "m"}, "engine": {"model": "t", "draft": {"method": "ngram"}}}, (), "group or model"),
         ({"engine": {"model": "t", "draft": {"method": "model"}}}, (), "name a draft model there"),
         ({}, ({"name": "Drafter"},), "args.drafter is null"),
+        ({}, (PLANNING,), "policies.draft_models planned needs args.drafter"),
         ({"drafter": {"model": "m", "windw": 3}}, (), "windw"),
         ({"drafter": {"model": "m", "window": 0}}, (), "greater than or equal to 1"),
     ],
@@ -48,13 +52,13 @@ SCALING = {
 }  # fmt: skip
 
 
-def elastic(tail: str, drafter: dict, **drafters) -> ServeFile:
+def elastic(tail: str, drafter: dict, draft_models: dict | str = "as_configured", **drafters) -> ServeFile:
     """serve.elastic.yaml with a draft model."""
     data = yaml.safe_load(ELASTIC_CONFIG.read_text())
     (application,) = data["applications"]
     application["args"]["drafter"] = drafter
     application["deployments"].append({"name": "Drafter", **drafters})
-    application["deployments"][0]["user_config"]["policies"]["tail"] = {"type": tail}
+    application["deployments"][0]["user_config"]["policies"] |= {"tail": {"type": tail}, "draft_models": draft_models}
     return ServeFile.model_validate(data)
 
 
@@ -64,6 +68,11 @@ def test_draft_models_come_and_go_with_the_replicas_that_are_given_back():
     assert elastic("consolidate", {"model": "m"}).application.of("Drafter").num_replicas == 1
     with pytest.raises(ValidationError, match="tail draft needs"):
         elastic("draft", {"model": "m"}, num_replicas=1)
+    planned = {"type": "planned"}
+    assert elastic("auto", {"model": "m"}, num_replicas=1)
+    assert elastic("auto", {"model": "m"}, planned, autoscaling_config=SCALING)
+    with pytest.raises(ValidationError, match="tail auto needs"):
+        elastic("auto", {"model": "m"}, planned, num_replicas=1)
     with pytest.raises(ValidationError, match="remove one of them"):
         elastic("draft", {"model": "m"}, autoscaling_config=SCALING, num_replicas=1)
     with pytest.raises(ValidationError, match="replicas that come and go"):

@@ -6,7 +6,6 @@ import zmq
 from test_drafter_wire import Drafter
 from test_drafts import ANSWER, PROMPT, Engine
 
-from deployments.context.plan import Way
 from deployments.context.types import Source
 from deployments.drafter.client import Drafters
 from deployments.drafter.config import DrafterConfig
@@ -14,6 +13,7 @@ from deployments.drafter.wire import Confirm, Guess
 from deployments.engine.config import DraftConfig
 from deployments.engine.drafts import Drafts
 from deployments.engine.hold import is_held
+from policies.actions import Way
 
 
 @pytest.fixture(params=["group", "model"])
@@ -35,18 +35,21 @@ def came(engine: Engine, chunk_id: str) -> None:
 
 
 def test_what_the_model_has_sent_is_verified_and_counted_as_its_own(ends):
+    """And no more of it than a window: what is behind waits for the next step."""
     engine, other = ends
+    engine.drafts._model._config = DrafterConfig(model="m", window=5)
     chunk_id = engine.start(0, 0, 60)
     engine.step()
     wish, *_ = other.hear()
     assert (wish.tokens.tolist(), wish.end) == ([*PROMPT.tolist(), ANSWER[0]], len(PROMPT) + 59)
-    other.say(Guess(chunk_id, len(PROMPT) + 1, [*ANSWER[1:6], 7, 8]))
+    other.say(Guess(chunk_id, len(PROMPT) + 1, [*ANSWER[1:6], 7, 8], 9, 5))
     came(engine, chunk_id)
     assert engine.step()[chunk_id] == [], "nothing had come when it was proposed for"
     assert other.hear() == [Confirm(chunk_id, len(PROMPT) + 1, ANSWER[1:2])]
-    assert engine.step()[chunk_id] == [*ANSWER[2:6], 7, 8]
+    assert engine.step()[chunk_id] == [*ANSWER[2:6], 7]
     report = engine.end(chunk_id)
-    assert (report.drafted[Source.MODEL], report.accepted[Source.MODEL]) == (6, 4)
+    assert (report.drafted[Source.MODEL], report.accepted[Source.MODEL]) == (5, 4)
+    assert (report.model_tested, report.model_accepted) == (9, 5), "as the drafter counts, overtaken ones included"
 
 
 def test_a_sample_that_takes_turns_sits_out_until_its_window_has_come(ends):
@@ -58,7 +61,7 @@ def test_a_sample_that_takes_turns_sits_out_until_its_window_has_come(ends):
     assert is_held(request)
     wish, *_ = other.hear()
     assert Way(wish.window, wish.coupled) == Way(4, True)
-    other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:5]))
+    other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:5], 0, 0))
     came(engine, chunk_id)
     engine.drafts.propose()
     assert not is_held(request) and request.spec_token_ids == ANSWER[1:5]

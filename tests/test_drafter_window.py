@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.context.plan import Way
 from deployments.drafter.window import Window
+from policies.actions import Way
 
 PROMPT = 5
 

@@ -9,13 +9,14 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.context.plan import DraftPlan, Way
+from deployments.context.plan import DraftPlan
 from deployments.context.types import GroupRef, Source
 from deployments.drafter.client import Drafters, behind, end_of, rank
 from deployments.drafter.config import DrafterConfig
 from deployments.drafter.server import Address, listen, say
 from deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
 from deployments.messages import ChunkRequest, SamplingParams
+from policies.actions import Way
 from policies.drafting import Fixed
 
 CONTEXT = np.arange(100, 110, dtype=np.int32)
@@ -23,7 +24,7 @@ WISH = Open("s", 2**64 - 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, CONTEXT)
 
 
 def test_every_message_comes_through():
-    others = [Confirm("s", 10, [1, 2]), Stop("s"), Guess("s", 12, []), Unknown("s")]
+    others = [Confirm("s", 10, [1, 2]), Stop("s"), Guess("s", 12, [], 0, 0), Unknown("s")]
     wish, *rest = decode(encode([WISH, *others]))
     assert rest == others
     assert wish[:-1] == WISH[:-1]
@@ -103,12 +104,12 @@ def test_an_engine_opens_confirms_and_takes_only_guesses_that_fit(line):
     (wish,) = other.hear()
     assert (wish.key, wish.window, wish.coupled, wish.end) == (7, 4, False, end_of(chunk)) == (7, 4, False, 39)
     drafters.made("c", [1, 2])
-    other.say(Guess("c", 10, [1, 2, 3, 4]))
+    other.say(Guess("c", 10, [1, 2, 3, 4], 0, 0))
     until(drafters, lambda: len(drafters.proposal("c").tokens))
     assert other.hear() == [Confirm("c", 10, [1, 2])]
     proposal = drafters.proposal("c")
     assert proposal.tokens.tolist() == [3, 4] and proposal.sources.tolist() == [Source.MODEL] * 2
-    other.say(Guess("c", 10, [1, 5, 6]), Guess("gone", 0, [1]), Guess("c", 99, [1]))
+    other.say(Guess("c", 10, [1, 5, 6], 0, 0), Guess("gone", 0, [1], 0, 0), Guess("c", 99, [1], 0, 0))
     until(drafters, lambda: drafters.counts().get("model_overtaken"))
     assert drafters.proposal("c").tokens.tolist() == [3, 4], "one that was overtaken changes nothing"
     drafters.made("c", [3, 9])
@@ -156,6 +157,21 @@ def test_noise_is_the_samples_own_unless_measured_without():
     assert keys[0] == 7 != keys[1]
 
 
+def test_for_a_sample_without_a_window_nobody_drafts_whatever_drafters_come_and_go(line):
+    drafters, other, chunk = line
+    drafters.meet([other.address])
+    drafters.exchange()
+    drafters.open(chunk, Way(0, True))
+    drafters.meet([])
+    drafters.exchange()
+    drafters.meet([other.address])
+    drafters.exchange()
+    drafters.made("c", [1])
+    drafters.exchange()
+    assert not drafters.waits("c") and not len(drafters.proposal("c").tokens)
+    assert drafters.close("c") == (0, 0) and "model_opened" not in drafters.counts()
+
+
 def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever(line, monkeypatch):
     drafters, other, chunk = line
     drafters.open(chunk, None)
@@ -168,7 +184,7 @@ def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever(line, monk
     drafters.exchange()
     other.hear()
     assert drafters.waits("c")
-    other.say(Guess("c", 11, [2, 3]))
+    other.say(Guess("c", 11, [2, 3], 0, 0))
     until(drafters, lambda: not drafters.waits("c"))
     assert drafters.proposal("c").tokens.tolist() == [2, 3]
     drafters.made("c", [2, 3, 4])

@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from deployments.context.plan import Way
 from deployments.drafter.client import behind
 from deployments.drafter.window import Window
+from policies.actions import Way
 from policies.decoupled import (
     Drafter,
     Verifier,

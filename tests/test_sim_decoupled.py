@@ -126,7 +126,7 @@ def test_odds_are_a_sample_s_own_with_each_method_and_lie_about_the_table_s():
 
 def test_samples_below_the_mean_are_drafted_anew_every_so_many_steps():
     plan = Plan(Drafter(1, 1e-5, 0.003), VERIFIER, 4, 40, 0.0, "given")
-    policy, odds, running = Decoupled(), Odds(1, spread=1.0), chunks(40)
+    policy, odds, running = Decoupled(rate="renewal"), Odds(1, spread=1.0), chunks(40)
     way = Drafted(Way(method(0.6), 4, True), odds, STEP, None, plan, policy)
     before = way.pace(running, 0.0)
     assert before.steps == RECONFIGURE_STEPS and len(set(before.parts)) == 40

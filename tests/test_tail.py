@@ -12,8 +12,8 @@ from policies.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, Star
 from policies.bundle import Policies, load_policy, members
 from policies.rollout import RolloutCore
 from policies.scaling import Limits
-from policies.tail import Auto, Consolidate, Draft, Hold, Release, Threshold, fewest
-from policies.views import RacesView, ReplicaView, Speeds, TailView
+from policies.tail import Auto, Consolidate, Draft, Hold, Release, Threshold, Wanted, fewest
+from policies.views import DraftingView, RacesView, ReplicaView, Speeds, TailView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 EVERY = [*members("tail"), "user_policies:OneForEight"]
@@ -33,10 +33,22 @@ def tail(
     least=1,
     most=4,
     races=RacesView(),  # noqa: B008
+    drafting=(),
 ) -> TailView:
     running = sum(one.running for one in replicas)
     unended = running + waiting if unended is None else unended
-    return TailView(now, waiting, running, unended, submitted, replicas, least, most, races)
+    return TailView(now, waiting, running, unended, submitted, replicas, least, most, races, drafting)
+
+
+def auto(view: TailView, worth: float | None = None, answer: Wanted | None = None) -> Wanted:
+    return Auto(worth=worth).cut(view, answer or Wanted(view.most))
+
+
+def engines(view: TailView, worth: float | None = None) -> int:
+    """Where no draft model is wanted."""
+    wanted = auto(view, worth)
+    assert not wanted.drafters
+    return wanted.engines
 
 
 # ---- the contract ----------------------------------------------------------------------------------
@@ -55,7 +67,7 @@ def test_every_member_stays_within_the_limits_and_repeats_itself(name, data, lim
         replicas = [replica(f"r{i}", n) for i, n in enumerate((first, second)[: 1 + more % 2])]
         view = tail(*replicas, now=0.3 * step, waiting=waiting, least=least, most=most)
         answers = [policy.wanted(view, memory) for memory in memories]
-        assert answers[0] == answers[1] and least <= answers[0][0] <= most
+        assert answers[0] == answers[1] and least <= answers[0][0].engines <= sum(answers[0][0]) <= most
         memories = [memory for _, memory in answers]
 
 
@@ -74,30 +86,32 @@ def test_while_a_batch_only_shrinks_nobody_is_asked_back(name, data, slope_s):
     for step, (first, second, third, gain) in enumerate(data):
         speeds = SPEEDS._replace(step_per_chunk_s=slope_s * third)
         replicas = [replica("r0", 1 + first, speeds), replica("r1", second, speeds), replica("r2", third)]
-        view = tail(*replicas, now=0.7 * step, unended=unended - 8 * step, races=RacesView(4, third % 3, gain))
+        drafting = tuple(DraftingView(n, 1 + third % 2, gain) for n in (1, 2))
+        races = RacesView(4, third % 3, gain)
+        view = tail(*replicas, now=0.7 * step, unended=unended - 8 * step, races=races, drafting=drafting)
         wanted, memory = policy.wanted(view, memory)
         answers.append(wanted)
-    assert all(later <= before for before, later in pairwise(answers))
+    assert all(later.engines <= before.engines and sum(later) <= sum(before) for before, later in pairwise(answers))
 
 
 @pytest.mark.parametrize("name", SHRINKING)
 def test_whatever_waits_brings_all_back_at_once_and_no_work_leaves_the_least(name):
     policy = load_policy("tail", name)
     wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, least=0), None)
-    assert wanted == 0
+    assert wanted == (0, 0)
     wanted, memory = policy.wanted(tail(replica("r0", 8), waiting=1, now=0.1), memory)
-    assert wanted == 4
+    assert wanted == (4, 0)
     wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, now=0.2), memory)
-    assert wanted == 4  # not for a moment's lull
+    assert wanted == (4, 0)  # not for a moment's lull
     wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, now=1.2), memory)
-    assert wanted == 1
+    assert wanted == (1, 0)
 
 
 # ---- what each one means ---------------------------------------------------------------------------
 
 
 def test_hold_keeps_all():
-    assert Hold().wanted(tail(replica("r0", 0), unended=0), None)[0] == 4
+    assert Hold().wanted(tail(replica("r0", 0), unended=0), None)[0] == (4, 0)
 
 
 def test_release_lets_go_only_of_what_serve_would_stop_before_a_busy_replica():
@@ -132,10 +146,10 @@ def test_threshold_looks_at_how_many_samples_are_left():
 def test_auto_weighs_the_time_that_a_replica_saves_against_what_it_is_worth_elsewhere():
     """8 chunks: a step takes 28 ms on one replica, 24 on two, 23 on three, 22 on four."""
     four = tail(*[replica(f"r{i}", 2) for i in range(4)])
-    assert Auto(worth=0.0).needed(four, 4) == 4
-    assert Auto(worth=0.06).needed(four, 4) == 2, "the third saves 1 ms, and is worth 1.4"
-    assert Auto(worth=0.25).needed(four, 4) == Auto().needed(four, 4) == 1, "its share of four"
-    kept = [Auto(worth=worth / 100).needed(four, 4) for worth in range(40)]
+    assert engines(four, 0.0) == 4
+    assert engines(four, 0.06) == 2, "the third saves 1 ms, and is worth 1.4"
+    assert engines(four, 0.25) == engines(four) == 1, "its share of four"
+    kept = [engines(four, worth / 100) for worth in range(40)]
     assert kept == sorted(kept, reverse=True)
 
 
@@ -143,17 +157,41 @@ def test_auto_keeps_what_races_are_worth():
     """One straggler: by itself on one replica, unless a copy on a second one is expected to bring more than that."""
     alone = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))]
     for gain, copies, kept in ((1.0, 1, 1), (1.1, 1, 1), (2.0, 1, 2), (9.0, 3, 4)):
-        assert Auto().needed(tail(*alone, races=RacesView(1, copies, gain)), 4) == kept
+        assert engines(tail(*alone, races=RacesView(1, copies, gain))) == kept
     full = [replica(f"r{i}", 4) for i in range(4)]
-    assert Auto(worth=0.06).needed(tail(*full, races=RacesView(4, 0, 1.0)), 4) == Auto(worth=0.06).needed(
-        tail(*full), 4
-    ), "no replica has room"
+    without = engines(tail(*full), 0.06)
+    assert engines(tail(*full, races=RacesView(4, 0, 1.0)), 0.06) == without, "no replica has room"
+
+
+def test_auto_drafts_where_that_is_worth_its_replicas():
+    """One straggler, which is as fast on one replica as on four."""
+    alone = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))]
+    for gain, worth, wanted in ((1.1, None, (1, 0)), (1.3, None, (1, 1)), (1.3, 9.0, (1, 0)), (1.1, 0.05, (1, 1))):
+        assert auto(tail(*alone, drafting=(DraftingView(1, 1, gain),)), worth) == wanted
+    two = DraftingView(1, 1, 1.5), DraftingView(1, 2, 1.6)
+    assert auto(tail(*alone, drafting=two)) == (1, 1) and auto(tail(*alone, drafting=two), 0.01) == (1, 2)
+
+
+def test_auto_races_or_moves_where_that_brings_more_than_drafts():
+    alone, drafting = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))], (DraftingView(1, 1, 1.4),)
+    assert auto(tail(*alone, races=RacesView(1, 1, 1.3), drafting=drafting)) == (1, 1)
+    assert auto(tail(*alone, races=RacesView(1, 1, 1.5), drafting=drafting)) == (2, 0)
+    slow = [replica(f"r{i}", 2, SPEEDS._replace(step_per_chunk_s=0.1)) for i in range(4)]  # 4 replicas: 3.7 times
+    drafting = DraftingView(1, 1, 1.4), DraftingView(3, 1, 1.4)
+    assert auto(tail(*slow, drafting=drafting), 0.1) == (4, 0), "engines for all chunks bring more"
+
+
+def test_what_has_become_a_drafter_or_gone_does_not_come_back_for_drafts():
+    view = tail(replica("r0", 1), replica("r1", 0), drafting=(DraftingView(1, 2, 9.0),))
+    policy = Auto(after_s=0.0)
+    for answer, wanted in (((4, 0), (1, 2)), ((1, 1), (1, 1)), ((1, 0), (1, 0)), ((2, 0), (1, 1))):
+        assert policy.wanted(view, (Wanted(*answer), 0.0, 1))[0] == wanted
 
 
 def test_auto_leaves_room_for_all_and_keeps_all_while_nothing_is_known():
-    assert Auto(worth=9.0).needed(tail(replica("r0", 5), replica("r1", 5), most=2), 2) == 2
-    assert Auto(worth=9.0).needed(tail(replica("r0", 1, used=500), replica("r1", 1, used=500), most=2), 2) == 2
-    assert Auto(worth=9.0).needed(tail(replica("r0", 1, None), replica("r1", 0, None), most=2), 2) == 2
+    assert engines(tail(replica("r0", 5), replica("r1", 5), most=2), 9.0) == 2
+    assert engines(tail(replica("r0", 1, used=500), replica("r1", 1, used=500), most=2), 9.0) == 2
+    assert engines(tail(replica("r0", 1, None), replica("r1", 0, None), most=2), 9.0) == 2
 
 
 # ---- how the core obeys ----------------------------------------------------------------------------

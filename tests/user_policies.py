@@ -4,7 +4,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from policies.actions import Way
 from policies.racing import Assignment, Ladder, Rung
+from policies.tail import Wanted
 
 
 class LastComeFirst(BaseModel):
@@ -95,14 +97,28 @@ class HalfADraft(BaseModel):
 
 
 class OneForEight(BaseModel):
-    """A replica for so many samples."""
+    """A replica for so many samples, and a draft model beside them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     samples: int = Field(8, ge=1)
-    drafts: ClassVar[bool] = False
 
     def wanted(self, view, memory):
-        return min(max(-(-view.unended // self.samples), view.least), view.most), memory
+        engines = min(max(-(-view.unended // self.samples), view.least), view.most)
+        return Wanted(engines, min(1, view.most - engines)), memory
+
+
+class AlwaysTwo(BaseModel):
+    """Two tokens ahead, for whoever is not worse than a coin."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    acceptance: float = Field(0.5, ge=0.0, le=1.0)
+    replicas: ClassVar[int] = 1
+
+    def way(self, view, acceptance):
+        return Way(2 * (acceptance >= 0.5), False), "always two"
+
+    def gain(self, view):
+        return 1 + view.acceptance
 
 
 class NobodyTwice(BaseModel):

@@ -14,11 +14,12 @@ import numpy as np
 
 from app.bench import pair
 from app.errors import Failed
-from deployments.context.plan import DraftPlan, Way
+from deployments.context.plan import DraftPlan
 from deployments.context.types import GroupRef
 from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import EngineConfig
 from deployments.messages import ChunkRequest, SamplingParams, sample_key
+from policies.actions import Way
 from policies.decoupled import Drafter, Verifier, coupled_tokens_s, decoupled_tokens_s
 from policies.drafting import Fixed
 from policies.planning import Decoupled

@@ -42,7 +42,7 @@ DRAFTER_GPUS = (1, 2, 4)
 @dataclass(frozen=True, slots=True)
 class SpecActor:
     """`method`: in turn with it; None: as Algorithm 1 plans. `published`: by the paper's own formula, and there has to
-    be a drafter; else by `policies.planning`, exactly for the rounds that are simulated, where plain decoding is a choice
+    be a drafter; else by `policies.planning`, exactly for the rounds that are simulated, and plain decoding is a choice
     too."""
 
     about: str

@@ -1,24 +1,17 @@
 """What an engine is told about drafting for a chunk, and what it tells about it afterwards."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from deployments.context.types import GroupRef, Source
+from policies.actions import Way
 from policies.drafting import Drafting
 
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
     """Counts i64[4] under the names of their sources, those that are not 0."""
     return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
-
-
-class Way(NamedTuple):
-    """How a draft model drafts for a sample: tokens of a window, and whether it waits for them to be verified."""
-
-    window: int
-    coupled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +30,18 @@ class DraftPlan:
 
 @dataclass(slots=True)
 class DraftReport:
-    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K]."""
+    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K].
+
+    `model_tested`: tokens of a draft model whose turn came, all before them being right, whether they were verified or
+    had been overtaken by then; `model_accepted`: those of them that were right.
+    """
 
     verifications: int
     drafted: np.ndarray
     accepted: np.ndarray
     accepted_at: np.ndarray
+    model_tested: int = 0
+    model_accepted: int = 0
 
     @classmethod
     def none(cls, draft_tokens: int) -> "DraftReport":
@@ -63,6 +62,8 @@ class DraftReport:
         self.verifications += other.verifications
         self.drafted += other.drafted
         self.accepted += other.accepted
+        self.model_tested += other.model_tested
+        self.model_accepted += other.model_accepted
         if len(other.accepted_at) > len(self.accepted_at):
             self.accepted_at = np.pad(self.accepted_at, (0, len(other.accepted_at) - len(self.accepted_at)))
         self.accepted_at[: len(other.accepted_at)] += other.accepted_at

@@ -15,13 +15,13 @@ from hashlib import blake2b
 import numpy as np
 import zmq
 
-from deployments.context.plan import Way
 from deployments.context.proposal import Proposal
 from deployments.context.types import Source
 from deployments.drafter.config import DrafterConfig
 from deployments.drafter.server import Address
 from deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
 from deployments.messages import ChunkRequest
+from policies.actions import Way
 
 PATIENCE_S = 0.5
 """Longest wait of a sample that takes turns with its drafter; then it goes on alone until a draft comes."""
@@ -45,7 +45,8 @@ class Line:
     since_s: float = 0.0  # that it has had no guess
     silent: bool = False  # waits no more until a guess comes
     accepted: float = 0.0  # of
-    tested: float = 0.0  # draft tokens, both faded
+    tested: float = 0.0  # draft tokens that were verified, both faded
+    judged: tuple[int, int] = (0, 0)  # drafts whose turn came, those that were right: as its drafter said last
 
 
 class Drafters:
@@ -90,12 +91,13 @@ class Drafters:
         line.accepted, line.tested = FADE * line.accepted + accepted, FADE * line.tested + tested
         self._accepted, self._tested = FADE * self._accepted + accepted, FADE * self._tested + tested
 
-    def close(self, chunk_id: str) -> None:
-        """The chunk has ended."""
+    def close(self, chunk_id: str) -> tuple[int, int]:
+        """The chunk has ended: drafts whose turn came, verified or overtaken, and those of them that were right."""
         line = self._running.pop(chunk_id)
         if line.address is not None:
             self._outbox[line.address].append(Stop(chunk_id))
         self._send()
+        return line.judged
 
     # ---- what it does ------------------------------------------------------------------------------
 
@@ -121,11 +123,14 @@ class Drafters:
         return not line.silent
 
     def proposal(self, chunk_id: str) -> Proposal:
-        """What the draft model says follows; each token as likely right as those before were, so far."""
+        """What the draft model says follows, a window at most; each token as likely right as those before were, so far.
+
+        What is behind the window is for the next step: it is there while the drafter hears what has come of this one.
+        """
         line = self._running[chunk_id]
-        count, trusted = len(line.guess), TRUST * self._accepted / self._tested
-        right = (trusted + line.accepted) / (TRUST + line.tested)
-        tokens, sources = np.array(line.guess, np.int32), np.full(count, Source.MODEL, np.uint8)
+        guess, trusted = line.guess[: line.way.window], TRUST * self._accepted / self._tested
+        right, count = (trusted + line.accepted) / (TRUST + line.tested), len(guess)
+        tokens, sources = np.array(guess, np.int32), np.full(count, Source.MODEL, np.uint8)
         return Proposal(tokens, np.full(count, right, np.float32), sources, 0)
 
     def counts(self) -> dict[str, int]:
@@ -138,11 +143,12 @@ class Drafters:
     # ------------------------------------------------------------------------------------------------
 
     def _assign(self, line: Line) -> None:
-        """To the drafter that ranks first for this sample, with all that is known of it."""
+        """To the drafter that ranks first for this sample, with all that is known of it; to none for no window."""
         chunk = line.chunk
         plan, sampling = chunk.draft, chunk.sampling
         sample = f"{plan.group.group_id}#{plan.sample_index}"
-        line.address, line.guess = max(self._sockets, key=lambda a: rank(sample, a), default=None), []
+        drafters = self._sockets if line.way.window else ()
+        line.address, line.guess = max(drafters, key=lambda a: rank(sample, a), default=None), []
         line.silent, line.since_s = False, time.monotonic()
         if line.address is None:
             return
@@ -202,7 +208,7 @@ class Drafters:
             known = line.tokens[message.start :]
             overtaken = known != message.tokens[: len(known)]
             line.guess = line.guess if overtaken else message.tokens[len(known) :]
-            line.silent = line.silent and overtaken
+            line.silent, line.judged = line.silent and overtaken, (message.tested, message.accepted)
             self._counts["model_overtaken"] += overtaken
             self._counts["model_guesses"] += 1
 

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.context.plan import Way
 from deployments.engine.config import DraftConfig, EngineConfig
+from policies.actions import Way
 
 
 class DrafterConfig(BaseModel):

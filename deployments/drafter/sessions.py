@@ -12,7 +12,6 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from deployments.context.plan import Way
 from deployments.drafter.window import Window
 from deployments.drafter.wire import Confirm, Guess, Open
 from deployments.engine.config import EngineConfig
@@ -21,6 +20,7 @@ from deployments.engine.launch import launch
 from deployments.engine.requests import Requests
 from deployments.engine.steptimes import StepTimes
 from deployments.messages import ChunkRequest, SamplingParams
+from policies.actions import Way
 
 Key = tuple[Hashable, str]
 """Who asks, and what they call the sample."""
@@ -34,7 +34,7 @@ REHEARSED_TOKENS = 8
 class Session:
     """One sample that is drafted for."""
 
-    __slots__ = ("chunk", "coupled", "fresh", "name", "request", "tokens", "used_s", "window")
+    __slots__ = ("accepted", "chunk", "coupled", "fresh", "name", "request", "tested", "tokens", "used_s", "window")
 
     def __init__(self, wish: Open, max_model_len: int):
         sampling = SamplingParams(
@@ -47,6 +47,7 @@ class Session:
         self.coupled = wish.coupled
         self.request, self.name = None, ""  # vLLM's scheduler-side Request, and the name of its outputs
         self.fresh = False  # has something to tell
+        self.tested = self.accepted = 0  # drafts whose turn has come, and those that were right
         self.used_s = time.monotonic()
 
 
@@ -82,6 +83,8 @@ class Sessions:
         judged = session.window.confirm(told.start, told.tokens)
         session.tokens += told.tokens[known - told.start :]
         session.used_s = time.monotonic()
+        session.accepted += judged.accepted
+        session.tested += judged.accepted + (judged.wasted is not None)
         self._counts["accepted"] += judged.accepted
         if judged.wasted is not None:
             self._counts["rejections"] += 1
@@ -168,7 +171,7 @@ class Sessions:
         for (peer, name), session in self._sessions.items():
             window = session.window
             if session.fresh and not (session.coupled and window.room):
-                told.append((peer, Guess(name, window.confirmed, list(window.guess))))
+                told.append((peer, Guess(name, window.confirmed, list(window.guess), session.tested, session.accepted)))
                 session.fresh = False
         return told
 

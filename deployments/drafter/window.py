@@ -9,7 +9,7 @@ the first token of the prompt. Pure; owned by `Sessions`, one for each sample.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deployments.context.plan import Way
+from policies.actions import Way
 
 
 class Judged(NamedTuple):

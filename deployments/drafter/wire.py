@@ -46,11 +46,14 @@ class Stop(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """To an engine: what may follow the first `start` tokens, which are confirmed."""
+    """To an engine: what may follow the first `start` tokens, which are confirmed. Since the sample was opened the
+    turn of `tested` drafts has come, all before them being right, and `accepted` of these were right."""
 
     name: str
     start: int
     tokens: list[int]
+    tested: int
+    accepted: int
 
 
 class Unknown(NamedTuple):

@@ -128,7 +128,7 @@ class Drafts:
             return None
         self._groups.close(drafted.group)
         if self._model is not None:
-            self._model.close(chunk_id)
+            drafted.report.model_tested, drafted.report.model_accepted = self._model.close(chunk_id)
         self._free.append(drafted.slot)
         for source in Source:
             self._counts[f"drafted.{source.name.lower()}"] += int(drafted.report.drafted[source])

@@ -22,8 +22,11 @@ from app.demo import PROMPTS
 from app.prompts_file import read_prompts
 from deployments.drafter.config import DrafterConfig
 from deployments.engine.config import DraftConfig, EngineConfig
+from deployments.journal import read_journal, replay
 from deployments.messages import RolloutBatch
+from policies.actions import StartChunk
 from policies.bundle import Policies
+from policies.events import ChunkFinished
 
 WINDOW = 4
 TARGET_LAYERS, DRAFT_LAYERS = 16, 2
@@ -91,9 +94,10 @@ def client(models):
         yield client
 
 
-async def roll(client: RolloutClient, name: str, drafting, meanwhile=None):
+async def roll(client: RolloutClient, name: str, drafting, meanwhile=None, models="as_configured"):
     """Token ids of every sample, and tokens drafted by the draft model."""
-    await client.set_policies(Policies(chunking={"type": "fixed", "chunk_tokens": 48}, drafting=drafting))
+    chunking = {"type": "fixed", "chunk_tokens": 48}
+    await client.set_policies(Policies(chunking=chunking, drafting=drafting, draft_models=models))
     groups = tuple(read_prompts(PROMPTS, {"samples": 2, "max_tokens": 96}))[:3]
     batch = RolloutBatch(batch_id=name, groups=groups)
     task = asyncio.create_task(meanwhile(client, name)) if meanwhile else None
@@ -121,6 +125,30 @@ async def drafting_again(client: RolloutClient, expected) -> int:
             return drafted
         await asyncio.sleep(2)
     return 0
+
+
+def test_chunks_are_drafted_as_the_planner_says_and_it_hears_what_came_of_it(client):
+    """By figures of a fast drafter, then of one that is too slow for all; no token changes."""
+    fixed, planned = {"type": "fixed", "tokens": 8}, {"type": "planned", "acceptance": 0.9, "most_window": 6}
+
+    async def work():
+        expected, _ = await roll(client, "unplanned", "off")
+        await client.journal(True)
+        fast, drafted = await roll(client, "fast", fixed, models=planned | {"verifier": {"base_s": 0.1}})
+        journal = read_journal((await client.journal(False)).splitlines())
+        slow, none = await roll(client, "slow", fixed, models=planned | {"drafter": {"base_s": 1.0}})
+        assert fast == slow == expected and none == 0 < drafted
+        return journal
+
+    journal = asyncio.run(asyncio.wait_for(work(), 200))
+    actions = [action for entry in journal.entries for action in getattr(entry, "actions", ())]
+    starts = [action for action in actions if isinstance(action, StartChunk)]
+    ended = [entry for entry in journal.entries if isinstance(entry, ChunkFinished)]
+    first = {start.way for start in starts if not start.start}
+    assert len(first) == 1 and first.pop().window > 0
+    assert len({start.way for start in starts if start.start}) > 1, "those that accept less are drafted otherwise"
+    assert sum(one.model_tested for one in ended) > sum(one.model_accepted for one in ended) > 0
+    assert replay(journal) is None
 
 
 def test_a_drafter_that_is_killed_takes_no_token_with_it_and_comes_back(client):

@@ -1,0 +1,190 @@
+"""How draft models draft, by policy: the contract every one keeps, what the planner says, and how the core obeys."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_machine import play
+
+from deployments.journal import JournaledCore, read_journal, replay
+from policies import events as ev
+from policies.actions import SetReplicas, StartChunk, Way
+from policies.bundle import Policies, load_policy, members
+from policies.decoupled import Drafter, Verifier
+from policies.draft_models import AsConfigured, Planned
+from policies.planning import Decoupled
+from policies.scaling import Limits
+from policies.views import DraftersView
+from policies.ways import doubling, fewest
+
+PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
+EVERY = [*members("draft_models"), "user_policies:AlwaysTwo"]
+FAST = {"type": "planned", "acceptance": 0.8, "drafter": {"base_s": 0.002}, "verifier": {"base_s": 0.02}}
+"""A drafter ten times as fast as its verifier."""
+
+
+# ---- the contract ----------------------------------------------------------------------------------
+
+
+@PROFILE
+@given(
+    view=st.builds(DraftersView, st.integers(0, 300), st.integers(0, 600), st.floats(0, 1)), acceptance=st.floats(0, 1)
+)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_member_repeats_itself_and_says_what_can_be(name, view, acceptance):
+    policy = load_policy("draft_models", name)
+    way, why = policy.way(view, acceptance)
+    assert (way, why) == policy.way(view, acceptance) and "\n" not in why
+    assert way is None or (way.window >= 0 and why)
+    assert policy.gain(view) == policy.gain(view) >= 1.0
+    assert 0 <= policy.acceptance <= 1 and policy.replicas >= 0
+
+
+@PROFILE
+@given(data=st.binary(min_size=60, max_size=400), limits=st.sampled_from((None, Limits(1, 4))))
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("tail", ["hold", "draft", "auto"])
+def test_the_laws_hold_whatever_drafts(tail, name, data, limits):
+    knobs = {"chunking": {"type": "fixed", "chunk_tokens": 13}, "tail": tail if limits else "hold"}
+    played = play(Policies(draft_models=load_policy("draft_models", name), **knobs), data, limits)
+    assert not (played.starved or played.changed or played.stale or played.evicted or played.closed)
+    starts = [start for start in played.actions(StartChunk) if start.copy_of is None]
+    assert all((start.way is None) == (name == "as_configured") for start in starts)
+
+
+# ---- what the planner says ---------------------------------------------------------------------------
+
+
+def test_nothing_is_planned_unless_that_is_asked_for():
+    assert AsConfigured().way(DraftersView(1, 1, 0.9), 0.9) == (None, "")
+    assert AsConfigured().gain(DraftersView(1, 1, 0.9)) == 1.0
+
+
+def test_all_get_algorithm_1s_window_and_whoever_accepts_less_than_the_mean_algorithm_2s():
+    policy, view = Planned(**FAST), DraftersView(8, 8, 0.8)
+    planner, drafter, verifier = Decoupled(most_window=8), Drafter(1, 2e-6, 0.002), Verifier(1, 1e-5, 2e-5, 0.02)
+    plan = planner.best(8, 0.8, drafter, verifier)
+    assert plan.drafter and policy.gain(view) == plan.tokens_s * verifier.seconds(8, 0) > 1.5
+    for acceptance in (0.8, 0.9):
+        assert policy.way(view, acceptance)[0] == Way(plan.window, False)
+    better = planner.reconfigure({"bad": 0.2, "good": 0.95, "better": 0.95}, plan)["bad"]
+    assert policy.way(view, 0.2) == (
+        Way(better.window, better.coupled), f"drafts {better.window}, {better.reason}",
+    )  # fmt: skip
+
+
+def test_where_no_draft_model_pays_nobody_is_drafted_for():
+    slow = Planned(**FAST | {"drafter": {"base_s": 0.03}})
+    for policy, p in ((slow, 0.9), (Planned(**FAST), 0.0)):
+        way, why = policy.way(DraftersView(8, 8, p), 0.9)
+        assert way.window == 0 and "no draft model pays" in why
+        assert policy.gain(DraftersView(8, 8, p)) == pytest.approx(1.0)
+
+
+def test_a_drafter_that_serves_more_samples_is_slower():
+    policy = Planned(**FAST | {"drafter": {"base_s": 0.002, "sample_s": 0.001}})
+    gains = [policy.gain(DraftersView(8, drafted, 0.8)) for drafted in (1, 8, 64)]
+    assert gains == sorted(gains, reverse=True) and gains[0] > gains[-1]
+
+
+def test_ways_to_use_replicas_are_the_fewest_for_each_pace():
+    assert fewest(10, 1, 8) == [1, 2, 3, 4, 5] and fewest(10, 6, 8) == [6] and fewest(3, 1, 0) == []
+    assert doubling(6) == [1, 2, 4, 6] and doubling(1) == [1] and doubling(0) == []
+
+
+# ---- how the core obeys ------------------------------------------------------------------------------
+
+
+def core_of(samples=4, limits=None, replicas=2, **policies) -> tuple[JournaledCore, list]:
+    chunking = {"type": "fixed", "chunk_tokens": 100}
+    core = JournaledCore(Policies(chunking=chunking, **{"draft_models": FAST} | policies), limits=limits)
+    for index in range(replicas):
+        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 1_000, 4, 0, 0, "n"))
+        core.observe(ev.ReplicaMeasured(0.0, f"r{index}", 1_000.0, 10_000.0, 0.01, 0.02, 0.0, 0.0))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 1_000),)))
+    return core, core.decide(ev.Tick(0.0))
+
+
+def starts(actions) -> dict[str, StartChunk]:
+    return {action.sample_id: action for action in actions if isinstance(action, StartChunk)}
+
+
+def goes_on(core: JournaledCore, start: StartChunk, tested: int, accepted: int, now: float) -> StartChunk:
+    """The sample's next chunk, after one of which a draft model's drafts went so."""
+    drafts = 0, 0, 0, tested, accepted
+    core.observe(ev.ChunkFinished(now, start.chunk_id, start.max_tokens, ev.ChunkEnd.LENGTH, 0, *drafts))
+    return starts(core.decide(ev.Tick(now)))[start.sample_id]
+
+
+def test_a_sample_s_own_acceptance_says_how_its_next_chunk_is_drafted():
+    core, actions = core_of()
+    first = starts(actions)
+    assert len({start.way for start in first.values()}) == 1 and first["g#0"].way.window > 0
+    assert "accepts 0.80" in first["g#0"].reason
+    good = goes_on(core, first["g#0"], 100, 100, 1.0)
+    bad = goes_on(core, first["g#1"], 100, 3, 2.0)
+    assert not good.way.coupled and good.way.window >= first["g#0"].way.window
+    assert bad.way != good.way and "coupled" in bad.reason
+    unseen = goes_on(core, first["g#2"], 0, 0, 3.0)
+    assert not unseen.way.coupled, "it is taken for an average one"
+
+
+def test_what_is_seen_of_all_replaces_the_configured_mean():
+    core, actions = core_of()
+    for index, start in enumerate(starts(actions).values()):
+        last = goes_on(core, start, 400, 0, 1.0 + index)
+    assert last.way.window == 0 and "no draft model pays" in last.reason
+
+
+def test_chunks_that_nobody_drafted_for_change_no_mean():
+    core, _ = core_of()
+    for _ in range(100_000):
+        core._ways.learn(ev.ChunkFinished(1.0, "any", 1, ev.ChunkEnd.LENGTH, 0))
+    assert core._ways._mean == pytest.approx(0.8)
+
+
+def test_drafts_of_a_race_count_for_its_sample_and_copies_draft_as_configured():
+    core, actions = core_of(samples=1, racing={"type": "fastest_of_n"})
+    copies = [one for one in actions if isinstance(one, StartChunk) and one.copy_of]
+    assert copies and all(copy.way is None for copy in copies)
+    ended = ev.ChunkFinished(1.0, copies[0].chunk_id, 100, ev.ChunkEnd.LENGTH, 0, 0, 0, 0, 50, 10)
+    core.observe(ended)
+    assert (core._buffer.samples["g#0"].model_tested, core._buffer.samples["g#0"].model_accepted) == (50, 10)
+
+
+@pytest.mark.parametrize(("tested", "accepted"), [(-1, 0), (3, 4), (3, -1)])
+def test_more_than_was_tested_cannot_have_been_right(tested, accepted):
+    core, _ = core_of()
+    with pytest.raises(ev.IllegalEvent, match="of a model"):
+        core.observe(ev.ChunkFinished(1.0, "g#0:0", 100, ev.ChunkEnd.LENGTH, 0, 0, 0, 0, tested, accepted))
+
+
+def test_a_recorded_run_is_answered_alike():
+    core, actions = core_of(limits=Limits(1, 2), tail={"type": "auto", "after_s": 0.0})
+    for index, start in enumerate(starts(actions).values()):
+        goes_on(core, start, 60, 20 * index, 1.0 + index)
+    assert replay(read_journal(core.journal().splitlines())) is None
+
+
+def drafters(worth: float | None = None, **policies) -> tuple[int, int]:
+    """Engines and drafters that there are to be, once one of four samples is left."""
+    tail = {"type": "auto", "after_s": 0.0, "worth": worth}
+    core, actions = core_of(limits=Limits(1, 2), tail=tail, **policies)
+    running = starts(actions)
+    assert [(a.replicas, a.drafters) for a in actions if isinstance(a, SetReplicas)] == [(2, 0)], "all has just come"
+    for start in [one for one in running.values() if one.sample_id != "g#0"]:
+        core.observe(ev.ChunkFinished(1.0, start.chunk_id, 50, ev.ChunkEnd.STOP, 0))
+    core.decide(ev.Tick(1.0))
+    if core.is_running("g#0:0") and running["g#0"].replica_id == "r1":  # it moves from where nobody stays
+        core.observe(ev.ChunkFinished(1.5, "g#0:0", 10, ev.ChunkEnd.ABORTED, 0, 20))
+    core.decide(ev.Tick(2.0))
+    return core._scaling._asked
+
+
+def test_auto_has_a_draft_model_run_where_that_pays_and_none_where_it_does_not():
+    assert drafters() == (1, 1)
+    assert drafters(draft_models=FAST | {"acceptance": 0.1}) == (1, 0)
+    assert drafters(draft_models=FAST | {"drafter": {"base_s": 0.03}}) == (1, 0)
+    doubtful = FAST | {"acceptance": 0.6}
+    assert drafters(draft_models=doubtful) == (1, 1)
+    assert drafters(draft_models=doubtful, worth=50.0) == (1, 0), "not twice as fast, on twice as many"
+    assert drafters(draft_models="as_configured") == (1, 0)
