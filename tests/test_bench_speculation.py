@@ -4,11 +4,12 @@ import pytest
 
 from app.bench.pictures import acceptance_over_time
 from app.bench.speculation import BUDGETS, Look, ratios, shares
-from app.bench.stepcost import MOST_TOKENS, fit, points
+from app.bench.stepcost import MOST_TOKENS, fit, planner_step, points
 from app.commands.bench import command
 from app.errors import BadInput
 from deployments.messages import ReplicaStatus, ServiceStatus
 from policies.bundle import Policies, members
+from policies.draft_models import Planned
 
 
 def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> Look:
@@ -89,3 +90,13 @@ def test_the_fit_finds_the_line_behind_the_points():
         for c, d, x in points(16, 4096)
     ]
     assert fit(steps) == pytest.approx({"base_ms": 20, "per_token_ms": 2, "per_context_token_us": 10}, rel=1e-3)
+
+
+def test_a_profile_gives_the_planner_s_figures_by_their_names():
+    found = {"base_ms": 20.0, "per_token_ms": 2.0, "per_context_token_us": 10.0}
+    drafter, verifier = planner_step(found, 500, drafts=True), planner_step(found, 500, drafts=False)
+    assert drafter == {"base_s": 0.02, "sample_s": 0.007}
+    assert verifier == {"base_s": 0.02, "sample_s": 0.005, "token_s": 0.002}
+    Planned(drafter=drafter, verifier=verifier)
+    noisy = dict.fromkeys(found, -0.1)
+    Planned(drafter=planner_step(noisy, 500, drafts=True), verifier=planner_step(noisy, 500, drafts=False))

@@ -7,7 +7,7 @@ computes as many tokens; the median step counts. Called by `python -m app profil
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -27,25 +27,25 @@ CONTEXTS = (32, 512, 2048)
 PROMPTS = (32, 128, 512, 1024)
 
 
-def points(max_running: int, max_context: int) -> list[tuple[int, int, int]]:
+def points(max_running: int, max_context: int, drafts: Sequence[int] = DRAFTS) -> list[tuple[int, int, int]]:
     """(chunks, draft tokens of each, context tokens of each): the grid, and two points more per longer context."""
     chunks = [count for count in CHUNKS if count <= max_running]
-    grid = [(c, d, CONTEXTS[0]) for c in chunks for d in DRAFTS if c * (1 + d) <= MOST_TOKENS]
+    grid = [(c, d, CONTEXTS[0]) for c in chunks for d in drafts if c * (1 + d) <= MOST_TOKENS]
     long = [context for context in CONTEXTS[1:] if context + STEPS * 2 < max_context]
     return grid + [(c, 0, context) for context in long for c in (1, min(4, max_running))]
 
 
-def measure(config: EngineConfig, say: Callable[[str], None]) -> dict:
+def measure(config: EngineConfig, say: Callable[[str], None], drafts: Sequence[int] = DRAFTS) -> dict:
     """Milliseconds of each point, of prompts, and a fit: base + tokens * per token + context read * per token of it."""
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=(config,)) as process:
         try:
             say(f"starting {config.model}")
             limits = process.submit(_limits).result()
             steps = []
-            for chunks, drafts, context in points(*limits):
-                took_ms = process.submit(_step_ms, chunks, drafts, context).result()
-                steps.append({"chunks": chunks, "draft_tokens": drafts, "context_tokens": context, "step_ms": took_ms})
-                say(f"{chunks} chunks x {1 + drafts} tokens, context {context}: {took_ms} ms")
+            for chunks, draft, context in points(*limits, drafts):
+                took_ms = process.submit(_step_ms, chunks, draft, context).result()
+                steps.append({"chunks": chunks, "draft_tokens": draft, "context_tokens": context, "step_ms": took_ms})
+                say(f"{chunks} chunks x {1 + draft} tokens, context {context}: {took_ms} ms")
             prompts = [tokens for tokens in PROMPTS if tokens < limits[1]]
             prefill = {tokens: process.submit(_prefill_ms, tokens).result() for tokens in prompts}
         except BrokenProcessPool:
@@ -67,6 +67,15 @@ def fit(steps: list[dict]) -> dict[str, float]:
         "per_token_ms": round(float(per_token), 4),
         "per_context_token_us": round(float(per_read) * 1e3, 4),
     }
+
+
+def planner_step(fit: dict[str, float], context_tokens: int, drafts: bool) -> dict[str, float]:
+    """Seconds of a step at a mean context, by the names that `policies.draft_models` has for them: of a draft model, of
+    which each sample has one token in a step (`drafts`), or of an engine that verifies."""
+    base_s, token_s = max(fit["base_ms"], 1e-3) / 1e3, max(fit["per_token_ms"], 0.0) / 1e3
+    sample_s = max(fit["per_context_token_us"], 0.0) / 1e6 * context_tokens
+    more = {"sample_s": sample_s + token_s} if drafts else {"sample_s": sample_s, "token_s": token_s}
+    return {name: round(seconds, 9) for name, seconds in ({"base_s": base_s} | more).items()}
 
 
 # ---- in the engine's process -----------------------------------------------------------------------------

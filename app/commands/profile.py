@@ -1,4 +1,4 @@
-"""`python -m app profile`: what a step of the configured engine costs on this machine."""
+"""`python -m app profile`: what a step of the configured engine, or of its draft model, costs on this machine."""
 
 import json
 from pathlib import Path
@@ -11,22 +11,30 @@ from app.errors import BadInput
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@click.option("--drafter", is_flag=True, help="Of the draft model, `args.drafter`, instead of the engine.")
+@click.option(
+    "--context", type=click.IntRange(min=0), default=512, show_default=True, help="Tokens, for `draft_models: planned`."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Also write the JSON to this file.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(config, out, as_json):
+def command(config, drafter, context, out, as_json):
     """Time engine steps by chunks, draft tokens and context, and prompts by length; about a minute on a CPU.
 
-    Engines measure the same of themselves, as they start and while they work; this is for people and for simulations.
+    Engines measure the same of themselves, as they start and while they work; this is for people, for simulations, and
+    for the figures that `policies.draft_models: planned` goes by, of samples that have so many tokens on average.
     """
-    file = load_config(config)
+    args = load_config(config).application.args
     if out is not None and not out.resolve().parent.is_dir():
         raise BadInput(f"--out {out}: its folder does not exist")
-    from app.bench.stepcost import measure
+    if drafter and args.drafter is None:
+        raise BadInput(f"{config}: args.drafter is null: name a draft model there")
+    from app.bench.stepcost import DRAFTS, measure, planner_step
     from app.model import resolve_model
 
-    engine = file.application.args.engine
+    engine = args.drafter.engine(args.engine) if drafter else args.engine
     engine = engine.model_copy(update={"model": str(resolve_model(engine.model))})
-    result = measure(engine, lambda text: click.echo(text, err=True))
+    result = measure(engine, lambda text: click.echo(text, err=True), (0,) if drafter else DRAFTS)
+    result["planned"] = {"drafter" if drafter else "verifier": planner_step(result["fit"], context, drafter)}
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     if as_json:
@@ -50,3 +58,4 @@ def _print(result: dict) -> None:
     for tokens, took_ms in result["prefill_ms"].items():
         Console().print(f"a prompt of {tokens} tokens: {took_ms} ms")
     Console().print("fit:", ", ".join(f"{key} {value}" for key, value in result["fit"].items()))
+    Console().print("for policies.draft_models planned:", json.dumps(result["planned"]))
