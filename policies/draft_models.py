@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from policies.actions import Way
 from policies.decoupled import Drafter, Verifier
 from policies.planning import Decoupled, Plan
-from policies.views import DraftersView
+from policies.views import DraftModelsView
 
 
 @runtime_checkable
@@ -23,10 +23,10 @@ class DraftModels(Protocol):
     acceptance: float
     replicas: int
 
-    def way(self, view: DraftersView, acceptance: float) -> tuple[Way | None, str]:
+    def way(self, view: DraftModelsView, acceptance: float) -> tuple[Way | None, str]:
         """How a sample of this acceptance is drafted in its next chunk, and why; None: as the drafter is configured."""
 
-    def gain(self, view: DraftersView) -> float:
+    def gain(self, view: DraftModelsView) -> float:
         """How many times as fast as without draft models samples are expected to be; 1.0 where nothing is planned."""
 
 
@@ -38,10 +38,10 @@ class AsConfigured(BaseModel):
     acceptance: ClassVar[float] = 0.0
     replicas: ClassVar[int] = 0
 
-    def way(self, view: DraftersView, acceptance: float) -> tuple[Way | None, str]:
+    def way(self, view: DraftModelsView, acceptance: float) -> tuple[Way | None, str]:
         return None, ""
 
-    def gain(self, view: DraftersView) -> float:
+    def gain(self, view: DraftModelsView) -> float:
         return 1.0
 
 
@@ -74,10 +74,10 @@ class Planned(BaseModel):
     acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until samples have shown their own")
     drafter: DrafterStep = Field(DrafterStep(), description="what a step of the draft model takes")
     verifier: VerifierStep = Field(VerifierStep(), description="what a step of an engine takes")
-    most_window: int = Field(8, ge=1, le=64, description="longest draft window that is tried")
+    most_window: int = Field(8, ge=1, le=64, description="longest window that is tried; engines verify `draft_tokens`")
     replicas: int = Field(1, ge=1, description="draft models that run; the most where tail says how many")
 
-    def way(self, view: DraftersView, acceptance: float) -> tuple[Way | None, str]:
+    def way(self, view: DraftModelsView, acceptance: float) -> tuple[Way | None, str]:
         mean, own = round(view.acceptance, 2), round(acceptance, 2)
         plan = self._plan(view)
         if plan.drafter is None:
@@ -87,7 +87,7 @@ class Planned(BaseModel):
         better = _better(self._planner, own, plan.drafter, plan.verifier)
         return Way(better.window, better.coupled), f"drafts {better.window}, {better.reason}"
 
-    def gain(self, view: DraftersView) -> float:
+    def gain(self, view: DraftModelsView) -> float:
         plan = self._plan(view)
         return plan.tokens_s * plan.verifier.seconds(plan.samples, 0)
 
@@ -95,7 +95,7 @@ class Planned(BaseModel):
     def _planner(self) -> Decoupled:
         return Decoupled(most_window=self.most_window)
 
-    def _plan(self, view: DraftersView) -> Plan:
+    def _plan(self, view: DraftModelsView) -> Plan:
         """A drafter is rated as if it had the verifier's samples alone, each as slow as those that it has make it."""
         verified, drafted = max(1, view.verified), max(1, view.drafted)
         drafted = 1 << (drafted - 1).bit_length()  # a power of two, so that few plans are made

@@ -69,8 +69,8 @@ class Scaling:
         views = tuple(self._board.view(replica_id) for replica_id in reversed(order))
         least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
         races = self._races.outlook(most)
-        drafting = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
-        return TailView(now, unended - running, running, unended, submitted, views, least, most, races, drafting)
+        roles = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
+        return TailView(now, unended - running, running, unended, submitted, views, least, most, races, roles)
 
     def _empty(self, replica_id: str) -> None:
         speeds = self._board.speeds(replica_id)

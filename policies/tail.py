@@ -53,23 +53,22 @@ class Shrinking(BaseModel):
 
     def wanted(self, view: TailView, memory: Any) -> tuple[Wanted, Any]:
         answer, since, unended = memory or (Wanted(view.least), view.now, 0)
-        grown = view.waiting or view.unended > unended or not view.replicas
         if not view.unended:
-            needed = Wanted(view.least)
-        elif grown:
-            needed = Wanted(view.most)
+            engines, drafters = view.least, 0
+        elif view.waiting or view.unended > unended or not view.replicas:
+            engines, drafters = view.most, 0
         else:
-            needed = self.cut(view, answer)
-            engines = min(answer.engines, needed.engines)
-            needed = Wanted(engines, min(sum(answer) - engines, needed.drafters))
-        engines = min(max(needed.engines, view.least), view.most)
-        needed = Wanted(engines, min(needed.drafters, view.most - engines))
+            engines, drafters = self.cut(view, answer)
+            engines = min(engines, answer.engines)
+            drafters = min(drafters, sum(answer) - engines)
+        engines = min(max(engines, view.least), view.most)
+        needed = Wanted(engines, min(drafters, view.most - engines))
         if needed == answer or needed.engines > answer.engines or view.now - since >= self.after_s:
             answer, since = needed, view.now
         return answer, (answer, since, view.unended)
 
     def cut(self, view: TailView, answer: Wanted) -> Wanted:
-        """While something runs and nothing waits; `answer` is the last one."""
+        """While something runs and nothing waits; `answer` is the last one, beyond which nothing comes back."""
         return Wanted(self.needed(view, answer.engines))
 
     def needed(self, view: TailView, answer: int) -> int:
@@ -104,8 +103,7 @@ class Draft(Consolidate):
     type: Literal["draft"] = "draft"
 
     def cut(self, view: TailView, answer: Wanted) -> Wanted:
-        engines = min(answer.engines, self.needed(view, answer.engines))
-        return Wanted(engines, view.most - engines)
+        return Wanted(self.needed(view, answer.engines), view.most)
 
 
 class Threshold(Shrinking):
@@ -147,7 +145,7 @@ class Auto(Shrinking):
         paces = [(token_s(view, step, count), Wanted(count)) for count in range(least, view.most + 1)]
         paces += [
             (step.step_s(ceil(view.running / one.engines)) / one.gain, Wanted(one.engines, one.drafters))
-            for one in view.drafting
+            for one in view.roles
         ]
         return min(paces, key=lambda pace: pace[0] * (1 + worth * sum(pace[1])))[1]
 

@@ -83,7 +83,7 @@ class RacesView(NamedTuple):
     gain: float = 1.0  # how many times as fast running samples are expected to be, on average, with all of them
 
 
-class DraftersView(NamedTuple):
+class DraftModelsView(NamedTuple):
     """Draft models beside engines, at a moment or as they might be."""
 
     verified: int  # samples of one engine
@@ -91,7 +91,7 @@ class DraftersView(NamedTuple):
     acceptance: float  # of a draft token, all before it being right: the mean of all samples
 
 
-class DraftingView(NamedTuple):
+class RolesView(NamedTuple):
     """A way to use replicas: how many times as fast as without draft models what runs is expected to be then."""
 
     engines: int  # with room for all of it
@@ -111,7 +111,7 @@ class TailView(NamedTuple):
     least: int  # replicas that there may be
     most: int
     races: RacesView = RacesView()
-    drafting: tuple[DraftingView, ...] = ()  # of what draft models might do, what is expected to gain
+    roles: tuple[RolesView, ...] = ()  # of what draft models might do, what is expected to gain
 
 
 class DraftView(NamedTuple):

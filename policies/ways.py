@@ -10,7 +10,7 @@ from policies.board import Board
 from policies.buffer import Buffer, Sample
 from policies.draft_models import DraftModels
 from policies.events import ChunkFinished
-from policies.views import DraftersView, DraftingView
+from policies.views import DraftModelsView, RolesView
 
 TRUST = 8
 """Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
@@ -39,17 +39,17 @@ class Ways:
         on_engine = min(-(-samples // max(1, engines)), self._board.max_running(replica_id))
         on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))
         own = (TRUST * self._mean + sample.model_accepted) / (TRUST + sample.model_tested)
-        return self._policy.way(DraftersView(on_engine, on_drafter, self._mean), own)
+        return self._policy.way(DraftModelsView(on_engine, on_drafter, self._mean), own)
 
-    def outlook(self, running: int, least: int, most: int) -> tuple[DraftingView, ...]:
+    def outlook(self, running: int, least: int, most: int) -> tuple[RolesView, ...]:
         """For so many chunks, where `least` engines or more have room for them and there are `most` replicas: for each
         pace the fewest engines, and as many drafters as the policy allows, by twos."""
         cuts = [
-            (engines, drafters, DraftersView(-(-running // engines), -(-running // drafters), self._mean))
+            (engines, drafters, DraftModelsView(-(-running // engines), -(-running // drafters), self._mean))
             for engines in fewest(running, max(1, least), most - 1)
             for drafters in doubling(min(self._policy.replicas, most - engines))
         ]
-        found = (DraftingView(*cut, self._policy.gain(view)) for *cut, view in cuts)
+        found = (RolesView(*cut, self._policy.gain(view)) for *cut, view in cuts)
         return tuple(view for view in found if view.gain > 1.0)
 
     @property

@@ -13,7 +13,7 @@ from policies.decoupled import Drafter, Verifier
 from policies.draft_models import AsConfigured, Planned
 from policies.planning import Decoupled
 from policies.scaling import Limits
-from policies.views import DraftersView
+from policies.views import DraftModelsView
 from policies.ways import doubling, fewest
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
@@ -27,7 +27,8 @@ FAST = {"type": "planned", "acceptance": 0.8, "drafter": {"base_s": 0.002}, "ver
 
 @PROFILE
 @given(
-    view=st.builds(DraftersView, st.integers(0, 300), st.integers(0, 600), st.floats(0, 1)), acceptance=st.floats(0, 1)
+    view=st.builds(DraftModelsView, st.integers(0, 300), st.integers(0, 600), st.floats(0, 1)),
+    acceptance=st.floats(0, 1),
 )
 @pytest.mark.parametrize("name", EVERY)
 def test_every_member_repeats_itself_and_says_what_can_be(name, view, acceptance):
@@ -55,12 +56,12 @@ def test_the_laws_hold_whatever_drafts(tail, name, data, limits):
 
 
 def test_nothing_is_planned_unless_that_is_asked_for():
-    assert AsConfigured().way(DraftersView(1, 1, 0.9), 0.9) == (None, "")
-    assert AsConfigured().gain(DraftersView(1, 1, 0.9)) == 1.0
+    assert AsConfigured().way(DraftModelsView(1, 1, 0.9), 0.9) == (None, "")
+    assert AsConfigured().gain(DraftModelsView(1, 1, 0.9)) == 1.0
 
 
 def test_all_get_algorithm_1s_window_and_whoever_accepts_less_than_the_mean_algorithm_2s():
-    policy, view = Planned(**FAST), DraftersView(8, 8, 0.8)
+    policy, view = Planned(**FAST), DraftModelsView(8, 8, 0.8)
     planner, drafter, verifier = Decoupled(most_window=8), Drafter(1, 2e-6, 0.002), Verifier(1, 1e-5, 2e-5, 0.02)
     plan = planner.best(8, 0.8, drafter, verifier)
     assert plan.drafter and policy.gain(view) == plan.tokens_s * verifier.seconds(8, 0) > 1.5
@@ -75,14 +76,14 @@ def test_all_get_algorithm_1s_window_and_whoever_accepts_less_than_the_mean_algo
 def test_where_no_draft_model_pays_nobody_is_drafted_for():
     slow = Planned(**FAST | {"drafter": {"base_s": 0.03}})
     for policy, p in ((slow, 0.9), (Planned(**FAST), 0.0)):
-        way, why = policy.way(DraftersView(8, 8, p), 0.9)
+        way, why = policy.way(DraftModelsView(8, 8, p), 0.9)
         assert way.window == 0 and "no draft model pays" in why
-        assert policy.gain(DraftersView(8, 8, p)) == pytest.approx(1.0)
+        assert policy.gain(DraftModelsView(8, 8, p)) == pytest.approx(1.0)
 
 
 def test_a_drafter_that_serves_more_samples_is_slower():
     policy = Planned(**FAST | {"drafter": {"base_s": 0.002, "sample_s": 0.001}})
-    gains = [policy.gain(DraftersView(8, drafted, 0.8)) for drafted in (1, 8, 64)]
+    gains = [policy.gain(DraftModelsView(8, drafted, 0.8)) for drafted in (1, 8, 64)]
     assert gains == sorted(gains, reverse=True) and gains[0] > gains[-1]
 
 

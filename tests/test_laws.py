@@ -157,7 +157,11 @@ def test_no_view_has_a_field_for_a_true_length():
             "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s", "step_per_chunk_s", "observed_at",
         ),
         "RacesView": ("room", "copies", "gain"),
-        "TailView": ("now", "waiting", "running", "unended", "submitted", "replicas", "least", "most", "races"),
+        "TailView": (
+            "now", "waiting", "running", "unended", "submitted", "replicas", "least", "most", "races", "roles",
+        ),
+        "RolesView": ("engines", "drafters", "gain"),
+        "DraftModelsView": ("verified", "drafted", "acceptance"),
         "DraftView": (
             "right", "proposed", "match_tokens", "slot", "verifications", "drafted_last", "accepted_last", "generated",
             "expected", "medium_at", "long_at", "acceptance", "cost",

@@ -13,7 +13,7 @@ from policies.bundle import Policies, load_policy, members
 from policies.rollout import RolloutCore
 from policies.scaling import Limits
 from policies.tail import Auto, Consolidate, Draft, Hold, Release, Threshold, Wanted, fewest
-from policies.views import DraftingView, RacesView, ReplicaView, Speeds, TailView
+from policies.views import RacesView, ReplicaView, RolesView, Speeds, TailView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 EVERY = [*members("tail"), "user_policies:OneForEight"]
@@ -33,11 +33,11 @@ def tail(
     least=1,
     most=4,
     races=RacesView(),  # noqa: B008
-    drafting=(),
+    roles=(),
 ) -> TailView:
     running = sum(one.running for one in replicas)
     unended = running + waiting if unended is None else unended
-    return TailView(now, waiting, running, unended, submitted, replicas, least, most, races, drafting)
+    return TailView(now, waiting, running, unended, submitted, replicas, least, most, races, roles)
 
 
 def auto(view: TailView, worth: float | None = None, answer: Wanted | None = None) -> Wanted:
@@ -86,9 +86,9 @@ def test_while_a_batch_only_shrinks_nobody_is_asked_back(name, data, slope_s):
     for step, (first, second, third, gain) in enumerate(data):
         speeds = SPEEDS._replace(step_per_chunk_s=slope_s * third)
         replicas = [replica("r0", 1 + first, speeds), replica("r1", second, speeds), replica("r2", third)]
-        drafting = tuple(DraftingView(n, 1 + third % 2, gain) for n in (1, 2))
+        roles = tuple(RolesView(n, 1 + third % 2, gain) for n in (1, 2))
         races = RacesView(4, third % 3, gain)
-        view = tail(*replicas, now=0.7 * step, unended=unended - 8 * step, races=races, drafting=drafting)
+        view = tail(*replicas, now=0.7 * step, unended=unended - 8 * step, races=races, roles=roles)
         wanted, memory = policy.wanted(view, memory)
         answers.append(wanted)
     assert all(later.engines <= before.engines and sum(later) <= sum(before) for before, later in pairwise(answers))
@@ -167,22 +167,22 @@ def test_auto_drafts_where_that_is_worth_its_replicas():
     """One straggler, which is as fast on one replica as on four."""
     alone = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))]
     for gain, worth, wanted in ((1.1, None, (1, 0)), (1.3, None, (1, 1)), (1.3, 9.0, (1, 0)), (1.1, 0.05, (1, 1))):
-        assert auto(tail(*alone, drafting=(DraftingView(1, 1, gain),)), worth) == wanted
-    two = DraftingView(1, 1, 1.5), DraftingView(1, 2, 1.6)
-    assert auto(tail(*alone, drafting=two)) == (1, 1) and auto(tail(*alone, drafting=two), 0.01) == (1, 2)
+        assert auto(tail(*alone, roles=(RolesView(1, 1, gain),)), worth) == wanted
+    two = RolesView(1, 1, 1.5), RolesView(1, 2, 1.6)
+    assert auto(tail(*alone, roles=two)) == (1, 1) and auto(tail(*alone, roles=two), 0.01) == (1, 2)
 
 
 def test_auto_races_or_moves_where_that_brings_more_than_drafts():
-    alone, drafting = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))], (DraftingView(1, 1, 1.4),)
-    assert auto(tail(*alone, races=RacesView(1, 1, 1.3), drafting=drafting)) == (1, 1)
-    assert auto(tail(*alone, races=RacesView(1, 1, 1.5), drafting=drafting)) == (2, 0)
+    alone, roles = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))], (RolesView(1, 1, 1.4),)
+    assert auto(tail(*alone, races=RacesView(1, 1, 1.3), roles=roles)) == (1, 1)
+    assert auto(tail(*alone, races=RacesView(1, 1, 1.5), roles=roles)) == (2, 0)
     slow = [replica(f"r{i}", 2, SPEEDS._replace(step_per_chunk_s=0.1)) for i in range(4)]  # 4 replicas: 3.7 times
-    drafting = DraftingView(1, 1, 1.4), DraftingView(3, 1, 1.4)
-    assert auto(tail(*slow, drafting=drafting), 0.1) == (4, 0), "engines for all chunks bring more"
+    roles = RolesView(1, 1, 1.4), RolesView(3, 1, 1.4)
+    assert auto(tail(*slow, roles=roles), 0.1) == (4, 0), "engines for all chunks bring more"
 
 
 def test_what_has_become_a_drafter_or_gone_does_not_come_back_for_drafts():
-    view = tail(replica("r0", 1), replica("r1", 0), drafting=(DraftingView(1, 2, 9.0),))
+    view = tail(replica("r0", 1), replica("r1", 0), roles=(RolesView(1, 2, 9.0),))
     policy = Auto(after_s=0.0)
     for answer, wanted in (((4, 0), (1, 2)), ((1, 1), (1, 1)), ((1, 0), (1, 0)), ((2, 0), (1, 1))):
         assert policy.wanted(view, (Wanted(*answer), 0.0, 1))[0] == wanted

@@ -129,7 +129,7 @@ async def drafting_again(client: RolloutClient, expected) -> int:
 
 def test_chunks_are_drafted_as_the_planner_says_and_it_hears_what_came_of_it(client):
     """By figures of a fast drafter, then of one that is too slow for all; no token changes."""
-    fixed, planned = {"type": "fixed", "tokens": 8}, {"type": "planned", "acceptance": 0.9, "most_window": 6}
+    fixed, planned = {"type": "fixed", "tokens": 8}, {"type": "planned", "acceptance": 0.9, "most_window": WINDOW}
 
     async def work():
         expected, _ = await roll(client, "unplanned", "off")
