@@ -17,8 +17,10 @@ from app.errors import BadInput
 @click.option(
     "--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Not of static groups."
 )
-@click.option("--running", type=click.IntRange(min=1), default=4, show_default=True,
-              help="Most samples at once on a replica: few, so that a step is bound by memory, as on a GPU.")  # fmt: skip
+@click.option(
+    "--running", type=click.IntRange(min=1), default=4, show_default=True,
+    help="Most samples at once on a replica: few, so that steps are bound by memory, as on a GPU.",
+)  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, config, as_json):
