@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.bench.tail import TAILS, Rate, Replay, named, occupied_s
+from app.bench.tail import TAILS, Rate, Replay, middle, named, occupied_s
 from app.commands.tail import command
 from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
 from app.errors import BadInput
@@ -74,3 +74,8 @@ def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):
 def test_replicas_that_stay_are_refused():
     with pytest.raises(BadInput, match="neither come nor go"):
         command.main(["--trace", "x", "--config", str(DEFAULT_CONFIG)], standalone_mode=False)
+
+
+def test_the_middle_of_repeats_and_what_no_run_has():
+    found = middle([{"makespan_s": s, "accepted_share": a} for s, a in ((3.0, None), (1.0, None), (2.0, None))])
+    assert found == {"makespan_s": 2.0, "accepted_share": None, "all_makespan_s": [3.0, 1.0, 2.0]}

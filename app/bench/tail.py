@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from app.bench.calibrate import pooled, workload
 from app.bench.probes import climb, drafted_steps, engines, model_of
@@ -91,8 +92,8 @@ class Rate:
         return self.accepted
 
 
-def measure(file: ServeFile, replay: Replay, chunk_tokens: int, say: Callable[[str], None]) -> dict:
-    """`runs` by name; ratios are of makespans, above 1 the run is faster.
+def measure(file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None]) -> dict:
+    """`runs` by name, medians of the repeats, with all makespans; ratios are of makespans, above 1 the run is faster.
 
     `bound_share`: the simulator's lower bound at the step times measured here, and at the acceptance of that run, over
     its makespan.
@@ -101,7 +102,8 @@ def measure(file: ServeFile, replay: Replay, chunk_tokens: int, say: Callable[[s
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
         say(f"starting {replicas} replicas")
         with service(_with(file, GROUP, Path(folder)), None) as client:
-            runs, cluster = asyncio.run(_ours(client, named(file, chunk_tokens), replay, replicas, Path(folder), say))
+            policies = named(file, chunk_tokens)
+            runs, cluster = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
         say(f"starting {replicas} replicas that draft by vLLM's suffix")
         with service(_with(file, SUFFIX, None), None) as client:
             runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
@@ -134,25 +136,28 @@ def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: floa
     return total + up * (ended_s - since_s)
 
 
-async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, history_dir: Path, say):
-    """Every run by name, and the replicas as probes find them."""
+async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
+    """Every run by name, taking turns, and the replicas as probes find them."""
     await _all_up(client, replicas)
     told = await engines(client)
     ladder = await climb(client, "ladder", replicas, told[0][0].max_running)
     profile = pooled([ladder]) | {"fit": fit([*ladder["steps"], *await drafted_steps(client)])}
     say(f"probes: {profile['fit']}")
-    runs = {}
-    for name, policies in policies_of.items():
-        await client.forget_history()
-        replay.remember(history_dir)
-        await client.set_policies(policies)
-        runs[name] = await _roll(client, name, replay, replicas)
-        say(f"{name}: {runs[name]}")
-    return runs, Cluster(model_of(profile, *told, 0.0), replicas, replicas)
+    runs = {name: [] for name in policies_of}
+    for turn in range(repeats):
+        for name, policies in policies_of.items():
+            await client.forget_history()
+            replay.remember(history_dir)
+            await client.set_policies(policies)
+            runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
+            say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
+    cluster = Cluster(model_of(profile, *told, 0.0), replicas, replicas)
+    return {name: middle(all_of) for name, all_of in runs.items()}, cluster
 
 
 async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> dict:
-    """Static groups with vLLM's suffix drafts; the earlier checkpoint first, which its cache then knows."""
+    """Static groups with vLLM's suffix drafts; the earlier checkpoint first, which its cache then knows. Once: then it
+    knows the answers, too, and cannot be made to forget them."""
     await client.set_policies(Policies(**STATIC))
     await _all_up(client, replicas)
     say("rolling out the earlier checkpoint")
@@ -160,7 +165,14 @@ async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> 
     _ = [group async for group in client.rollout(earlier)]
     run = await _roll(client, "static_suffix", replay, replicas)
     say(f"static_suffix: {run}")
-    return run
+    return middle([run])
+
+
+def middle(repeats: Sequence[Mapping]) -> dict:
+    """Medians of each figure, where there is any, and all makespans, in order."""
+    known = {key: [one[key] for one in repeats if one[key] is not None] for key in repeats[0]}
+    medians = {key: median(values) if values else None for key, values in known.items()}
+    return medians | {"all_makespan_s": [one["makespan_s"] for one in repeats]}
 
 
 async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int) -> dict:

@@ -21,9 +21,10 @@ from app.errors import BadInput
     "--running", type=click.IntRange(min=1), default=4, show_default=True,
     help="Most samples at once on a replica: few, so that steps are bound by memory, as on a GPU.",
 )  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The median of each counts.")
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(trace, prompts, samples, max_tokens, chunk_tokens, running, config, as_json):
+def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
 
     The last checkpoint of the trace is rolled out, the one before it is history. About twenty-five minutes.
@@ -41,9 +42,8 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, config, 
     from app.certificates.tokens import with_engine
 
     replay = _replay(file, lines, samples, max_tokens)
-    result = measure(
-        with_engine(file, {"max_running": running}), replay, chunk_tokens, lambda text: click.echo(text, err=True)
-    )
+    file = with_engine(file, {"max_running": running})
+    result = measure(file, replay, chunk_tokens, repeats, lambda text: click.echo(text, err=True))
     if as_json:
         click.echo(json.dumps(result))
     else:
