@@ -84,15 +84,20 @@ def pooled(ladders: Sequence[Mapping]) -> dict:
 
 def slowness(ladder: Mapping, profile: Mapping) -> float:
     """How many times as long as by the profile's fit steps took in a ladder: the median over its rungs."""
-    line = profile["fit"]
-    return median(
+    return median(beside_fit(ladder["steps"], profile["fit"]))
+
+
+def beside_fit(steps: Sequence[Mapping], line: Mapping[str, float]) -> list[float]:
+    """What each step took over what the fit says of it."""
+    context_ms = line["per_context_token_us"] / 1e3
+    return [
         step["step_ms"]
         / (
             line["base_ms"]
-            + step["chunks"] * (line["per_token_ms"] + line["per_context_token_us"] / 1e3 * step["context_tokens"])
+            + step["chunks"] * ((1 + step["draft_tokens"]) * line["per_token_ms"] + context_ms * step["context_tokens"])
         )
-        for step in ladder["steps"]
-    )
+        for step in steps
+    ]
 
 
 def slowed(model: ReplicaModel, times: float) -> ReplicaModel:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from app.bench.calibrate import pooled, workload
-from app.bench.probes import climb, drafted_steps, engines, model_of
+from app.bench.calibrate import beside_fit, pooled, slowed, workload
+from app.bench.probes import alone, climb, drafted_steps, engines, model_of
 from app.bench.stepcost import fit
 from app.certificates.runs import GROUP, WHOLE, Engine, drafts
 from app.certificates.tokens import whole, with_engine
@@ -95,8 +95,8 @@ class Rate:
 def measure(file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None]) -> dict:
     """`runs` by name, medians of the repeats, with all makespans; ratios are of makespans, above 1 the run is faster.
 
-    `bound_share`: the simulator's lower bound at the step times measured here, and at the acceptance of that run, over
-    its makespan.
+    `bound_share`: the simulator's lower bound at the quickest steps that probes found here, and at the acceptance of
+    that run, over its makespan.
     """
     replicas = file.application.of("Engine").most_replicas
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
@@ -141,8 +141,10 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
     await _all_up(client, replicas)
     told = await engines(client)
     ladder = await climb(client, "ladder", replicas, told[0][0].max_running)
-    profile = pooled([ladder]) | {"fit": fit([*ladder["steps"], *await drafted_steps(client)])}
-    say(f"probes: {profile['fit']}")
+    steps = [*ladder["steps"], *await drafted_steps(client)]
+    profile = pooled([ladder]) | {"fit": fit(steps)}
+    share = min(1.0, await alone(client, "alone", ladder)) * min(beside_fit(steps, profile["fit"]))
+    say(f"probes: {profile['fit']}, and the quickest step {share:.2f} of it")
     runs = {name: [] for name in policies_of}
     for turn in range(repeats):
         for name, policies in policies_of.items():
@@ -151,7 +153,7 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
             await client.set_policies(policies)
             runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
             say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
-    cluster = Cluster(model_of(profile, *told, 0.0), replicas, replicas)
+    cluster = Cluster(slowed(model_of(profile, *told, 0.0), share), replicas, replicas)
     return {name: middle(all_of) for name, all_of in runs.items()}, cluster
 
 
