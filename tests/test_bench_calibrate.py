@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from app.bench.calibrate import figures, middle, pooled, runs, simulated, slowness, verdict, workload
+from app.bench.calibrate import figures, pooled, runs, simulated, slowness, verdict, workload
 from app.bench.probes import (
     HANDOVER_CHUNK_TOKENS,
     HANDOVERS,
@@ -97,9 +97,9 @@ def test_a_run_is_simulated_as_slow_as_the_machine_was_around_it():
     models = dict.fromkeys(policies, model_of(PROFILE, JOINED, MEASURED, 0.3))
     answers = tuple(tuple(range(5, 5 + length)) for length in (89, 39, 6))
     groups = [PromptGroup(prompt_id="g", token_ids=(1,) * 10, samples=3, max_tokens=99, forced_token_ids=answers)]
-    once = simulated(groups, models, 2, policies, {key: [1.0] for key in policies})
-    slow = simulated(groups, models, 2, policies, {key: [times, 9.0, 0.1] for key in policies})
-    assert set(policies) == {"group_static", "seer", "remaining_first", "goodput"}
+    once = simulated(groups, models, 2, policies, [1.0])
+    slow = simulated(groups, models, 2, policies, [times, 9.0, 0.1])
+    assert set(policies) == {"group_static", "seer", "seer_goodput"}
     for name in policies:
         assert slow[name]["makespan_s"] == pytest.approx(1.5 * once[name]["makespan_s"], rel=2e-3)
 
@@ -152,12 +152,6 @@ def test_errors_are_signed_and_rankings_compared():
     assert found["same_ranking"] and found["ranking"]["live"] == ["b", "a"]
     near["a"]["makespan_s"] = 7.0
     assert not verdict(live, near)["same_ranking"]
-
-
-def test_the_middle_of_the_repeats_counts():
-    keys = ("makespan_s", "tail_s", "tokens_per_s", "mean_sample_s", "tokens", "samples", "moved_samples")
-    repeats = [dict.fromkeys((*keys, "chunked_share", "steps", "step_ms"), value) for value in (5.0, 1.0, 2.0)]
-    assert middle(repeats)["makespan_s"] == 2.0 and middle(repeats)["all_makespan_s"] == [5.0, 1.0, 2.0]
 
 
 def test_probes_share_no_kv_and_end_where_they_should():

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from app.bench.tail import TAILS, Rate, Replay, middle, named, occupied_s
+from app.bench.repeats import middle
+from app.bench.tail import TAILS, Rate, Replay, named, occupied_s
 from app.commands.tail import command
 from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
 from app.errors import BadInput
@@ -77,5 +78,6 @@ def test_replicas_that_stay_are_refused():
 
 
 def test_the_middle_of_repeats_and_what_no_run_has():
-    found = middle([{"makespan_s": s, "accepted_share": a} for s, a in ((3.0, None), (1.0, None), (2.0, None))])
-    assert found == {"makespan_s": 2.0, "accepted_share": None, "all_makespan_s": [3.0, 1.0, 2.0]}
+    found = middle([{"makespan_s": s, "tail_s": s / 2, "accepted_share": None} for s in (3.0, 1.0, 2.0)])
+    medians = {"makespan_s": 2.0, "tail_s": 1.0, "accepted_share": None}
+    assert found == medians | {"all_makespan_s": [3.0, 1.0, 2.0], "all_tail_s": [1.5, 0.5, 1.0]}

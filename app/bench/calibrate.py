@@ -1,9 +1,9 @@
 """The simulator against the service: one replayed workload, rolled out live and simulated, under three policies.
 
 The model knows this machine from probes alone (`probes`): made-up rollouts in the same service, before, between and
-after the predicted ones. A run is simulated at the speed that the probes before and after it found, so that a machine
-that slows down slows both. Nothing is fitted to what is predicted. Figures are medians of the repeats, of live runs and
-of simulated ones. Called by `python -m app bench calibrate`.
+after the predicted ones. The policies take turns; those of a turn are simulated at the speed that the probes before and
+after it found, so that a machine that slows down slows both. Nothing is fitted to what is predicted. Figures are
+medians of the turns, of live runs and of simulated ones. Called by `python -m app bench calibrate`.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from app.bench.probes import (
     model_of,
     stepped,
 )
+from app.bench.repeats import middle
 from app.bench.stepcost import fit
 from app.client import RolloutClient
 from app.cluster import service
@@ -47,15 +48,14 @@ REPORTED_S = 1.5
 
 
 def runs(chunk_tokens: int, block_tokens: int = 1) -> dict[str, Policies]:
-    """Whole groups in one piece; Seer in chunks; most expected tokens left first, in chunks; and that with drafts."""
+    """Whole groups in one piece; Seer's order in chunks; and that with drafts."""
     whole = {"type": "fixed", "chunk_tokens": None}
     chunking = {"type": "fixed", "chunk_tokens": chunk_tokens, "block_tokens": block_tokens}
-    chunks = {"placement": "cost_aware", "chunking": chunking, "drafting": "off"}
+    chunks = {"ordering": "seer", "placement": "cost_aware", "chunking": chunking}
     return {
         "group_static": Policies(ordering="group_static", placement="pinned", chunking=whole, drafting="off"),
-        "seer": Policies(ordering="seer", **chunks),
-        "remaining_first": Policies(ordering="remaining_first", **chunks),
-        "goodput": Policies(ordering="remaining_first", **(chunks | {"drafting": "goodput"})),
+        "seer": Policies(**chunks, drafting="off"),
+        "seer_goodput": Policies(**chunks, drafting="goodput"),
     }
 
 
@@ -119,13 +119,13 @@ def simulated(
     models: Mapping[str, ReplicaModel],
     replicas: int,
     named: Mapping[str, Policies],
-    times: Mapping[str, list[float]],
+    times: Sequence[float],
 ) -> dict[str, dict]:
-    """Medians over what each policy's runs were slowed by (`times`); drafts are made and judged as they were live."""
+    """Medians over the turns, each slowed by its `times`; drafts are made and judged as they were live."""
     found = {}
     for name, policies in named.items():
         all_of = []
-        for turn, one in enumerate(times[name]):
+        for turn, one in enumerate(times):
             model, batch = slowed(models[name], one), batch_id(name, turn)
             work, recorded = workload(groups, batch), forced(groups, batch)
             with replaying(work, recorded, policies.drafting, model.step) as speculation:
@@ -144,12 +144,6 @@ def figures(run: Run) -> dict:
         "mean_sample_s": round(mean(ends), 3),
         "moved_samples": sum(one.moves > 0 for one in run.ended),
     }
-
-
-def middle(repeats: Sequence[Mapping]) -> dict:
-    """Medians of each figure, and all makespans and tails, in order."""
-    found = {key: median(one[key] for one in repeats) for key in (*KEPT, "steps", "step_ms")}
-    return found | {f"all_{key}": [one[key] for one in repeats] for key in ("makespan_s", "tail_s")}
 
 
 def verdict(live: Mapping[str, Mapping], modelled: Mapping[str, Mapping]) -> dict:
@@ -194,9 +188,8 @@ def measure(
     share = min(1.0, median(found.alone))
     models = {name: replace(model, join_s=join_s, alone_share=share) for name, model in models.items()}
     speeds = [slowness(ladder, profile) for ladder in ladders]
-    around = [mean(pair) for pair in pairwise(speeds)]  # of each run, in order
-    times = {name: around[place :: len(named)] for place, name in enumerate(named)}
-    modelled = simulated(groups, models, replicas, named, times)
+    around = [mean(pair) for pair in pairwise(speeds)]  # each turn
+    modelled = simulated(groups, models, replicas, named, around)
     return verdict(live, modelled) | {
         "live": live,
         "simulated": modelled,
@@ -225,38 +218,47 @@ class Probes:
     alone: list[float] = field(default_factory=list)
 
     async def climb(self, ladder: Ladder) -> None:
-        number, client = len(self.ladders), self.client
-        found = await climb(client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
-        self.alone.append(round(await alone(client, f"alone-{number}", found), 4))
-        found["drafted"] = await drafted_steps(client)
+        number = len(self.ladders)
+        found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
+        found["drafted"] = await drafted_steps(self.client)
         self.ladders.append(found)
+        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
+        self.say(f"probes: steps of {took} ms")
+
+    async def hand_over(self) -> None:
+        """What chunks and a busy neighbour cost, beside the ladder just climbed."""
+        number, client = len(self.ladders), self.client
+        self.alone.append(round(await alone(client, f"alone-{number}", self.ladders[-1]), 4))
         self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
         self.busy.append(await busy_hand_overs(client, f"crowd-{number}", self.replicas))
-        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
         self.say(
-            f"probes: steps of {took} ms, {self.alone[-1]:.2f} of it alone, hand-over {self.handovers[-1]:.3f} s; "
-            f"chunks of {HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
+            f"probes: steps take {self.alone[-1]:.2f} of it alone, a hand-over {self.handovers[-1]:.3f} s; chunks of "
+            f"{HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
         )
 
 
 async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say) -> tuple[dict, Probes]:
-    """Probes, then the policies in turn with probes after each run."""
+    """The policies take turns, with probes between; what chunks cost is probed before the first and after the last."""
     probes, rolled = Probes(client, replicas, say, await engines(client)), {name: [] for name in named}
     await probes.climb(LADDER)
+    await probes.hand_over()
     for turn in range(repeats):
         for name, policies in named.items():
-            await client.reset_caches()
-            await client.forget_history()
-            await client.set_policies(policies)
-            batch = RolloutBatch(batch_id=batch_id(name, turn), groups=tuple(groups))
-            before = await stepped(client)
-            summary = summarise([group async for group in client.rollout(batch)])
-            await asyncio.sleep(REPORTED_S)
-            steps, step_s = (now - then for now, then in zip(await stepped(client), before, strict=True))
-            rolled[name].append(summary | {"steps": steps, "step_ms": round(1e3 * step_s / steps, 3)})
-            done = (
-                f"{summary['makespan_s']} s, tail {summary['tail_s']} s, {steps} steps of {1e3 * step_s / steps:.1f} ms"
-            )
+            rolled[name].append(run := await _roll(client, batch_id(name, turn), policies, groups))
+            done = ", ".join(f"{key} {run[key]}" for key in ("makespan_s", "tail_s", "steps", "step_ms"))
             say(f"{name}, {turn + 1} of {repeats}: {done}")
-            await probes.climb(CHECK)
+        await probes.climb(CHECK)
+    await probes.hand_over()
     return {name: middle(all_of) for name, all_of in rolled.items()}, probes
+
+
+async def _roll(client: RolloutClient, name: str, policies: Policies, groups) -> dict:
+    """Figures of one run, its engine steps among them, of all replicas."""
+    await client.reset_caches()
+    await client.forget_history()
+    await client.set_policies(policies)
+    before = await stepped(client)
+    summary = summarise([group async for group in client.rollout(RolloutBatch(batch_id=name, groups=tuple(groups)))])
+    await asyncio.sleep(REPORTED_S)
+    steps, step_s = (now - then for now, then in zip(await stepped(client), before, strict=True))
+    return {key: summary[key] for key in KEPT} | {"steps": steps, "step_ms": round(1e3 * step_s / steps, 3)}

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from app.bench.calibrate import beside_fit, pooled, slowed, workload
 from app.bench.probes import alone, climb, drafted_steps, engines, model_of
+from app.bench.repeats import middle
 from app.bench.stepcost import fit
 from app.certificates.runs import GROUP, WHOLE, Engine, drafts
 from app.certificates.tokens import whole, with_engine
@@ -168,13 +168,6 @@ async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> 
     run = await _roll(client, "static_suffix", replay, replicas)
     say(f"static_suffix: {run}")
     return middle([run])
-
-
-def middle(repeats: Sequence[Mapping]) -> dict:
-    """Medians of each figure, where there is any, and all makespans, in order."""
-    known = {key: [one[key] for one in repeats if one[key] is not None] for key in repeats[0]}
-    medians = {key: median(values) if values else None for key, values in known.items()}
-    return medians | {"all_makespan_s": [one["makespan_s"] for one in repeats]}
 
 
 async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int) -> dict:

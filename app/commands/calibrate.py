@@ -11,18 +11,19 @@ from app.errors import BadInput
 
 @click.command("calibrate")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
-@click.option("--prompts", type=click.IntRange(min=2), default=8, show_default=True)
-@click.option("--samples", type=click.IntRange(min=1), default=10, show_default=True, help="Samples per prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=1024, show_default=True, help="Per sample.")
-@click.option("--chunk-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--running", type=click.IntRange(min=1), default=16, show_default=True,
+@click.option("--prompts", type=click.IntRange(min=2), default=7, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--running", type=click.IntRange(min=1), default=8, show_default=True,
               help="Most samples at once on a replica; fewer than there are, so that order matters.")  # fmt: skip
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The median of each counts.")
+@click.option("--repeats", type=click.IntRange(min=1), default=4, show_default=True, help="The medians count.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @click.option("--profile", type=click.Path(path_type=Path), default=None, help="Of `app profile --out`; else measured.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, profile, as_json):
-    """Roll out a replayed workload live and simulated, under four policies; about fifteen minutes.
+    """Roll out a replayed workload live and simulated, under three policies that take turns; about
+    twenty-five minutes.
 
     `error` is what was simulated over what was measured, less 1: of the makespan, and of the time that the last 10 %
     of the samples take.

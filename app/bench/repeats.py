@@ -1,0 +1,11 @@
+"""One set of figures for a run that was repeated, since machines are noisy. Called by benchmarks that take turns."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+
+def middle(repeats: Sequence[Mapping]) -> dict:
+    """Medians of each figure, None where no run has it; and all makespans and tails, in order."""
+    known = {key: [one[key] for one in repeats if one[key] is not None] for key in repeats[0]}
+    medians = {key: median(values) if values else None for key, values in known.items()}
+    return medians | {f"all_{key}": [one[key] for one in repeats] for key in ("makespan_s", "tail_s")}
