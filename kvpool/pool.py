@@ -23,7 +23,8 @@ from kvpool.store_node import KvStoreNode
 
 NAMESPACE = "tailrace"
 JOIN_S = 60.0
-LOOK_S = 1.0
+LOOK_S = 5.0
+"""Serve answers with all it knows of every application, so this is asked for seldom."""
 GONE_LOOKS = 2
 """So many looks in a row must find the application missing."""
 
@@ -49,7 +50,7 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
     name = f"{master_name(config, app_name)}-store-{node_id}"
     store = detached_actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
     try:
-        return store.endpoint.remote(JOIN_S).future().result(JOIN_S + LOOK_S)
+        return store.endpoint.remote(JOIN_S).future().result(JOIN_S + 1.0)
     except PoolDown as error:
         raise PoolDown(str(error.cause if isinstance(error, RayError) else error)) from None
     except (RayError, TimeoutError) as error:
