@@ -11,23 +11,23 @@ from app.errors import BadInput
 
 @click.command("tail")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
-@click.option("--prompts", type=click.IntRange(min=1), default=6, show_default=True)
-@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=1024, show_default=True, help="Per sample.")
+@click.option("--prompts", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
 @click.option(
     "--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Not of static groups."
 )
 @click.option(
-    "--running", type=click.IntRange(min=1), default=4, show_default=True,
-    help="Most samples at once on a replica: few, so that steps are bound by memory, as on a GPU.",
-)  # fmt: skip
+    "--running", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples at once on a replica."
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The median of each counts.")
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
 
-    The last checkpoint of the trace is rolled out, the one before it is history. About twenty-five minutes.
+    The last checkpoint of the trace is rolled out, the one before it is history. About twenty-five minutes
+    for each repeat.
     """
     file = load_config(config)
     if file.application.autoscaling_policy is None:
