@@ -22,7 +22,7 @@ from kvpool.status import PoolDown, StoreNodeStatus
 from kvpool.store_node import KvStoreNode
 
 NAMESPACE = "tailrace"
-JOIN_S = 60.0
+JOIN_S, CALL_S = 60.0, 1.0
 LOOK_S = 5.0
 """Serve answers with all it knows of every application, so this is asked for seldom."""
 GONE_LOOKS = 2
@@ -50,7 +50,7 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
     name = f"{master_name(config, app_name)}-store-{node_id}"
     store = detached_actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
     try:
-        return store.endpoint.remote(JOIN_S).future().result(JOIN_S + 1.0)
+        return store.endpoint.remote(JOIN_S).future().result(JOIN_S + CALL_S)
     except PoolDown as error:
         raise PoolDown(str(error.cause if isinstance(error, RayError) else error)) from None
     except (RayError, TimeoutError) as error:
