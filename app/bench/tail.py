@@ -46,9 +46,10 @@ TAILS: dict[str, dict] = {
     "release": {"tail": "release"},
     "consolidate": {"tail": "consolidate"},
     "race": {"tail": "hold", "racing": RACE},
-    "auto": {"tail": {"type": "auto", "worth": WORTH}, "racing": RACE},
+    "auto": {"tail": {"type": "auto", "worth": WORTH}},
 }
-"""What freed replicas do; all else is as the configuration says."""
+"""What freed replicas do; all else is as the configuration says. `auto` races, too, where there is a draft model:
+without one a copy drafts from the same index as its original, and can only take its replica's time."""
 
 SETTLED_S = 5.0
 """By then Serve has stopped what it was told to stop."""
@@ -122,9 +123,11 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     configured = file.application.of("Coordinator").user_config.policies.model_dump()
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
-    return {"static": Policies(**STATIC), "seer": Policies(**seer)} | {
-        name: Policies(**(configured | choice)) for name, choice in TAILS.items()
-    }
+    found = {"static": Policies(**STATIC), "seer": Policies(**seer)}
+    found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
+    if file.application.args.drafter is not None:
+        found["auto"] = Policies(**(configured | TAILS["auto"] | {"racing": RACE}))
+    return found
 
 
 def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:

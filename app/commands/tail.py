@@ -11,7 +11,7 @@ from app.errors import BadInput
 
 @click.command("tail")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
-@click.option("--prompts", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--prompts", type=click.IntRange(min=1), default=12, show_default=True)
 @click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
 @click.option(
