@@ -121,7 +121,7 @@ async def steps(client) -> dict:
 
 @pytest.fixture(scope="module")
 def found(client):
-    return asyncio.run(asyncio.wait_for(steps(client), 500))
+    return asyncio.run(asyncio.wait_for(steps(client), 900))
 
 
 def test_the_tail_gives_a_replica_back_and_the_next_step_has_it_again(found):
