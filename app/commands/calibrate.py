@@ -23,7 +23,7 @@ from app.errors import BadInput
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, profile, as_json):
     """Roll out a replayed workload live and simulated, under three policies that take turns; about
-    twenty-five minutes.
+    half an hour.
 
     `error` is what was simulated over what was measured, less 1: of the makespan, and of the time that the last 10 %
     of the samples take.

@@ -26,7 +26,7 @@ from app.errors import BadInput
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
 
-    The last checkpoint of the trace is rolled out, the one before it is history. About twenty-five minutes
+    The last checkpoint of the trace is rolled out, the one before it is history. About half an hour
     for each repeat.
     """
     file = load_config(config)
