@@ -1,7 +1,8 @@
 """Which replicas there are, by their own reports: polls in, events out.
 
-Invariant: a replica joins once per weights version it reports, and leaves once. A report asked for before a replica
-was lost never brings it back (law 8: a view is as old as its report). Called by `Rollouts`.
+Invariant: a replica joins once per change of the weights it holds or the methods it drafts by, and leaves once. A
+report asked for before a replica was lost never brings it back (law 8: a view is as old as its report). Called by
+`Rollouts`.
 """
 
 from deployments.messages import EngineStats
@@ -52,7 +53,8 @@ class Roster:
         self._missed[report.replica_id] = 0
         events: list[Event] = []
         known = self.joined.get(report.replica_id)
-        if known is None or known.weights_version != report.weights_version:
+        holds = report.weights_version, report.methods
+        if known is None or (known.weights_version, known.methods) != holds:
             self.joined[report.replica_id] = joined = ReplicaJoined(
                 now=now,
                 replica_id=report.replica_id,
@@ -62,6 +64,7 @@ class Roster:
                 draft_tokens=report.draft_tokens,
                 weights_version=report.weights_version,
                 node_id=report.node_id,
+                methods=report.methods,
             )
             events.append(joined)
         if report.speeds is not None:

@@ -29,7 +29,8 @@ class StartChunk:
     is expected to have; from `class_starts` answer tokens on it counts as no short one, and as a long one. All three
     are estimates as the chunk starts: only drafting reads them.
 
-    `copy_of`: it races with that chunk, whose tokens it makes too; `method`: by which it drafts (None: as all do).
+    `copy_of`: it races with that chunk, whose tokens it makes too; `method`: by which it drafts (None: as its replica
+    does of itself).
     `way`: how a draft model drafts, where there is one (None: as that is configured).
     """
 

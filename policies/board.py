@@ -15,7 +15,7 @@ from policies.views import ReplicaView, Speeds
 
 class _Replica:
     __slots__ = ("block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry", "free_blocks",
-                 "max_running", "node_id", "speeds", "version")  # fmt: skip
+                 "max_running", "methods", "node_id", "speeds", "version")  # fmt: skip
 
 
 class Board:
@@ -34,7 +34,7 @@ class Board:
         return replica_id in self._replicas
 
     def join(self, event: ReplicaJoined) -> None:
-        """Add a replica, or note the weights version a known one holds now."""
+        """Add a replica, or note what a known one holds, and can draft by, now."""
         replica = self._replicas.get(event.replica_id)
         if replica is None:
             replica = _Replica()
@@ -46,7 +46,7 @@ class Board:
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
             self.staying += 1
-        replica.version = event.weights_version
+        replica.version, replica.methods = event.weights_version, event.methods
         self._list(event.replica_id, replica)
 
     def leave(self, replica_id: str) -> list[str]:
@@ -159,6 +159,10 @@ class Board:
     def speeds(self, replica_id: str) -> Speeds | None:
         """What a replica measured last; None when it has not."""
         return self._replicas[replica_id].speeds
+
+    def methods(self, replica_id: str) -> tuple[str, ...]:
+        """By which chunks can draft there, first what a chunk drafts by of itself."""
+        return self._replicas[replica_id].methods
 
     def node(self, replica_id: str) -> str:
         return self._replicas[replica_id].node_id

@@ -92,9 +92,10 @@ class TokensStreamed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A replica is ready under `weights_version`. Sent again, with that version, when it has loaded others.
+    """A replica is ready under `weights_version`. Sent again when that, or `methods`, has changed.
 
-    Replicas with one `node_id` share that node's part of the KV pool.
+    Replicas with one `node_id` share that node's part of the KV pool. `methods`: by which chunks can draft there now,
+    first what a chunk drafts by of itself; empty: none can be told by which.
     """
 
     now: float
@@ -105,6 +106,7 @@ class ReplicaJoined:
     draft_tokens: int
     weights_version: int
     node_id: str = ""
+    methods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

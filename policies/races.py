@@ -22,7 +22,7 @@ class Races:
     def __init__(self, policy: Racing, board: Board, running: Running):
         self._policy, self._board, self._running = policy, board, running
         self._looked_at = float("-inf")
-        self._gains: dict[float, float] = {}  # by acceptance
+        self._gains: dict[tuple[tuple[str, ...], float], float] = {}  # by methods and acceptance
 
     # ---- who is first ------------------------------------------------------------------------------
 
@@ -92,24 +92,24 @@ class Races:
         return copies
 
     def _workers(self) -> list[FreeWorker]:
-        """Replicas with less than the policy's room taken. Each drafts for copies by one method at a time; one without
-        any gets what fewest draft by so far, by rank."""
-        policy = self._policy
+        """Replicas with less than the policy's room taken that can draft by another method than they do of themselves.
+        Each drafts for copies by one at a time; one without any gets what fewest draft by so far, by rank."""
+        room, ranked = self._policy.room, [rung.method for rung in self._policy.ladder.ranked()]
         methods = {copy.replica_id: copy.method for copy in self._running.copies.values()}
-        ranks = [rung.method for rung in policy.ladder.others(policy.own)] or [policy.own]
         used, workers = Counter(methods.values()), []
         for replica_id in self._board.ready():
-            load = self._board.running(replica_id)
-            if load < policy.room and self._board.room_tokens(replica_id):
-                method = methods.get(replica_id) or min(ranks, key=lambda name: used[name])
+            load, offered = self._board.running(replica_id), self._board.methods(replica_id)[1:]
+            able = [name for name in ranked if name in offered]
+            if load < room and able and self._board.room_tokens(replica_id):
+                method = methods.get(replica_id) or min(able, key=lambda name: used[name])
                 used[method] += replica_id not in methods
-                workers.append(FreeWorker(replica_id, method, load, policy.room))
+                workers.append(FreeWorker(replica_id, method, load, room))
         return workers
 
     def _straggler(self, chunk: Chunk) -> Straggler:
-        sample, policy = chunk.sample, self._policy
-        methods = (chunk.method or policy.own, *(copy.method for copy in chunk.copies))
-        return Straggler(sample.sample_id, self._acceptance(sample), methods, chunk.replica_id)
+        own = (chunk.method,) if chunk.method else self._board.methods(chunk.replica_id)[:1]
+        methods = (*own, *(copy.method for copy in chunk.copies))
+        return Straggler(chunk.sample.sample_id, self._acceptance(chunk.sample), methods, chunk.replica_id)
 
     def _acceptance(self, sample: Sample) -> float:
         return sample.accepted_tokens / sample.drafted_tokens if sample.drafted_tokens else self._policy.usual
@@ -119,17 +119,20 @@ class Races:
     def outlook(self, replicas: int) -> RacesView:
         """On so many replicas, for all that runs. Costs O(running) where these have room for copies."""
         policy, running = self._policy, len(self._running)
-        copies = len(policy.ladder.others(policy.own))
-        if not copies or not 0 < running < policy.room * replicas:
+        if not 0 < running < policy.room * replicas:
+            return RacesView(policy.room)
+        methods = next(map(self._board.methods, self._board.ready()), ())
+        copies = len(policy.ladder.among(methods[1:]).rungs)
+        if not copies:
             return RacesView(policy.room)
         originals = [c for c in self._running.chunks.values() if c.copy_of is None and not c.beaten]
-        return RacesView(policy.room, copies, sum(self._gain(chunk.sample) for chunk in originals) / running)
+        return RacesView(policy.room, copies, sum(self._gain(chunk.sample, methods) for chunk in originals) / running)
 
-    def _gain(self, sample: Sample) -> float:
-        acceptance = round(self._acceptance(sample), 2)
-        if acceptance not in self._gains:
-            self._gains[acceptance] = self._policy.ladder.gain(self._policy.own, acceptance)
-        return self._gains[acceptance]
+    def _gain(self, sample: Sample, methods: tuple[str, ...]) -> float:
+        key = methods, round(self._acceptance(sample), 2)
+        if key not in self._gains:
+            self._gains[key] = self._policy.ladder.among(methods).gain(methods[0], key[1])
+        return self._gains[key]
 
 
 def counts(event: ChunkFinished, chunk: Chunk) -> bool:

@@ -87,6 +87,10 @@ class Ladder:
         """Ranked, without `own`."""
         return tuple(rung for rung in self.ranked() if rung.method != own)
 
+    def among(self, methods: Sequence[str]) -> "Ladder":
+        """Of these methods alone."""
+        return Ladder(tuple(rung for rung in self.rungs if rung.method in methods))
+
 
 class Straggler(NamedTuple):
     """`acceptance` is that of the first of its `methods`; without any it decodes plainly. `replica`: where it runs."""
@@ -115,11 +119,10 @@ class Assignment(NamedTuple):
 
 @runtime_checkable
 class Racing(Protocol):
-    """What the core asks. `room`: chunks on a replica up to which it takes copies, 0: nobody races; `own`: the method
-    of chunks that are no copies; `usual`: the acceptance of a sample that has none yet."""
+    """What the core asks. `room`: chunks on a replica up to which it takes copies, 0: nobody races; `usual`: the
+    acceptance of a sample that has none yet."""
 
     room: int
-    own: str
     usual: float
     ladder: Ladder
 
@@ -134,7 +137,6 @@ class Off(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["off"] = "off"
     room: ClassVar[int] = 0
-    own: ClassVar[str] = ""
     usual: ClassVar[float] = 0.0
     ladder: ClassVar[Ladder] = Ladder(())
 
@@ -149,12 +151,15 @@ USUAL = (Rung("group", ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)), Rung("mode
 
 
 class FastestOfN(BaseModel):
-    """Algorithm 3: the sample that accepts least gets every method it lacks before the next sample gets any."""
+    """Algorithm 3: the sample that accepts least gets every method it lacks before the next sample gets any.
+
+    Copies are made by methods that have a rung here and that replicas offer beside their first, so none without a draft
+    model unless `rungs` names parts of the index: `history`, `ngram`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fastest_of_n"] = "fastest_of_n"
     room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
-    own: str = Field("group", min_length=1, description="by which chunks draft that are no copies")
     usual: float = Field(0.5, ge=0.0, le=1.0, description="acceptance of a sample that has drafted nothing yet")
     rungs: tuple[Rung, ...] = Field(USUAL, min_length=1, description="what each method brings, see `app ladder --out`")
     least_gain: float = Field(
@@ -163,8 +168,7 @@ class FastestOfN(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_ladder(self):
-        if self.own not in {rung.method for rung in self.ladder.rungs}:
-            raise ValueError(f"own: {self.own} is not among the rungs")
+        Ladder(self.rungs)
         return self
 
     @property

@@ -39,9 +39,12 @@ class Starts:
         return self.action(chunk, reason)
 
     def action(self, chunk: Chunk, reason: str) -> StartChunk:
-        """For a chunk that is booked. A copy drafts by its method, as configured: that is what it races with."""
+        """For a chunk that is booked. A copy drafts by its method, as configured: that is what it races with; a chunk
+        that no draft model is to draft for, by what its replica has beside."""
         sample, original = chunk.sample, chunk.copy_of
         way, why = self._ways.next(sample, chunk.replica_id) if original is None else (None, "")
+        if way is not None and not way.window:
+            chunk.method = next(iter(self._board.methods(chunk.replica_id)[1:]), None)
         reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._board.speeds(chunk.replica_id))
         return StartChunk(

@@ -11,7 +11,7 @@ from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
 from app.errors import BadInput
 from deployments.context.archive import EVERY, Archive
 from deployments.context.config import ContextConfig
-from deployments.drafter.config import DrafterConfig
+from deployments.context.plan import EVIDENCE
 from deployments.messages import ReplicasChanged
 from policies.tail import Hold
 
@@ -37,11 +37,9 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
         kept = runs[name].model_copy(update={"tail": configured.tail, "racing": configured.racing})
         assert kept == configured
     assert all(isinstance(runs[name].tail, Hold) for name in ("static", "seer", "hold", "race"))
-    assert [name for name in TAILS if runs[name].racing.room] == ["race"]
-    args = file.application.args.model_copy(update={"drafter": DrafterConfig(model="demo")})
-    application = file.application.model_copy(update={"args": args})
-    helped = named(file.model_copy(update={"applications": (application,)}), 7)
-    assert [name for name in TAILS if helped[name].racing.room] == ["race", "auto"]
+    assert [name for name in TAILS if runs[name].racing.room] == ["race", "auto"]
+    indexed = [rung.method for rung in runs["race"].racing.ladder.among(tuple(EVIDENCE)).others("group")]
+    assert indexed == ["history", "ngram"] and not runs["auto"].racing.ladder.among(tuple(EVIDENCE)).others("group")
     assert runs["seer"].drafting.type == runs["static"].drafting.type == "off"
 
 

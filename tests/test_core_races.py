@@ -14,16 +14,19 @@ from policies.rollout import RolloutCore
 from policies.scaling import Limits
 
 PROFILE = settings(max_examples=50, derandomize=True, deadline=None, database=None)
-RUNGS = tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (0.5,)) for name in ("group", "history", "model"))
+METHODS = ("group", "history", "model")
+RUNGS = tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (0.5,)) for name in METHODS)
 RACING = FastestOfN(room=3, rungs=RUNGS)
 
 
-def core_of(replicas=3, samples=2, running=4, chunk_tokens=100, **knobs) -> tuple[RolloutCore, dict[str, StartChunk]]:
+def core_of(
+    replicas=3, samples=2, running=4, chunk_tokens=100, methods=METHODS, **knobs
+) -> tuple[RolloutCore, dict[str, StartChunk]]:
     """With one group on it; and what has started, copies among it."""
     policies = Policies(chunking={"type": "fixed", "chunk_tokens": chunk_tokens}, racing=RACING, **knobs)
     core = RolloutCore(policies, limits=Limits(1, replicas) if "tail" in knobs else None)
     for index in range(replicas):
-        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 100, running, 0, 0, "n"))
+        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 100, running, 0, 0, "n", methods))
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 200),)))
     return core, starts(core.decide(ev.Tick(0.0)))
 
@@ -70,7 +73,7 @@ class Play:
 
     def join(self) -> None:
         name = f"r{self.joined}"
-        self.core.observe(ev.ReplicaJoined(self.now, name, 4, 10 + self.take(20), 1 + self.take(4), 0, 0, "n"))
+        self.core.observe(ev.ReplicaJoined(self.now, name, 4, 10 + self.take(20), 1 + self.take(4), 0, 0, "n", METHODS))
         self.core.observe(ev.ReplicaMeasured(self.now, name, 1e3, 1e4, 0.0, 0.02, 0.001, self.now))
         self.up.append(name)
         self.joined += 1
@@ -118,7 +121,7 @@ class Play:
             live = [other for other in self.mates(start) if not is_beaten(self.core, other.chunk_id)]
             assert bool(live) == (start.copy_of is not None)
             assert start.replica_id not in {other.replica_id for other in live}
-            assert start.copy_of is None or start.method not in {other.method or RACING.own for other in live}
+            assert start.copy_of is None or start.method not in {other.method or METHODS[0] for other in live}
             self.running[start.chunk_id] = start
         chunks = self.core._running.chunks
         assert set(self.running) == set(chunks)
@@ -268,6 +271,35 @@ def test_nothing_is_expected_of_races_without_room_or_policy():
     assert outlook(crowded, 1) == (3, 0, 1.0)
     alone = RolloutCore(Policies())
     assert outlook(alone) == (0, 0, 1.0)
+
+
+@pytest.mark.parametrize("methods", [(), ("group",), ("group", "ngram"), ("history", "unheard of")])
+def test_nobody_races_by_a_method_that_no_replica_has_beside_its_own(methods):
+    """Without a draft model a copy would draft from the same index as its original, and only take time."""
+    core, started = core_of(methods=methods)
+    assert not [start for start in started.values() if start.copy_of]
+    assert outlook(core) == (3, 0, 1.0)
+
+
+def test_a_method_that_comes_is_raced_with():
+    core, started = core_of(methods=("group", "history"))
+    assert {start.method for start in started.values() if start.copy_of} == {"history"}
+    for replica_id in ("r0", "r1", "r2"):
+        core.observe(ev.ReplicaJoined(1.0, replica_id, 16, 100, 4, 0, 0, "n", ("model", "group", "history")))
+    for chunk_id in [chunk_id for chunk_id, start in started.items() if start.copy_of is None]:
+        finish(core, chunk_id, now=2.0)
+    again = starts(core.decide(ev.Tick(3.0)))
+    assert {start.method for start in again.values() if start.copy_of} <= {"group", "history"}
+    assert "group" in {start.method for start in again.values()}
+
+
+def test_a_chunk_for_which_no_draft_model_is_to_draft_races_by_other_methods_than_what_is_left():
+    """It drafts by what its replicas have beside the model."""
+    plans = {"type": "planned", "acceptance": 0.0}
+    _, started = core_of(methods=("model", "group", "history"), draft_models=plans)
+    originals = [start for start in started.values() if start.copy_of is None]
+    assert {(start.way.window, start.method) for start in originals} == {(0, "group")}
+    assert "group" not in {start.method for start in started.values() if start.copy_of}
 
 
 def test_nobody_races_unless_told_to():

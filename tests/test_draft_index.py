@@ -6,7 +6,7 @@ import pytest
 from deployments.context.evidence import MOST_TOKENS, Evidence
 from deployments.context.index import GroupIndex, HistoryIndex
 from deployments.context.settings import IndexSettings
-from deployments.context.types import PastAnswer, Source
+from deployments.context.types import PastAnswer, Source, bits
 
 PROMPT = np.arange(1000, 1012, dtype=np.int32)
 ANSWER = np.random.default_rng(7).permutation(500).astype(np.int32)[:200]
@@ -140,6 +140,21 @@ def test_each_source_can_be_switched_off():
     index = index_with(settings=settings)
     index.attach(history(ANSWER, settings=settings))
     assert all(Source.HISTORY not in proposal.sources for proposal in index.propose(9, 8))
+
+
+def test_each_sample_of_a_call_is_drafted_from_its_own_sources():
+    """As copies that race are: their methods are parts of the evidence."""
+    mate, past, own = ANSWER[100:110], ANSWER[120:130], ANSWER[140:150]
+    index = index_with(np.concatenate([ANSWER[:20], mate]))
+    index.attach(history(np.concatenate([ANSWER[:20], past])))
+    wanted = {Source.MATE: mate, Source.HISTORY: past, Source.OWN: own}
+    for sample in range(7, 10):
+        index.extend(sample, 0, np.concatenate([ANSWER[:20], own, ANSWER[:20]]))
+    found = index.propose_for([7, 8, 9], 8, sources=[bits(source) for source in wanted])
+    for (source, tokens), (proposal,) in zip(wanted.items(), found, strict=True):
+        assert proposal.tokens.tolist() == tokens[:8].tolist() and set(proposal.sources.tolist()) == {source}
+    alone = index_with(ANSWER, settings=IndexSettings(group_context=False))
+    assert alone.propose_for([9], 8, sources=[bits(Source.MATE)]) == [[]], "what is switched off stays so"
 
 
 def test_paths_are_distinct_and_best_first():

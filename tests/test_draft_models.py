@@ -99,7 +99,7 @@ def core_of(samples=4, limits=None, replicas=2, **policies) -> tuple[JournaledCo
     chunking = {"type": "fixed", "chunk_tokens": 100}
     core = JournaledCore(Policies(chunking=chunking, **{"draft_models": FAST} | policies), limits=limits)
     for index in range(replicas):
-        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 1_000, 4, 0, 0, "n"))
+        core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 1_000, 4, 0, 0, "n", ("model", "group")))
         core.observe(ev.ReplicaMeasured(0.0, f"r{index}", 1_000.0, 10_000.0, 0.01, 0.02, 0.0, 0.0))
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 1_000),)))
     return core, core.decide(ev.Tick(0.0))

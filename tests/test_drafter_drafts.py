@@ -77,3 +77,25 @@ def test_a_drafter_that_goes_leaves_nobody_waiting(ends):
     engine.drafts._model.meet([])
     engine.drafts.propose()
     assert not is_held(request)
+
+
+@pytest.mark.parametrize("method", ["ngram", "history", "group"])
+def test_a_copy_that_drafts_from_the_index_leaves_the_model_s_drafts(ends, method):
+    engine, other = ends
+    chunk_id = engine.start(0, 0, 60, method=method)
+    engine.step()
+    other.hear()
+    other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:6], 0, 0))
+    came(engine, chunk_id)
+    assert [engine.step()[chunk_id] for _ in range(3)] == [[], [], []]
+
+
+def test_an_engine_drafts_by_a_model_first_while_it_reaches_one(ends):
+    engine, _ = ends
+    indexed = engine.drafts.methods
+    engine.start(0, 0, 60)
+    engine.step()
+    assert engine.drafts.methods == ("model", *indexed)
+    engine.drafts._model.meet([])
+    engine.step()
+    assert engine.drafts.methods == indexed

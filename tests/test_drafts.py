@@ -32,9 +32,11 @@ class Engine:
         drafts.timed(1, 0.01)
         drafts.timed(16, 0.011)
 
-    def start(self, sample_index: int, generated: int, max_tokens: int, group: str = "b/p", policy=None) -> str:
+    def start(
+        self, sample_index: int, generated: int, max_tokens: int, group: str = "b/p", policy=None, method=None
+    ) -> str:
         chunk_id = f"{group}#{sample_index}:{generated}"
-        plan = DraftPlan(GroupRef(group, "key"), sample_index, 0, 60, (0, 0), policy or self.policy)
+        plan = DraftPlan(GroupRef(group, "key"), sample_index, 0, 60, (0, 0), policy or self.policy, method=method)
         context = np.concatenate([PROMPT, np.array(ANSWER[:generated], np.int32)])
         chunk = ChunkRequest(chunk_id, 0, context, len(PROMPT), max_tokens, SamplingParams(), 0, draft=plan)
         self.requests[chunk_id] = Request(len(context)), generated + max_tokens
@@ -82,6 +84,19 @@ def test_a_mate_that_has_written_the_same_is_drafted_from(drafts):
         lengths.append(len(engine.step()[second]))
     assert max(lengths) == 8 and len(lengths) < 20
     assert drafts.counts()["accepted.mate"] > 30
+
+
+@pytest.mark.parametrize(("method", "drafted"), [("group", True), ("ngram", False), ("history", False), (None, True)])
+def test_a_copy_drafts_by_its_method(drafts, method, drafted):
+    """Here only a mate has written anything like it."""
+    assert drafts.methods == ("group", "history", "ngram")
+    engine = Engine(drafts)
+    first = engine.start(0, 0, 60)
+    while first in engine.requests:
+        engine.step()
+    copy = engine.start(1, 0, 60, method=method)
+    verified = [engine.step()[copy] for _ in range(6)]
+    assert any(verified) == drafted
 
 
 def test_no_draft_reaches_behind_the_chunk(drafts):

@@ -115,9 +115,14 @@ def test_racing_with_all_methods_gains_what_each_adds_to_those_before():
     assert LADDER.speedup("nobody knows", 0.5) == 1.0, "plain decoding"
 
 
-def test_the_method_of_chunks_that_are_no_copies_is_on_the_ladder():
-    with pytest.raises(ValueError, match="not among the rungs"):
-        FastestOfN(own="goup")
+def test_a_ladder_of_some_methods_has_their_rungs_alone():
+    assert LADDER.among(("1.5b", "ngram", "unheard of")).rungs == (NGRAM, LARGE)
+    assert LADDER.among(()).rungs == ()
+
+
+def test_a_policy_with_a_method_twice_is_refused():
+    with pytest.raises(ValueError, match="stands twice"):
+        FastestOfN(rungs=(NGRAM, NGRAM))
 
 
 @pytest.mark.parametrize("build", [lambda: Ladder((NGRAM, NGRAM)), lambda: Rung("x", (), (0.1,)),

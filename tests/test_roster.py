@@ -1,5 +1,7 @@
 """Replicas join once, leave once, and never come back by an old report."""
 
+from dataclasses import replace
+
 from deployments.messages import EngineStats
 from deployments.roster import MISSED_POLLS, Roster
 from policies.events import ReplicaJoined, ReplicaLeft, TokensStreamed
@@ -22,6 +24,15 @@ def test_a_replica_joins_once_and_again_with_new_weights():
     assert roster.observe([report("a"), report("b")], 1.0, 2.0) == []
     (joined,) = roster.observe([report("a", version=1), report("b")], 2.0, 3.0)
     assert (joined.replica_id, joined.weights_version) == ("a", 1)
+
+
+def test_a_replica_joins_again_when_it_drafts_by_other_methods():
+    roster, indexed = Roster(), ("group", "ngram")
+    roster.observe([replace(report("a"), methods=indexed)], 0.0, 1.0)
+    assert roster.observe([replace(report("a"), methods=indexed)], 1.0, 2.0) == []
+    for methods in (("model", *indexed), indexed):  # a draft model comes, and goes
+        (joined,) = roster.observe([replace(report("a"), methods=methods)], 2.0, 3.0)
+        assert joined.methods == methods
 
 
 def test_running_chunks_are_streamed_with_the_time_they_were_asked_for():

@@ -29,7 +29,7 @@ EVEN = Odds(0, spread=0.0)
 def test_copies_keep_steps_short_or_have_a_replica_of_their_own(own, ahead, copies):
     found = racers(SCENARIO, MODEL, own, window=4, ahead=ahead)
     policy, verifier = found.policy, verifier_of(SCENARIO, MODEL)
-    assert set(found.ways) == copies and {rung.method for rung in policy.rungs} == copies | {policy.own}
+    assert set(found.ways) == copies and {rung.method for rung in policy.rungs} == copies | {found.own}
     assert not any(way.ahead for way in found.ways.values()) or ahead
     for way in found.ways.values():
         draft_s = 0.0 if ahead else way.window * way.method.draft_s(policy.room)
@@ -62,18 +62,18 @@ def test_copies_make_what_their_method_says_and_each_model_adds_its_drafts():
     ways = {"one": Way(method(0.5, "one"), 3, False), "two": Way(method(0.8, "two"), 2, False)}
     running = chunks(4)
     running[1].method, running[2].method, running[3].method = "one", "two", "two"
-    pace = Beside(NoDrafts(), ways, EVEN).pace(running, 400.0)
+    pace = Beside(NoDrafts(), "index", ways, EVEN).pace(running, 400.0)
     assert pace.rates == pytest.approx([1.0, 1 + 0.5 + 0.25 + 0.125, 1 + 0.8 + 0.64, 1 + 0.8 + 0.64])
     assert pace.costs == pytest.approx([1.0, 4.0, 3.0, 3.0])
     assert pace.added_s == pytest.approx(3 * (0.003 + 1e-5) + 2 * (0.003 + 2e-5)), "one model after the other"
-    alone = Beside(NoDrafts(), ways, EVEN).pace(running[1:2], 100.0)
+    alone = Beside(NoDrafts(), "index", ways, EVEN).pace(running[1:2], 100.0)
     assert alone.rates == pace.rates[1:2] and alone.added_s == pytest.approx(3 * (0.003 + 1e-5))
 
 
 def test_other_chunks_draft_as_they_would_without_copies():
     own = by_policy(load_policy("drafting", {"type": "fixed", "tokens": 3}), Even(0.6), STEP, 0)
     ways = {"one": Way(method(0.5, "one"), 2, False)}
-    beside, plain = Beside(own(0), ways, EVEN), own(0)
+    beside, plain = Beside(own(0), "index", ways, EVEN), own(0)
     running = chunks(3)
     running[1].method = "one"
     with_copy = beside.pace(running, 300.0)

@@ -36,7 +36,7 @@ def race(work: Workload, where: Cluster, how: Policies, own="bad", room=4, sprea
     way = ways.get(own, Way(METHODS["good"], 0, False))
     if races:
         rungs = RUNGS if own in ACCEPTS else (PLAIN, *RUNGS)
-        racing = FastestOfN(room=room, own=own, usual=ACCEPTS.get(own, 0.0), rungs=rungs)
+        racing = FastestOfN(room=room, usual=ACCEPTS.get(own, 0.0), rungs=rungs)
         how = how.model_copy(update={"racing": racing})
     return run(work, where, how, speculation=lambda index: Drafted(way, odds, FLAT.step, ways), **more)
 

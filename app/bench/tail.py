@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.bench.calibrate import beside_fit, pooled, slowed, workload
+from app.bench.ladder import USUAL as ACCEPTED
 from app.bench.probes import alone, climb, drafted_steps, engines, model_of
 from app.bench.repeats import middle
 from app.bench.stepcost import fit
@@ -32,12 +33,16 @@ from deployments.context.config import ContextConfig
 from deployments.messages import PromptGroup, ReplicasChanged, RolloutBatch
 from deployments.prompts import Prompts
 from policies.bundle import Policies
+from policies.racing import USUAL, Rung
 
 BATCH = "bench-tail"
 SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
 STATIC = WHOLE | {"drafting": "off"}
 
 RACE = {"type": "fastest_of_n"}
+RUNGS = (*USUAL, *(Rung(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
+"""For copies that draft from parts of the index, where there is no draft model."""
+
 WORTH = 0.05
 """Seconds of makespan for a replica-second, by which `auto` decides here: the makespan first."""
 
@@ -45,11 +50,11 @@ TAILS: dict[str, dict] = {
     "hold": {"tail": "hold"},
     "release": {"tail": "release"},
     "consolidate": {"tail": "consolidate"},
-    "race": {"tail": "hold", "racing": RACE},
-    "auto": {"tail": {"type": "auto", "worth": WORTH}},
+    "race": {"tail": "hold", "racing": RACE | {"rungs": RUNGS}},
+    "auto": {"tail": {"type": "auto", "worth": WORTH}, "racing": RACE},
 }
-"""What freed replicas do; all else is as the configuration says. `auto` races, too, where there is a draft model:
-without one a copy drafts from the same index as its original, and can only take its replica's time."""
+"""What freed replicas do; all else is as the configuration says. `auto` races only where there is a draft model: parts
+of the index are not expected to bring more than all of it."""
 
 SETTLED_S = 5.0
 """By then Serve has stopped what it was told to stop."""
@@ -124,10 +129,7 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
     found = {"static": Policies(**STATIC), "seer": Policies(**seer)}
-    found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
-    if file.application.args.drafter is not None:
-        found["auto"] = Policies(**(configured | TAILS["auto"] | {"racing": RACE}))
-    return found
+    return found | {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
 
 
 def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:

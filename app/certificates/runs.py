@@ -13,6 +13,7 @@ from app.client import RolloutClient
 from deployments.context.settings import IndexSettings
 from deployments.engine.config import DraftConfig
 from deployments.messages import BatchStatus, ServiceStatus
+from policies.racing import USUAL, Rung
 
 UNDER_WAY_TOKENS = 20
 """Of a sample, on average: each has ended a chunk of 16 by then, and most go on."""
@@ -121,7 +122,8 @@ TWO = Service(GROUP, elastic=True)
 DRAFTED = Service(GROUP, drafter=True)
 
 WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
-RACES = {"racing": {"type": "fastest_of_n", "room": 16}}
+NGRAM = Rung("ngram", ((0.0, 1.0), (0.9, 3.0)), (0.4,))
+RACES = {"racing": {"type": "fastest_of_n", "room": 16, "rungs": (*USUAL, NGRAM)}}
 SHRINKS = {"tail": {"type": "consolidate", "after_s": 0.5, "max_slowdown": 9.0}}
 MOVES, PULLS = ("drafted_tokens", "moved_samples"), ("drafted_tokens", "pulled_tokens")
 MODEL = {"type": "fixed", "tokens": 8}

@@ -29,6 +29,9 @@ skip 16.9 to 43.6 % of the last samples' steps, which is 0.7 in log odds to both
 RECONFIGURE_STEPS = 1000
 """SpecActor 4.1: decoding iterations from one reconfiguration to the next."""
 
+PLAIN = "plain"
+"""What draft methods call chunks that do not draft."""
+
 MOST_WINDOW = 16
 """Longest window that a copy may race with."""
 
@@ -104,6 +107,7 @@ class Drafted:
         self._next = RECONFIGURE_STEPS if policy else FOREVER
         windows = [way.window, *(other.window for other in self._races.values()), policy.most_window if policy else 0]
         self.most = max(windows)
+        self.methods = (way.method.name if way.window else PLAIN, *self._races)
 
     def stale(self, changes: int, running: int) -> bool:
         return changes * CHANGES > running

@@ -76,7 +76,7 @@ class Fleet:
         joins = [
             ReplicaJoined(
                 now, self._ids[replica.index], BLOCK_TOKENS, tokens // BLOCK_TOKENS, running, self.draft_tokens, 0,
-                self._node(replica.index),
+                self._node(replica.index), replica.methods,
             )
             for replica in joining
         ]  # fmt: skip

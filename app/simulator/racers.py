@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from app.simulator.acceptance import Method, expected_tokens
 from app.simulator.chunks import Chunk
-from app.simulator.decoupled import Odds, Way, best_way, drafts_s
+from app.simulator.decoupled import PLAIN, Odds, Way, best_way, drafts_s
 from app.simulator.scenario import Scenario
 from app.simulator.speculation import CHANGES, Pace, Speculation
 from app.simulator.types import ReplicaModel
@@ -21,16 +21,16 @@ from policies.racing import FastestOfN, Rung
 RACE_SHARE = 0.25
 """Assumed, since no b_max is published: copies may lengthen a step by this share of what it takes by itself."""
 
-PLAIN = Rung("plain", ((0.0, 1.0),), (0.0,))
-"""Of chunks that do not draft."""
+PLAIN_RUNG = Rung(PLAIN, ((0.0, 1.0),), (0.0,))
 
 RATES = [n / 20 for n in range(21)]
 
 
 class Racers(NamedTuple):
-    """`policy`: for the core; `ways`: of copies, by method."""
+    """`policy`: for the core; `own`: the method of chunks that are no copies; `ways`: of copies, by method."""
 
     policy: FastestOfN
+    own: str
     ways: dict[str, Way]
 
 
@@ -46,14 +46,15 @@ def racers(
     ways = {name: best_way(m, mean_chance(m), verifier, 1, ahead)[0] for name, m in methods.items()}
     rooms = {name: _room(way, verifier, ahead) for name, way in ways.items() if name != own}
     able = {name: room for name, room in rooms.items() if room} or dict.fromkeys(rooms, 1)
-    rungs = [] if own else [PLAIN]
+    rungs = [] if own else [PLAIN_RUNG]
     for name in (name for name in methods if name == own or name in able):
         width = window if window and name == own else ways[name].window
         rungs.append(_rung(methods[name], width or 1, mates if name == own else 0, verifier, ahead))
-    own = own or PLAIN.method
+    own = own or PLAIN
     usual = next(rung.mean_acceptance() for rung in rungs if rung.method == own)
     room = min(*able.values(), model.kv_capacity_tokens // longest)
-    return Racers(FastestOfN(room=room, own=own, usual=usual, rungs=tuple(rungs)), {name: ways[name] for name in able})
+    policy = FastestOfN(room=room, usual=usual, rungs=tuple(rungs))
+    return Racers(policy, own, {name: ways[name] for name in able})
 
 
 def _room(way: Way, verifier: Verifier, ahead: bool) -> int:
@@ -87,11 +88,12 @@ def mean_chance(method: Method, mates: int = 0) -> float:
 
 
 class Beside:
-    """The `Speculation` of a replica whose own chunks draft by `own`, and copies in turn with it by the way of their
-    method: first each draft model over all of its copies, then one step for all."""
+    """The `Speculation` of a replica whose own chunks draft by `own`, called `name`, and copies in turn with it by the
+    way of their method: first each draft model over all of its copies, then one step for all."""
 
-    def __init__(self, own: Speculation, ways: Mapping[str, Way], odds: Odds):
+    def __init__(self, own: Speculation, name: str, ways: Mapping[str, Way], odds: Odds):
         self._own, self._ways, self._odds = own, ways, odds
+        self.methods = (name, *ways)
         self.most = max(own.most, *(way.window for way in ways.values()))
 
     def stale(self, changes: int, running: int) -> bool:

@@ -24,6 +24,7 @@ class Replica:
 
     def __init__(self, model: ReplicaModel, index: int, speculation: Speculation, spans: list[Span] | None = None):
         self.model, self.index, self._speculation, self._spans = model, index, speculation, spans
+        self.methods = speculation.methods
         self.clock_s, self.step, self.due_s = 0.0, 0, inf
         self.running: dict[str, Chunk] = {}  # in order of admission
         self.waiting: deque[Chunk] = deque()

@@ -60,6 +60,9 @@ class Speculation(Protocol):
     most: int
     """Draft tokens of a chunk in a step, at most."""
 
+    methods: tuple[str, ...]
+    """By which chunks can draft, first what a chunk drafts by of itself; empty: no copy can be told by which."""
+
     def stale(self, changes: int, running: int) -> bool:
         """Whether a new pace is due after so many joins and leaves."""
 
@@ -74,6 +77,7 @@ class NoDrafts:
     """One token a step."""
 
     most = 0
+    methods = ()
 
     def stale(self, changes: int, running: int) -> bool:
         return False
@@ -91,6 +95,8 @@ class Policied:
     A pace is the mean over a few decisions. Budgets come from the policy, which sees drawn outcomes of its last; given
     the budgets, tokens are expectations, 1 + sum of chance^j.
     """
+
+    methods = ()
 
     def __init__(self, policy: Drafting, acceptance: Acceptance, step: StepModel, seed: int):
         self._policy, self._acceptance, self._step, self._seed = policy, acceptance, step, seed

@@ -5,7 +5,7 @@ groups bound to replicas up front, samples in one piece, vLLM's own queue and pr
 oracle alone. Called by `app simulate` and by benchmarks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Literal
 
 from app.simulator.acceptance import BestOf, Chances, Method
 from app.simulator.bounds import bounds
-from app.simulator.decoupled import Odds, Way
+from app.simulator.decoupled import Odds
 from app.simulator.hardware import replica_model
 from app.simulator.host import simulate
 from app.simulator.racers import Beside, Racers, racers
@@ -127,8 +127,8 @@ class Sees:
         return self.chances.chance(group, index, generated, mates, epochs)
 
 
-def _beside(own: Callable[[int], Speculation], ways: Mapping[str, Way], odds: Odds, index: int) -> Beside:
-    return Beside(own(index), ways, odds)
+def _beside(own: Callable[[int], Speculation], racers: Racers, odds: Odds, index: int) -> Beside:
+    return Beside(own(index), racers.own, racers.ways, odds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Setup:
                 raise ValueError(f"{name}: {self.workload.name} names no draft model to race with")
             policies, ways = policies.model_copy(update={"racing": self.racers.policy}), self.racers.ways
             own = by_policy(policies.drafting, sees, self.cluster.replica.step, seed)
-            speculation = partial(_beside, own, ways, odds)
+            speculation = partial(_beside, own, self.racers, odds)
             best = BestOf([Method("own", self.chances), *(odds.facing(way.method) for way in ways.values())])
             drafts = max(drafts, *(way.window for way in ways.values()))
         run = simulate(

@@ -6,6 +6,8 @@ proposes may be wrong, since drafts never change tokens. Called by one thread of
 drafts.py); `HistoryIndex.build` by the feed's.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from deployments.context.arena import Arena
@@ -15,7 +17,7 @@ from deployments.context.followers import Followers
 from deployments.context.kernels import LOOKED_UP, NOBODY, PAST, PROMPT, TRACKS, WEIGHT_ONE, context, follow
 from deployments.context.proposal import Proposal
 from deployments.context.settings import IndexSettings
-from deployments.context.types import PastAnswer
+from deployments.context.types import PastAnswer, Source, bits
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -71,7 +73,7 @@ class GroupIndex:
         self._past: Arena | None = None
         self._samples: dict[int, _Sample] = {}
         self._followers = Followers()
-        self._mates = evidence.settings.group_context
+        self._sources = bits(*Source) & ~(0 if evidence.settings.group_context else bits(Source.MATE))
         self._drafts = 0
 
     @property
@@ -129,36 +131,42 @@ class GroupIndex:
         return self.propose_for([sample_index], most, paths, least)[0]
 
     def propose_for(
-        self, samples: list[int], most: int, paths: int = 1, least: float = 0.0, share: float = 1.0
-    ) -> list[list[Proposal]]:
+        self, samples: list[int], most: int, paths: int = 1, least: float = 0.0, share: float = 1.0,
+        sources: Sequence[int] | None = None,
+    ) -> list[list[Proposal]]:  # fmt: skip
         """For each sample at most `paths` drafts of at most `most` tokens for what follows the known tokens, best
         first.
 
         Each ends where the chance that all of it is right falls below `least`. `share`: of the places that a sample is
-        followed along and looked up at; fewer cost less time and little evidence.
+        followed along and looked up at; fewer cost less time and little evidence. `sources`: of each sample, the
+        only ones to draft from (`bits`).
         """
         most = min(most, MOST_TOKENS)
         if most < 1 or paths < 1:
             return [[] for _ in samples]
+        wanted = list(zip(samples, sources or [self._sources] * len(samples), strict=True))
         found: list[list[Proposal]] = []
         for first in range(0, len(samples), TOGETHER):
-            found += self._propose(samples[first : first + TOGETHER], most, paths, least, share)
+            found += self._propose(wanted[first : first + TOGETHER], most, paths, least, share)
         return found
 
-    def _propose(self, indices: list[int], most: int, paths: int, least: float, share: float) -> list[list[Proposal]]:
-        evidence, followers, count = self._evidence, self._followers, len(indices)
-        samples = [self._sample(index) for index in indices]
+    def _propose(
+        self, wanted: list[tuple[int, int]], most: int, paths: int, least: float, share: float
+    ) -> list[list[Proposal]]:
+        evidence, followers, count = self._evidence, self._followers, len(wanted)
+        samples = [self._sample(index) for index, _ in wanted]
         for sample in samples:
             if sample.row < 0:
                 sample.row = followers.add()
         rows = np.array(
-            [(s.row, s.last, i, s.known - s.followed) for s, i in zip(samples, indices, strict=True)], np.int64
+            [(s.row, s.last, i, s.known - s.followed, of) for s, (i, of) in zip(samples, wanted, strict=True)], np.int64
         )
+        rows[:, 4] &= self._sources
         found, scores, told, ahead = evidence.found, evidence.scores, evidence.told, evidence.ahead(most)
         live, past = self._arena.arrays, self._past
         places = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
         follow(
-            live, live if past is None else past.arrays, past is not None, rows, self._mates, places,
+            live, live if past is None else past.arrays, past is not None, rows, places,
             followers.kept, followers.marks, followers.counts, found, ahead, scores, told,
         )  # fmt: skip
         shape = count, paths, most

@@ -230,8 +230,9 @@ def _seed(arena, window, known, slots, tracks, limit):
 
 
 @_njit
-def _tell(arena, me, end, mates, tracks, found, ahead, scores, n):
-    """Write down, from row n on, what is known of each track's place; returns the number of rows."""
+def _tell(arena, me, end, sources, tracks, found, ahead, scores, n):
+    """Write down, from row n on, what is known of each track's place, of these `sources` (a bit for each) alone;
+    returns the number of rows."""
     text, _, _, blocks, runs = arena
     places, lengths, marks, count = tracks
     for i in range(count):
@@ -240,7 +241,7 @@ def _tell(arena, me, end, mates, tracks, found, ahead, scores, n):
         run = blocks[block, RUN]
         owner = runs[run, OWNER]
         source = HISTORY if owner == PAST else OWN if owner in (PROMPT, me) else MATE
-        if owner == NOBODY or (source == MATE and not mates):
+        if owner == NOBODY or not sources >> source & 1:
             continue
         found[n, LENGTH], found[n, SOURCE], found[n, FROM_RUN] = lengths[i], source, run + 32 * (source == HISTORY)
         found[n, AHEAD], found[n, WORTH] = blocks[block, START] + (place & (BLOCK - 1)) - end, runs[run, WEIGHT]
@@ -254,9 +255,9 @@ def _tell(arena, me, end, mates, tracks, found, ahead, scores, n):
 
 
 @_njit
-def _follow(arena, live, sample, mates, most, kept, found, ahead, scores, n):
+def _follow(arena, live, sample, most, kept, found, ahead, scores, n):
     """`follow` for one sample in one arena; returns (rows, tracks kept, longest match)."""
-    last, me, fresh = sample
+    last, me, fresh, sources = sample
     blocks, (keep, marks_kept, kept_count) = live[3], kept
     window, slots = np.empty(REACH, np.int32), np.empty(_SLOTS, np.int16)
     known = context(live[0], blocks, last, window)
@@ -274,7 +275,7 @@ def _follow(arena, live, sample, mates, most, kept, found, ahead, scores, n):
     for i in range(count):
         _put(slots, places, lengths, marks, i, places[i], lengths[i], marks[i, 0], marks[i, 1])
     count = _seed(arena, window, known, slots, (places, lengths, marks, count), most[1])
-    n = _tell(arena, me, end, mates, (places, lengths, marks, count), found, ahead, scores, n)
+    n = _tell(arena, me, end, sources, (places, lengths, marks, count), found, ahead, scores, n)
     match = lengths[:count].max() if count else 0
     count = _prune(places, lengths, marks, count, most[0])
     keep[:count, 0], keep[:count, 1], marks_kept[:count] = places[:count], lengths[:count], marks[:count]
@@ -282,18 +283,19 @@ def _follow(arena, live, sample, mates, most, kept, found, ahead, scores, n):
 
 
 @_entry
-def follow(live, past, has_past, samples, mates, most, kept, marks, counts, found, ahead, scores, told):
+def follow(live, past, has_past, samples, most, kept, marks, counts, found, ahead, scores, told):
     """Follow samples of the arena `live` through it and `past` over their newest tokens, look their contexts up, and
-    tell the places they may go on from. samples i64[S, 4]: row of what is kept, last place, sample index, new tokens;
-    most: (tracks, places looked up). Of each: found (see LENGTH ...), how well its context aligns (scores, fast and
-    slow), the tokens from there on (ahead, -1: the end), and told i64[S, 2]: rows, longest match.
+    tell the places they may go on from. samples i64[S, 5]: row of what is kept, last place, sample index, new tokens,
+    sources to draft from; most: (tracks, places looked up). Of each: found (see LENGTH ...), how well its context
+    aligns (scores, fast and slow), the tokens from there on (ahead, -1: the end), and told i64[S, 2]: rows, longest
+    match.
     """
     for s in range(len(samples)):
         row, n, match = samples[s, 0], 0, 0
-        sample = samples[s, 1], samples[s, 2], samples[s, 3]
+        sample = samples[s, 1], samples[s, 2], samples[s, 3], samples[s, 4]
         for a in range(2 if has_past else 1):
             kept_now, arena = (kept[row, a], marks[row, a], counts[row, a]), past if a else live
             found_now = found[s], ahead[s], scores[s]
-            n, counts[row, a], longest = _follow(arena, live, sample, mates, most, kept_now, *found_now, n)
+            n, counts[row, a], longest = _follow(arena, live, sample, most, kept_now, *found_now, n)
             match = max(match, longest)
         told[s, 0], told[s, 1] = n, match

@@ -4,9 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deployments.context.types import GroupRef, Source
+from deployments.context.types import GroupRef, Source, bits
 from policies.actions import Way
 from policies.drafting import Drafting
+
+EVIDENCE = {
+    "group": bits(*Source),
+    "history": bits(Source.HISTORY),
+    "ngram": bits(Source.OWN),
+}
+"""Draft methods of the index, by the sources that each drafts from. `ngram` is prompt lookup, in the answer too."""
 
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
@@ -25,7 +32,7 @@ class DraftPlan:
     class_starts: tuple[int, int]  # answer tokens from which it is of medium length, and long
     policy: Drafting
     way: Way | None = None  # None: as the configuration of the draft model says
-    method: str | None = None  # "group": by the index alone; else by the draft model first, where there is one
+    method: str | None = None  # of EVIDENCE: by that part of the index; else a draft model's first, where there is one
 
 
 @dataclass(slots=True)

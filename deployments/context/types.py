@@ -19,6 +19,11 @@ class Source(IntEnum):
     MODEL = 3  # a draft model, see deployments.drafter
 
 
+def bits(*sources: Source) -> int:
+    """One for each."""
+    return sum(1 << source for source in sources)
+
+
 class GroupRef(NamedTuple):
     """A group in flight. `prompt_key` names the prompt over epochs and runs; its history is kept under it."""
 

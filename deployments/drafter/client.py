@@ -133,6 +133,11 @@ class Drafters:
         tokens, sources = np.array(guess, np.int32), np.full(count, Source.MODEL, np.uint8)
         return Proposal(tokens, np.full(count, right, np.float32), sources, 0)
 
+    @property
+    def reached(self) -> bool:
+        """Whether there is a drafter, as of the last exchange."""
+        return bool(self._sockets)
+
     def counts(self) -> dict[str, int]:
         """Since the start: guesses that came, those that were overtaken, chunks opened, waits given up."""
         return dict(self._counts) | {"drafters": len(self._sockets)}

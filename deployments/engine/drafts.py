@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deployments.context.index import warm_up
+from deployments.context.plan import EVIDENCE
 from deployments.context.proposal import Proposal
 from deployments.context.types import Source
 from deployments.engine.config import DraftConfig
@@ -195,7 +196,9 @@ class Drafts:
                 by_group[drafted.group.ref].append(row)
         for rows in by_group.values():
             index = fresh[rows[0]].group.index
-            found = index.propose_for([fresh[row].chunk.draft.sample_index for row in rows], most, 1, least, share)
+            plans = [fresh[row].chunk.draft for row in rows]
+            sources = [EVIDENCE.get(plan.method, EVIDENCE["group"]) for plan in plans]
+            found = index.propose_for([plan.sample_index for plan in plans], most, 1, least, share, sources)
             for row, paths in zip(rows, found, strict=True):
                 guess = paths[0] if paths else NOTHING
                 proposals[row] = self._within(fresh[row], guess, most)
@@ -217,7 +220,7 @@ class Drafts:
     def _from_model(self, drafted: Drafted, most: int) -> Proposal:
         """What a draft model has sent, unless the index knows what comes (see `_within`)."""
         plan, index = drafted.chunk.draft, drafted.group.index
-        if self._model is None or plan.method == "group" or index.known(plan.sample_index) > drafted.generated:
+        if self._model is None or plan.method in EVIDENCE or index.known(plan.sample_index) > drafted.generated:
             return NOTHING
         return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
 
@@ -258,6 +261,12 @@ class Drafts:
             acceptance=self._accepted / self._drafted,
             cost=cost,
         )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """By which chunks can draft now (`DraftPlan.method`), first what one drafts by that names none."""
+        model = ("model",) if self._model is not None and self._model.reached else ()
+        return model + (tuple(EVIDENCE) if self._indexed else ())
 
     def counts(self) -> dict[str, int]:
         """Since the start: tokens drafted and accepted by source, microseconds spent here; what the indexes hold."""

@@ -258,6 +258,7 @@ class Stepper:
             running={chunk_id: len(r.token_ids) for chunk_id, r in running.items()},
             kv_counts=self._link.counts() if self._link is not None else {},
             speeds=self._speeds.report(),
+            methods=self._drafts.methods if self._drafts is not None else (),
             work=self._work | (self._drafts.counts() if self._drafts is not None else {}),
             step_cost=self._drafts.step_cost() if self._drafts is not None else None,
         )

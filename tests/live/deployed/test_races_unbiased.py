@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from app.certificates.runs import RACES
 from app.certificates.tokens import compare, copies
 from app.demo import PROMPTS
 from app.prompts_file import read_prompts
@@ -20,7 +21,7 @@ PROMPT_COUNT, SAMPLES, MAX_TOKENS = 13, 16, 24
 STOPS = (",", ".", ":", " the", " a", " of", " and", " is", "\n")
 """One token in five of the demo model's, so that answers of all lengths end within few tokens."""
 
-RACING = Policies(racing={"type": "fastest_of_n", "room": SAMPLES})
+RACING = Policies(racing=RACES["racing"] | {"room": SAMPLES})
 SIGMAS = 5.0
 """By chance a difference of two means is as large once in 3 million times."""
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from app.certificates.runs import RACES
 from app.cluster import LOOPBACK_ONLY
 from deployments.journal import read_journal, replay
 from deployments.messages import PromptGroup, RolloutBatch
@@ -34,7 +35,7 @@ trained = train.remote()
 print("asked", flush=True)
 print(json.dumps(ray.get(trained)))
 """
-SOME, ENDLESS = 500, 3900
+SOME, ENDLESS = 250, 3900
 """Most tokens of a sample in the tail; and where it is to go on for as long as something is awaited."""
 
 
@@ -90,7 +91,7 @@ async def steps(client) -> dict:
     command = [sys.executable, "-c", TRAINER, ray.get_runtime_context().gcs_address, json.dumps(LOOPBACK_ONLY)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # waits: both cores are taken
     await client.journal(True)
-    await client.set_policies(policies("hold", {"type": "fastest_of_n", "room": 4}))
+    await client.set_policies(policies("hold", RACES["racing"] | {"room": 4}))
     raced = await rolled(client, "raced")
     races = read_journal((await client.journal(False)).splitlines())
     assert await asyncio.to_thread(trainer.stdout.readline) == "asked\n"
