@@ -144,15 +144,20 @@ def test_each_source_can_be_switched_off():
 
 def test_each_sample_of_a_call_is_drafted_from_its_own_sources():
     """As copies that race are: their methods are parts of the evidence."""
-    mate, past, own = ANSWER[100:110], ANSWER[120:130], ANSWER[140:150]
+    mate, past = ANSWER[100:110], ANSWER[120:130]
     index = index_with(np.concatenate([ANSWER[:20], mate]))
     index.attach(history(np.concatenate([ANSWER[:20], past])))
-    wanted = {Source.MATE: mate, Source.HISTORY: past, Source.OWN: own}
-    for sample in range(7, 10):
-        index.extend(sample, 0, np.concatenate([ANSWER[:20], own, ANSWER[:20]]))
-    found = index.propose_for([7, 8, 9], 8, sources=[bits(source) for source in wanted])
-    for (source, tokens), (proposal,) in zip(wanted.items(), found, strict=True):
-        assert proposal.tokens.tolist() == tokens[:8].tolist() and set(proposal.sources.tolist()) == {source}
+    for sample in (7, 8, 9):
+        index.extend(sample, 0, ANSWER[:20])
+    found = index.propose_for(
+        [7, 8, 9], 8, sources=[bits(source) for source in (Source.MATE, Source.HISTORY, Source.OWN)]
+    )
+    for paths, tokens, source in zip(found[:2], (mate, past), (Source.MATE, Source.HISTORY), strict=True):
+        assert paths[0].tokens.tolist() == tokens[:8].tolist() and set(paths[0].sources.tolist()) == {source}
+    assert found[2] == [], "it has not repeated itself"
+    index.extend(9, 20, np.concatenate([mate, ANSWER[5:15]]))
+    ((own,),) = index.propose_for([9], 8, sources=[bits(Source.OWN)])
+    assert own.tokens[:5].tolist() == ANSWER[15:20].tolist() and set(own.sources.tolist()) == {Source.OWN}
     alone = index_with(ANSWER, settings=IndexSettings(group_context=False))
     assert alone.propose_for([9], 8, sources=[bits(Source.MATE)]) == [[]], "what is switched off stays so"
 

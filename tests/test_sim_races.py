@@ -38,7 +38,8 @@ def race(work: Workload, where: Cluster, how: Policies, own="bad", room=4, sprea
         rungs = RUNGS if own in ACCEPTS else (PLAIN, *RUNGS)
         racing = FastestOfN(room=room, usual=ACCEPTS.get(own, 0.0), rungs=rungs)
         how = how.model_copy(update={"racing": racing})
-    return run(work, where, how, speculation=lambda index: Drafted(way, odds, FLAT.step, ways), **more)
+    others = {name: one for name, one in ways.items() if name != own}
+    return run(work, where, how, speculation=lambda index: Drafted(way, odds, FLAT.step, others), **more)
 
 
 STATIC = policies("group_static", "pinned", None)

@@ -57,6 +57,8 @@ class _Running:
 class Replayed:
     """One replica's speculation (`app.simulator.speculation.Speculation`)."""
 
+    methods = ()
+
     def __init__(self, drafts: Drafts, wire: Wire, policy: Drafting, step: StepModel, max_tokens: int):
         self._drafts, self._recorded, self._policy, self._step = drafts, wire.recorded, policy, step
         self._max_tokens = max_tokens

@@ -231,8 +231,7 @@ def _seed(arena, window, known, slots, tracks, limit):
 
 @_njit
 def _tell(arena, me, end, sources, tracks, found, ahead, scores, n):
-    """Write down, from row n on, what is known of each track's place, of these `sources` (a bit for each) alone;
-    returns the number of rows."""
+    """Write down, from row n on, what is known of the tracks' places of these `sources` (bits); returns the rows."""
     text, _, _, blocks, runs = arena
     places, lengths, marks, count = tracks
     for i in range(count):
