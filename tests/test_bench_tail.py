@@ -3,17 +3,18 @@
 import json
 
 import pytest
+import yaml
 
 from app.bench.repeats import middle
 from app.bench.tail import TAILS, Rate, Replay, named, occupied_s
 from app.commands.tail import command
-from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
+from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from app.errors import BadInput
 from deployments.context.archive import EVERY, Archive
 from deployments.context.config import ContextConfig
 from deployments.context.plan import EVIDENCE
 from deployments.messages import ReplicasChanged
-from policies.tail import Hold
+from policies.tail import Draft, Hold
 
 
 def change(at_s: float, replicas: int) -> ReplicasChanged:
@@ -32,15 +33,27 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
     configured = file.application.of("Coordinator").user_config.policies
     runs = named(file, configured.chunking.chunk_tokens)
     assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None
-    assert list(runs) == ["static", "seer", *TAILS]
-    for name in TAILS:
+    ours = [name for name in TAILS if name != "draft"]
+    assert list(runs) == ["static", "seer", *ours]
+    for name in ours:
         kept = runs[name].model_copy(update={"tail": configured.tail, "racing": configured.racing})
         assert kept == configured
     assert all(isinstance(runs[name].tail, Hold) for name in ("static", "seer", "hold", "race"))
-    assert [name for name in TAILS if runs[name].racing.room] == ["race", "auto"]
+    assert [name for name in ours if runs[name].racing.room] == ["race", "auto"]
     indexed = [rung.method for rung in runs["race"].racing.ladder.among(tuple(EVIDENCE)).others("group")]
     assert indexed == ["history", "ngram"] and not runs["auto"].racing.ladder.among(tuple(EVIDENCE)).others("group")
     assert runs["seer"].drafting.type == runs["static"].drafting.type == "off"
+
+
+def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
+    data = yaml.safe_load(ELASTIC_CONFIG.read_text())
+    application = data["applications"][0]
+    application["args"]["drafter"] = {"model": "demo"}
+    engine = next(one for one in application["deployments"] if one["name"] == "Engine")
+    scaling = engine["autoscaling_config"] | {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 0}
+    application["deployments"].append({"name": "Drafter", "autoscaling_config": scaling})
+    runs = named(ServeFile.model_validate(data), 7)
+    assert list(runs) == ["static", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
 
 
 class Words:

@@ -20,6 +20,7 @@ from app.bench.probes import alone, climb, drafted_steps, engines, model_of
 from app.bench.repeats import middle
 from app.bench.stepcost import fit
 from app.certificates.runs import GROUP, WHOLE, Engine, drafts
+from app.certificates.services import Service
 from app.certificates.tokens import whole, with_engine
 from app.client import RolloutClient
 from app.cluster import service
@@ -50,11 +51,12 @@ TAILS: dict[str, dict] = {
     "hold": {"tail": "hold"},
     "release": {"tail": "release"},
     "consolidate": {"tail": "consolidate"},
+    "draft": {"tail": "draft"},
     "race": {"tail": "hold", "racing": RACE | {"rungs": RUNGS}},
     "auto": {"tail": {"type": "auto", "worth": WORTH}, "racing": RACE},
 }
-"""What freed replicas do; all else is as the configuration says. `auto` races only where there is a draft model: parts
-of the index are not expected to bring more than all of it."""
+"""What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
+races only where there is one: parts of the index are not expected to bring more than all of it."""
 
 SETTLED_S = 5.0
 """By then Serve has stopped what it was told to stop."""
@@ -111,7 +113,7 @@ def measure(file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, sa
             policies = named(file, chunk_tokens)
             runs, cluster = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
         say(f"starting {replicas} replicas that draft by vLLM's suffix")
-        with service(_with(file, SUFFIX, None), None) as client:
+        with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
             runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
     least_s = {name: _least_s(run, replay, cluster) for name, run in runs.items()}
     return {
@@ -129,7 +131,10 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
     found = {"static": Policies(**STATIC), "seer": Policies(**seer)}
-    return found | {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
+    found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
+    if file.application.of("Drafter").autoscaling_config is None:
+        del found["draft"]
+    return found
 
 
 def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:
