@@ -44,16 +44,13 @@ RACE = {"type": "fastest_of_n"}
 RUNGS = (*USUAL, *(Rung(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
 """For copies that draft from parts of the index, where there is no draft model."""
 
-WORTH = 0.05
-"""Seconds of makespan for a replica-second, by which `auto` decides here: the makespan first."""
-
 TAILS: dict[str, dict] = {
     "hold": {"tail": "hold"},
     "release": {"tail": "release"},
     "consolidate": {"tail": "consolidate"},
     "draft": {"tail": "draft"},
     "race": {"tail": "hold", "racing": RACE | {"rungs": RUNGS}},
-    "auto": {"tail": {"type": "auto", "worth": WORTH}, "racing": RACE},
+    "auto": {"tail": "auto", "racing": RACE},
 }
 """What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
 races only where there is one: parts of the index are not expected to bring more than all of it."""
