@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from app.bench.repeats import middle
-from app.bench.tail import TAILS, Rate, Replay, named, occupied_s
+from app.bench.tail import TAILS, Rate, Replay, named, occupied_s, ratios
 from app.commands.tail import command
 from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from app.errors import BadInput
@@ -86,6 +86,20 @@ def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):
     path.write_text(json.dumps({"prompt_id": "p9", "prompt": "a", "epochs": told}))
     with pytest.raises(BadInput, match="'p9' has one checkpoint"):
         command.main(["--trace", str(path)], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("name", "said"), [("haul", "known: static, seer, hold"), ("draft", "no Drafter.autosc")])
+def test_a_run_that_cannot_be_is_refused_by_name(tmp_path, name, said):
+    path = tmp_path / "trace.jsonl"
+    told = [{"policy_step": step, "samples": [{"text": "b"}]} for step in (4, 5)]
+    path.write_text(json.dumps({"prompt_id": "p9", "prompt": "a", "epochs": told}))
+    with pytest.raises(BadInput, match=f"--runs {name}: .*{said}"):
+        command.main(["--trace", str(path), "--runs", "hold", "--runs", name], standalone_mode=False)
+
+
+def test_there_are_ratios_to_baselines_that_ran():
+    runs = {"static": {"makespan_s": 3.0}, "hold": {"makespan_s": 2.0}}
+    assert ratios(runs, "static") == {"static": 1.0, "hold": 1.5} and ratios(runs, "static_suffix") == {}
 
 
 def test_replicas_that_stay_are_refused():

@@ -55,6 +55,9 @@ TAILS: dict[str, dict] = {
 """What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
 races only where there is one: parts of the index are not expected to bring more than all of it."""
 
+NAMES = ("static", "seer", *TAILS, "static_suffix")
+"""Of all runs."""
+
 SETTLED_S = 5.0
 """By then Serve has stopped what it was told to stop."""
 
@@ -97,8 +100,12 @@ class Rate:
         return self.accepted
 
 
-def measure(file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None]) -> dict:
-    """`runs` by name, medians of the repeats, with all makespans; ratios are of makespans, above 1 the run is faster.
+def measure(
+    file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None],
+    names: Sequence[str] = NAMES,
+) -> dict:  # fmt: skip
+    """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
+    the run is faster, and there are none to a baseline that is not among them.
 
     `bound_share`: the simulator's lower bound at the quickest steps that probes found here, and at the acceptance of
     that run, over its makespan.
@@ -107,16 +114,17 @@ def measure(file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, sa
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
         say(f"starting {replicas} replicas")
         with service(_with(file, GROUP, Path(folder)), None) as client:
-            policies = named(file, chunk_tokens)
+            policies = {name: what for name, what in named(file, chunk_tokens).items() if name in names}
             runs, cluster = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
-        say(f"starting {replicas} replicas that draft by vLLM's suffix")
-        with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
-            runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
+        if "static_suffix" in names:
+            say(f"starting {replicas} replicas that draft by vLLM's suffix")
+            with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
+                runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
     least_s = {name: _least_s(run, replay, cluster) for name, run in runs.items()}
     return {
         "runs": runs,
-        "ratio_to_static": _ratios(runs, "static"),
-        "ratio_to_suffix": _ratios(runs, "static_suffix"),
+        "ratio_to_static": ratios(runs, "static"),
+        "ratio_to_suffix": ratios(runs, "static_suffix"),
         "bound_s": least_s,
         "bound_share": {name: round(least_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
     }
@@ -141,6 +149,13 @@ def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: floa
         at_s = min(max(change.at_s, began_s), ended_s)
         total, up, since_s = total + up * (at_s - since_s), change.replicas, at_s
     return total + up * (ended_s - since_s)
+
+
+def ratios(runs: Mapping[str, Mapping], to: str) -> dict[str, float]:
+    """How many times as fast as that run each was; nothing where it did not run."""
+    if to not in runs:
+        return {}
+    return {name: round(runs[to]["makespan_s"] / run["makespan_s"], 3) for name, run in runs.items()}
 
 
 async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
@@ -221,7 +236,3 @@ def _least_s(run: Mapping, replay: Replay, cluster: Cluster) -> float:
     accepted = Rate(run["accepted_share"]) if run["accepted_share"] else None
     groups = workload(replay.groups).steps[0]
     return round(bounds(groups, cluster, accepted, MOST_DRAFTS if accepted else 0)["best_s"], 3)
-
-
-def _ratios(runs: Mapping[str, Mapping], to: str) -> dict[str, float]:
-    return {name: round(runs[to]["makespan_s"] / run["makespan_s"], 3) for name, run in runs.items()}

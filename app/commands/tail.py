@@ -21,13 +21,14 @@ from app.errors import BadInput
     "--running", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples at once on a replica."
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The median of each counts.")
+@click.option("--runs", "only", multiple=True, help="Only these, all by default; may be given again.")
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, config, as_json):
+def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, only, config, as_json):
     """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
 
     The last checkpoint of the trace is rolled out, the one before it is history. About half an hour
-    for each repeat.
+    for each repeat of all.
     """
     file = load_config(config)
     if file.application.autoscaling_policy is None:
@@ -38,12 +39,17 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
     short = next((line["prompt_id"] for line in lines if len(line["epochs"]) < 2), None)
     if short is not None:
         raise BadInput(f"{trace}: prompt {short!r} has one checkpoint; two are needed: the earlier is history")
-    from app.bench.tail import measure
+    from app.bench.tail import NAMES, measure
     from app.certificates.tokens import with_engine
 
+    unknown = next((name for name in only if name not in NAMES), None)
+    if unknown is not None:
+        raise BadInput(f"--runs {unknown}: no run is called so; known: {', '.join(NAMES)}")
+    if "draft" in only and file.application.of("Drafter").autoscaling_config is None:
+        raise BadInput(f"--runs draft: {config} has no Drafter.autoscaling_config; docs/drafters.md shows draft models")
     replay = _replay(file, lines, samples, max_tokens)
     file = with_engine(file, {"max_running": running})
-    result = measure(file, replay, chunk_tokens, repeats, lambda text: click.echo(text, err=True))
+    result = measure(file, replay, chunk_tokens, repeats, lambda text: click.echo(text, err=True), only or NAMES)
     if as_json:
         click.echo(json.dumps(result))
     else:
@@ -77,6 +83,7 @@ def _print(result: dict) -> None:
         table.add_column(column, justify="right")
     for name, run in result["runs"].items():
         times = (f"{run[key]:.1f}" for key in ("makespan_s", "tail_s", "replica_s", "returned_replica_s"))
-        ratios = (f"{result[key][name]:.2f}" for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
+        shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
+        ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
     Console().print(table)
