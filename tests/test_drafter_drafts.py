@@ -80,14 +80,15 @@ def test_a_drafter_that_goes_leaves_nobody_waiting(ends):
 
 
 @pytest.mark.parametrize("method", ["ngram", "history", "group"])
-def test_a_copy_that_drafts_from_the_index_leaves_the_model_s_drafts(ends, method):
+def test_a_copy_that_drafts_from_the_index_asks_no_drafter_and_waits_for_none(ends, method):
     engine, other = ends
-    chunk_id = engine.start(0, 0, 60, method=method)
-    engine.step()
-    other.hear()
-    other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:6], 0, 0))
-    came(engine, chunk_id)
-    assert [engine.step()[chunk_id] for _ in range(3)] == [[], [], []]
+    engine.drafts._model._config = DrafterConfig(model="m", mode="coupled")
+    copy, original = engine.start(1, 0, 60, method=method), engine.start(0, 0, 60)
+    request, _ = engine.requests[copy]
+    for _ in range(3):
+        engine.step()
+        assert not is_held(request)
+    assert {message.name for message in other.hear()} == {original}
 
 
 def test_an_engine_drafts_by_a_model_first_while_it_reaches_one(ends):

@@ -25,6 +25,7 @@ from deployments.engine.guesses import NOTHING, agreed, behind, cut
 from deployments.engine.hold import hold, let_go
 from deployments.engine.steptimes import StepTimes
 from deployments.messages import ChunkRequest, DraftReport
+from policies.actions import Way
 from policies.stepcost import StepCost
 from policies.views import DraftView
 
@@ -42,6 +43,9 @@ LOOK_S = 0.25
 
 FADE = 0.99
 """Of the replica's acceptance: a verification 70 ago weighs one half."""
+
+NO_MODEL = Way(0, True)
+"""Of chunks that draft by a part of the index: no drafter hears of them, and they wait for none."""
 
 
 @dataclass(slots=True)
@@ -92,7 +96,7 @@ class Drafts:
         report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
         self._running[chunk.chunk_id] = Drafted(chunk, request, group, slot, len(answer), until, report, NOTHING)
         if self._model is not None:
-            self._model.open(chunk, plan.way)
+            self._model.open(chunk, NO_MODEL if plan.method in EVIDENCE else plan.way)
         if plan.policy != self._policy:
             self._policy, self._memory = plan.policy, None
 
@@ -220,7 +224,7 @@ class Drafts:
     def _from_model(self, drafted: Drafted, most: int) -> Proposal:
         """What a draft model has sent, unless the index knows what comes (see `_within`)."""
         plan, index = drafted.chunk.draft, drafted.group.index
-        if self._model is None or plan.method in EVIDENCE or index.known(plan.sample_index) > drafted.generated:
+        if self._model is None or index.known(plan.sample_index) > drafted.generated:
             return NOTHING
         return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
 
