@@ -10,7 +10,7 @@ from policies.buffer import Chunk, Sample
 from policies.bundle import Policies, name_of
 from policies.running import Running
 from policies.upcoming import Upcoming
-from policies.ways import Ways
+from policies.ways import MODEL, Ways
 
 
 class Starts:
@@ -43,8 +43,9 @@ class Starts:
         that no draft model is to draft for, by what its replica has beside."""
         sample, original = chunk.sample, chunk.copy_of
         way, why = self._ways.next(sample, chunk.replica_id) if original is None else (None, "")
-        if way is not None and not way.window:
-            chunk.method = next(iter(self._board.methods(chunk.replica_id)[1:]), None)
+        methods = self._board.methods(chunk.replica_id)
+        if way is not None and not way.window and MODEL in methods:
+            chunk.method = next((method for method in methods if method != MODEL), None)
         reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._board.speeds(chunk.replica_id))
         return StartChunk(

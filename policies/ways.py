@@ -12,6 +12,9 @@ from policies.draft_models import DraftModels
 from policies.events import ChunkFinished
 from policies.views import DraftModelsView, RolesView
 
+MODEL = "model"
+"""What replicas call drafting by a draft model."""
+
 TRUST = 8
 """Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
 

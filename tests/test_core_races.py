@@ -300,6 +300,8 @@ def test_a_chunk_for_which_no_draft_model_is_to_draft_races_by_other_methods_tha
     originals = [start for start in started.values() if start.copy_of is None]
     assert {(start.way.window, start.method) for start in originals} == {(0, "group")}
     assert "group" not in {start.method for start in started.values() if start.copy_of}
+    _, started = core_of(methods=("group", "history"), draft_models=plans)
+    assert {start.method for start in started.values() if start.copy_of is None} == {None}, "there is no model anyway"
 
 
 def test_nobody_races_unless_told_to():

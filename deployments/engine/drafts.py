@@ -28,6 +28,7 @@ from deployments.messages import ChunkRequest, DraftReport
 from policies.actions import Way
 from policies.stepcost import StepCost
 from policies.views import DraftView
+from policies.ways import MODEL
 
 if TYPE_CHECKING:  # the feed brings Ray, which nothing else here needs
     from deployments.context.feed import Feed
@@ -269,7 +270,7 @@ class Drafts:
     @property
     def methods(self) -> tuple[str, ...]:
         """By which chunks can draft now (`DraftPlan.method`), first what one drafts by that names none."""
-        model = ("model",) if self._model is not None and self._model.reached else ()
+        model = (MODEL,) if self._model is not None and self._model.reached else ()
         return model + (tuple(EVIDENCE) if self._indexed else ())
 
     def counts(self) -> dict[str, int]:
