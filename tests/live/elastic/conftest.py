@@ -18,7 +18,7 @@ DRAFTER = {
 @pytest.fixture(scope="package")
 def file() -> ServeFile:
     file = yaml.safe_load(ELASTIC_CONFIG.read_text())
-    file["applications"][0]["args"]["drafter"] = {"model": "demo"}
+    file["applications"][0]["args"]["drafter"] = {"model": "demo", "mode": "coupled"}  # else it may never be ahead
     file["applications"][0]["deployments"].append(DRAFTER)
     return ServeFile.model_validate(file)
 
