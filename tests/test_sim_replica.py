@@ -18,7 +18,6 @@ class Steady(NoDrafts):
     """So many tokens a step for every chunk, whose pace holds for a few steps only; a floor under the step's time."""
 
     most = 8
-    methods = ()
 
     def __init__(self, rate: float, cost: float, floor_s: float, steps: int):
         self._pace = (rate, cost, floor_s, steps)

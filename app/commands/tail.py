@@ -21,7 +21,7 @@ from app.errors import BadInput
     "--running", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples at once on a replica."
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The median of each counts.")
-@click.option("--runs", "only", multiple=True, help="Only these, all by default; may be given again.")
+@click.option("--runs", "only", multiple=True, metavar="NAME", help="Only these, all by default; may be given again.")
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, only, config, as_json):
