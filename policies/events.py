@@ -135,7 +135,8 @@ class WeightsChanged:
 @dataclass(frozen=True, slots=True)
 class ReplicaMeasured:
     """Speeds of a replica as of `observed_at`: prefill; fetching KV from the pool, `fetch_base_s` each time and
-    `fetch_tokens_s` (0: it cannot); a decode step of `step_base_s + step_per_chunk_s * chunks running`."""
+    `fetch_tokens_s` (0: it cannot); a decode step of `step_base_s + step_per_chunk_s * chunks running`, with as many
+    draft tokens of each as lately."""
 
     now: float
     replica_id: str

@@ -75,7 +75,7 @@ class Seer(OneLane):
     lanes: ClassVar[int] = 2
     growing_lanes: ClassVar[tuple[int, ...]] = (1,)
     explore: float = Field(0.1, ge=0.0, le=1.0, description="share of decisions that go to the least-run groups")
-    seed: int = Field(0, ge=0, description="of the digest that draws those decisions")
+    seed: int = Field(0, ge=0, description="of the digest that draws those decisions, alike for all batches' names")
 
     def lane(self, pick: int) -> int:
         return int(eight_fractions(self.seed, pick >> 3)[pick & 7] < self.explore)
@@ -85,7 +85,7 @@ class Seer(OneLane):
             probe = (0, sample.generated_tokens)
             return probe, probe
         key = (1, -group.expected_tokens, -sample.generated_tokens)
-        return key, (1, group.chunks, fraction(self.seed, sample.sample_id))
+        return key, (1, group.chunks, fraction(self.seed, sample.sample_id.rpartition("/")[2]))
 
 
 class RemainingFirst(OneLane):

@@ -50,7 +50,8 @@ class LengthsView(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """What a replica measured of itself; a decode step takes step_base_s + step_per_chunk_s * chunks running."""
+    """What a replica measured of itself; a decode step takes step_base_s + step_per_chunk_s * chunks running, with as
+    many draft tokens of each as lately."""
 
     prefill_tokens_s: float
     fetch_tokens_s: float  # KV from the pool, behind fetch_base_s; 0: it cannot fetch

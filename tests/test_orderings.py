@@ -179,6 +179,17 @@ def test_another_seed_explores_at_other_decisions():
     assert lanes[0] != lanes[1]
 
 
+def test_who_is_explored_is_drawn_by_prompt_and_sample_whatever_the_batch_is_called():
+    """So runs of the same prompts can be compared: when a long sample starts is not a matter of a batch's name."""
+    views = [sample(index)._replace(sample_id=f"{{}}/p#{index}") for index in range(1, 9)]
+    orders = [
+        sorted(views, key=lambda view: Seer().keys(view._replace(sample_id=view.sample_id.format(batch)), group())[1])
+        for batch in ("step-1", "step-2", "runs/a")
+    ]
+    assert orders[0] == orders[1] == orders[2] != views
+    assert sorted(views, key=lambda view: Seer(seed=1).keys(view, group())[1]) != orders[0]
+
+
 def test_exploring_goes_to_the_group_that_ran_least():
     """All decisions explore: after the probes, chunks alternate between groups although one is far longer."""
     groups = (ev.GroupSpec("g", 10, 3, 90), ev.GroupSpec("h", 10, 3, 90))

@@ -1,8 +1,9 @@
 """What becomes of the tail: every tail policy on real replicas, beside static groups and vLLM's suffix drafts.
 
 All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
-forgotten. The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache
-has rolled it out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
+forgotten. Orders that draw do so alike within a turn, and anew in the next: when the longest sample starts is luck.
+The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache has rolled it
+out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
 Called by `python -m app bench tail`.
 """
 
@@ -142,6 +143,14 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     return found
 
 
+def drawn(policies: Policies, turn: int) -> Policies:
+    """The same, whose order draws what that turn draws, where it draws."""
+    ordering = policies.ordering
+    if not hasattr(ordering, "seed"):
+        return policies
+    return policies.model_copy(update={"ordering": ordering.model_copy(update={"seed": ordering.seed + turn})})
+
+
 def occupied_s(changes: Sequence[ReplicasChanged], began_s: float, ended_s: float) -> float:
     """Replica-seconds between two `time.time()`, from changes in the order heard; before the first nothing is up."""
     total, up, since_s = 0.0, 0, began_s
@@ -172,7 +181,7 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
         for name, policies in policies_of.items():
             await client.forget_history()
             replay.remember(history_dir)
-            await client.set_policies(policies)
+            await client.set_policies(drawn(policies, turn))
             runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
             say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
     cluster = Cluster(slowed(model_of(profile, *told, 0.0), share), replicas, replicas)

@@ -73,11 +73,12 @@ class PoolLink:
             released.append((chunk_id, self._complete(request_id, chunk, result)))
         return released
 
-    def after_step(self, took_s: float) -> None:
+    def after_step(self, took_s: float, decodes: bool) -> None:
+        """`decodes`: no chunk was at its prompt or waited for KV."""
         self._waits.took("step", took_s)
         tokens, chunks = self._connector.scheduled
         if chunks:
-            self._speeds.step(chunks, tokens, took_s)
+            self._speeds.step(chunks, tokens, took_s, decodes)
         for pulled_tokens, pull_s in self._connector.take_pulls():
             self._speeds.pull(pulled_tokens, pull_s)
 

@@ -32,16 +32,23 @@ class Fit:
 
 
 class Speeds:
-    """Step: base + per_chunk * chunks + per_token * tokens beyond one per chunk. Pull: base + per_token * tokens."""
+    """Step: base + per_chunk * chunks + per_token * tokens beyond one per chunk. Pull: base + per_token * tokens.
+
+    What a chunk adds to a decode step is reported with the draft tokens that chunks have had verified lately.
+    """
 
     def __init__(self):
         self._steps = Fit([0.0, 0.0, 0.0])
         self._pulls = Fit([0.0, 0.0])
         self._pulled = False
+        self._drafted = self._decoded = 0.0  # draft tokens, and chunks, of decode steps, faded
 
-    def step(self, chunks: int, tokens: int, took_s: float) -> None:
-        """One engine step that computed `tokens` tokens of `chunks` chunks."""
+    def step(self, chunks: int, tokens: int, took_s: float, decodes: bool) -> None:
+        """One engine step that computed `tokens` tokens of `chunks` chunks. `decodes`: one of each, else drafts."""
         self._steps.observe([1.0, chunks, tokens - chunks], took_s)
+        if decodes:
+            self._drafted = FADE * self._drafted + tokens - chunks
+            self._decoded = FADE * self._decoded + chunks
 
     def pull(self, tokens: int, took_s: float) -> None:
         """One load of `tokens` tokens from the pool."""
@@ -54,10 +61,11 @@ class Speeds:
             return None
         base_s, per_chunk_s, per_token_s = self._steps.weights.tolist()
         fetch_base_s, fetch_token_s = self._pulls.weights.tolist()
+        drafts = self._drafted / self._decoded if self._decoded else 0.0
         return {
             "prefill_tokens_s": 1 / per_token_s,
             "fetch_tokens_s": 1 / fetch_token_s,
             "fetch_base_s": fetch_base_s,
             "step_base_s": base_s,
-            "step_per_chunk_s": per_chunk_s,
+            "step_per_chunk_s": per_chunk_s + drafts * per_token_s,
         }

@@ -152,7 +152,7 @@ class Stepper:
         if self._forks is not None:
             self._branch()
         if self._link is not None:
-            self._link.after_step(ended_s - began_s)
+            self._link.after_step(ended_s - began_s, verified_tokens > 0)
             self._ended += self._link.release()
         ended, self._ended = self._ended, []
         return ended
