@@ -121,30 +121,28 @@ class Threshold(Shrinking):
 class Auto(Shrinking):
     """As many as make a token of what is left cheapest: its seconds, and what replicas are worth elsewhere meanwhile.
 
-    On n replicas a step takes step_s(ceil(chunks / n)) at the mean of the measured speeds. Where copies race, they take
-    free places, lengthen the step, and multiply the pace by what the racing policy expects of them. Draft models on
-    others multiply it by what the draft models' policy expects; races are then left out, since both gain from the same
-    idle time. Samples go on side by side, so the longest one's end, plus `worth` for each replica-second until then, is
-    least where every step's seconds * (1 + worth * replicas) / pace is, whatever lengths are still to come. A replica
-    thus takes chunks that move, or copies, or drafts, while that saves `worth` seconds of makespan for each of its own;
-    else it is given back.
+    On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured speeds.
+    Where copies race, they take free places, lengthen the step, and multiply the pace by what the racing policy expects
+    of them. Draft models on others multiply it by what the draft models' policy expects; races are then left out, since
+    both gain from the same idle time. Samples go on side by side, so the longest one's end, plus what replicas are
+    worth until then, is least where every step's seconds * (1 + worth * share of the replicas) / pace is, whatever
+    lengths are still to come. A replica thus takes chunks that move, or copies, or drafts, while that saves more of the
+    makespan than its share of `worth`; else it is given back.
     """
 
     type: Literal["auto"] = "auto"
-    worth: float | None = Field(
-        None, ge=0.0, description="seconds of makespan that a replica-second is worth; null: its share of all replicas"
-    )
+    worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")
 
     def cut(self, view: TailView, answer: Wanted) -> Wanted:
         speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
         if not speeds:
             return answer
-        worth = 1 / view.most if self.worth is None else self.worth
+        worth = self.worth / view.most
         step = Speeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
         least = roomy(view.replicas, view.running, view.most)
         paces = [(token_s(view, step, count), Wanted(count)) for count in range(least, view.most + 1)]
         paces += [
-            (step.step_s(ceil(view.running / one.engines)) / one.gain, Wanted(one.engines, one.drafters))
+            (mean_s(step, view.running, one.engines) / one.gain, Wanted(one.engines, one.drafters))
             for one in view.roles
         ]
         return min(paces, key=lambda pace: pace[0] * (1 + worth * sum(pace[1])))[1]
@@ -155,9 +153,16 @@ def token_s(view: TailView, step: Speeds, count: int) -> float:
     own, races = view.running, view.races
     places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
     if places <= 0:
-        return step.step_s(ceil(own / count))
+        return mean_s(step, own, count)
     pace = 1 + (races.gain - 1) * places / (races.copies * own)
-    return step.step_s(ceil((own + places) / count)) / pace
+    return mean_s(step, own + places, count) / pace
+
+
+def mean_s(step: Speeds, chunks: int, replicas: int) -> float:
+    """Of a step that a chunk is in, over all chunks, spread evenly."""
+    each, more = divmod(chunks, replicas)
+    beside = more * (each + 1) ** 2 + (replicas - more) * each**2
+    return step.step_base_s + step.step_per_chunk_s * beside / chunks
 
 
 def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdown: float) -> int:

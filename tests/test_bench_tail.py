@@ -1,12 +1,13 @@
 """The tail benchmark's arithmetic, its history, and its command's complaints."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import yaml
 
 from app.bench.repeats import middle
-from app.bench.tail import TAILS, Rate, Replay, named, occupied_s, ratios
+from app.bench.tail import TAILS, Rate, Replay, drawn, named, occupied_s, ratios, rotated
 from app.commands.tail import command
 from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from app.errors import BadInput
@@ -14,6 +15,7 @@ from deployments.context.archive import EVERY, Archive
 from deployments.context.config import ContextConfig
 from deployments.context.plan import EVIDENCE
 from deployments.messages import ReplicasChanged
+from policies.bundle import Policies
 from policies.tail import Draft, Hold
 
 
@@ -54,6 +56,26 @@ def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
     application["deployments"].append({"name": "Drafter", "autoscaling_config": scaling})
     runs = named(ServeFile.model_validate(data), 7)
     assert list(runs) == ["static", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
+
+
+def test_orders_draw_alike_within_a_turn_and_anew_in_the_next():
+    """So one policy's luck with the longest sample is every policy's."""
+    file = load_config(ELASTIC_CONFIG)
+    turns = [{name: drawn(policies, turn) for name, policies in named(file, 7).items()} for turn in range(3)]
+    assert turns[0] == named(file, 7)
+    for one, other in pairwise(turns):
+        assert {one[name].ordering.seed + 1 for name in TAILS if name in one} == {other["seer"].ordering.seed}
+        assert one["static"] == other["static"]
+        assert other["auto"].model_copy(update={"ordering": one["auto"].ordering}) == one["auto"]
+    assert drawn(Policies(ordering="fcfs"), 5) == Policies(ordering="fcfs")
+
+
+def test_each_turn_begins_with_another_run():
+    names = ("a", "b", "c", "d")
+    assert [rotated(names, turn, 4) for turn in range(4)] == [
+        ("a", "b", "c", "d"), ("b", "c", "d", "a"), ("c", "d", "a", "b"), ("d", "a", "b", "c")
+    ]  # fmt: skip
+    assert rotated(names, 0, 1) == names and rotated(names, 1, 2) == ("c", "d", "a", "b")
 
 
 class Words:

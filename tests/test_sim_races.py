@@ -178,12 +178,12 @@ def test_chunks_go_on_without_the_replicas_that_went_home(tail):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_auto_costs_less_than_keeping_all_by_its_own_reckoning(seed):
-    """Makespan, and each replica-second at its share of it."""
+    """Makespan, and a second of all replicas as much as one of it."""
     work, where, cost = workload(seed, groups=6), cluster(kv_tokens=4_000), {}
-    for tail in ("hold", "auto"):
+    for tail in ("hold", {"type": "auto", "worth": 1.0}):
         how = policies(chunk=80).model_copy(update={"tail": load_policy("tail", tail)})
         got = run(work, where, how, elastic=Limits(1, 3))
-        cost[tail] = got.makespan_s + replica_seconds(got.moments, got.makespan_s) / 3
+        cost[how.tail.type] = got.makespan_s + replica_seconds(got.moments, got.makespan_s) / 3
     assert cost["auto"] < cost["hold"]
 
 

@@ -40,11 +40,11 @@ def tail(
     return TailView(now, waiting, running, unended, submitted, replicas, least, most, races, roles)
 
 
-def auto(view: TailView, worth: float | None = None, answer: Wanted | None = None) -> Wanted:
+def auto(view: TailView, worth: float = 1.0, answer: Wanted | None = None) -> Wanted:
     return Auto(worth=worth).cut(view, answer or Wanted(view.most))
 
 
-def engines(view: TailView, worth: float | None = None) -> int:
+def engines(view: TailView, worth: float = 1.0) -> int:
     """Where no draft model is wanted."""
     wanted = auto(view, worth)
     assert not wanted.drafters
@@ -144,13 +144,21 @@ def test_threshold_looks_at_how_many_samples_are_left():
 
 
 def test_auto_weighs_the_time_that_a_replica_saves_against_what_it_is_worth_elsewhere():
-    """8 chunks: a step takes 28 ms on one replica, 24 on two, 23 on three, 22 on four."""
+    """8 chunks: a step takes 28 ms on one replica, 24 on two, on three 23 for six and 22 for two, 22 on four."""
     four = tail(*[replica(f"r{i}", 2) for i in range(4)])
-    assert engines(four, 0.0) == 4
-    assert engines(four, 0.06) == 2, "the third saves 1 ms, and is worth 1.4"
-    assert engines(four, 0.25) == engines(four) == 1, "its share of four"
-    kept = [engines(four, worth / 100) for worth in range(40)]
+    assert engines(four, 0.0) == engines(four, Auto().worth) == 4
+    assert engines(four, 0.24) == 3, "the fourth saves 0.75 ms, and is worth 1.3"
+    assert engines(four, 0.4) == 2, "the third saves 1.25 ms, and is worth 2.3"
+    assert engines(four, 1.0) == 1
+    kept = [engines(four, worth / 25) for worth in range(40)]
     assert kept == sorted(kept, reverse=True)
+
+
+def test_auto_gives_back_by_default_what_hardly_makes_a_step_longer():
+    """Whether 8 chunks are on one replica or on four is 6 ms of a step: of 60 that is worth three, of 600 none."""
+    longer, longest = (SPEEDS._replace(step_base_s=base_s) for base_s in (0.06, 0.6))
+    assert engines(tail(*[replica(f"r{i}", 2, longer) for i in range(4)]), Auto().worth) == 2
+    assert engines(tail(*[replica(f"r{i}", 2, longest) for i in range(4)]), Auto().worth) == 1
 
 
 def test_auto_keeps_what_races_are_worth():
@@ -159,17 +167,17 @@ def test_auto_keeps_what_races_are_worth():
     for gain, copies, kept in ((1.0, 1, 1), (1.1, 1, 1), (2.0, 1, 2), (9.0, 3, 4)):
         assert engines(tail(*alone, races=RacesView(1, copies, gain))) == kept
     full = [replica(f"r{i}", 4) for i in range(4)]
-    without = engines(tail(*full), 0.06)
-    assert engines(tail(*full, races=RacesView(4, 0, 1.0)), 0.06) == without, "no replica has room"
+    without = engines(tail(*full), 0.24)
+    assert engines(tail(*full, races=RacesView(4, 0, 1.0)), 0.24) == without, "no replica has room"
 
 
 def test_auto_drafts_where_that_is_worth_its_replicas():
     """One straggler, which is as fast on one replica as on four."""
     alone = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))]
-    for gain, worth, wanted in ((1.1, None, (1, 0)), (1.3, None, (1, 1)), (1.3, 9.0, (1, 0)), (1.1, 0.05, (1, 1))):
+    for gain, worth, wanted in ((1.1, 1.0, (1, 0)), (1.3, 1.0, (1, 1)), (1.3, 36.0, (1, 0)), (1.1, 0.2, (1, 1))):
         assert auto(tail(*alone, roles=(RolesView(1, 1, gain),)), worth) == wanted
     two = RolesView(1, 1, 1.5), RolesView(1, 2, 1.6)
-    assert auto(tail(*alone, roles=two)) == (1, 1) and auto(tail(*alone, roles=two), 0.01) == (1, 2)
+    assert auto(tail(*alone, roles=two)) == (1, 1) and auto(tail(*alone, roles=two), 0.04) == (1, 2)
 
 
 def test_auto_races_or_moves_where_that_brings_more_than_drafts():
@@ -177,8 +185,8 @@ def test_auto_races_or_moves_where_that_brings_more_than_drafts():
     assert auto(tail(*alone, races=RacesView(1, 1, 1.3), roles=roles)) == (1, 1)
     assert auto(tail(*alone, races=RacesView(1, 1, 1.5), roles=roles)) == (2, 0)
     slow = [replica(f"r{i}", 2, SPEEDS._replace(step_per_chunk_s=0.1)) for i in range(4)]  # 4 replicas: 3.7 times
-    roles = RolesView(1, 1, 1.4), RolesView(3, 1, 1.4)
-    assert auto(tail(*slow, roles=roles), 0.1) == (4, 0), "engines for all chunks bring more"
+    roles = RolesView(1, 1, 1.3), RolesView(3, 1, 1.3)
+    assert auto(tail(*slow, roles=roles), 0.4) == (4, 0), "engines for all chunks bring more"
 
 
 def test_what_has_become_a_drafter_or_gone_does_not_come_back_for_drafts():

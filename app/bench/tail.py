@@ -143,6 +143,12 @@ def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
     return found
 
 
+def rotated(names: Sequence[str], turn: int, turns: int) -> tuple[str, ...]:
+    """Of each turn another one first: a machine that gets slower is no one's fault."""
+    first = turn * len(names) // turns
+    return (*names[first:], *names[:first])
+
+
 def drawn(policies: Policies, turn: int) -> Policies:
     """The same, whose order draws what that turn draws, where it draws."""
     ordering = policies.ordering
@@ -178,10 +184,10 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
     say(f"probes: {profile['fit']}, and the quickest step {share:.2f} of it")
     runs = {name: [] for name in policies_of}
     for turn in range(repeats):
-        for name, policies in policies_of.items():
+        for name in rotated(tuple(policies_of), turn, repeats):
             await client.forget_history()
             replay.remember(history_dir)
-            await client.set_policies(drawn(policies, turn))
+            await client.set_policies(drawn(policies_of[name], turn))
             runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
             say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
     cluster = Cluster(slowed(model_of(profile, *told, 0.0), share), replicas, replicas)
