@@ -102,6 +102,10 @@ SYSTEMS = {
         "tailrace; replicas take what moves, or races, while that pays, and are given back else",
         {"drafting": "goodput", "tail": "auto"}, races=True,
     ),
+    "tailrace_thrifty": _ours(
+        "tailrace_auto, where a second of all replicas is worth as much as one of makespan",
+        {"drafting": "goodput", "tail": {"type": "auto", "worth": 1.0}}, races=True,
+    ),
 }  # fmt: skip
 
 
