@@ -68,14 +68,15 @@ class Seer(OneLane):
 
     L_g is what the `lengths` policy expects of group g: by its default, as in the paper, the greatest finished length,
     or max_tokens while none has finished. With probability `explore` a decision goes to the least-run group instead
-    (the paper gives no rate).
+    (the paper gives no rate), whose samples are drawn by prompt and index: in batches of any name alike, so that runs of
+    the same prompts compare.
     """
 
     type: Literal["seer"] = "seer"
     lanes: ClassVar[int] = 2
     growing_lanes: ClassVar[tuple[int, ...]] = (1,)
     explore: float = Field(0.1, ge=0.0, le=1.0, description="share of decisions that go to the least-run groups")
-    seed: int = Field(0, ge=0, description="of the digest that draws those decisions, alike for all batches' names")
+    seed: int = Field(0, ge=0, description="of the digest that draws those decisions")
 
     def lane(self, pick: int) -> int:
         return int(eight_fractions(self.seed, pick >> 3)[pick & 7] < self.explore)

@@ -5,7 +5,8 @@ from statistics import median
 
 
 def middle(repeats: Sequence[Mapping]) -> dict:
-    """Medians of each figure, None where no run has it; and all makespans and tails, in order."""
+    """Medians of each figure, None where no run has it; and all makespans, tails and drains, in order."""
     known = {key: [one[key] for one in repeats if one[key] is not None] for key in repeats[0]}
     medians = {key: median(values) if values else None for key, values in known.items()}
-    return medians | {f"all_{key}": [one[key] for one in repeats] for key in ("makespan_s", "tail_s")}
+    kept = [key for key in ("makespan_s", "tail_s", "drain_s") if key in medians]
+    return medians | {f"all_{key}": [one[key] for one in repeats] for key in kept}

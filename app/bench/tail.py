@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from app.bench.calibrate import beside_fit, pooled, slowed, workload
 from app.bench.ladder import USUAL as ACCEPTED
@@ -65,7 +66,16 @@ SETTLED_S = 5.0
 MOST_DRAFTS = 16
 """Draft tokens of a step that the bounds allow for; the engines' own most."""
 
-KEPT = ("makespan_s", "tail_s", "mean_sample_s", "tokens", "moved_samples", "drafted_tokens", "accepted_share")
+KEPT = (
+    "makespan_s",
+    "tail_s",
+    "drain_s",
+    "mean_sample_s",
+    "tokens",
+    "moved_samples",
+    "drafted_tokens",
+    "accepted_share",
+)
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,8 @@ def measure(
     """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
     the run is faster, and there are none to a baseline that is not among them.
 
-    `bound_share`: the simulator's lower bound at the quickest steps that probes found here, and at the acceptance of
-    that run, over its makespan.
+    `evened_s`: makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's
+    lower bound at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
     """
     replicas = file.application.of("Engine").most_replicas
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
@@ -126,6 +136,7 @@ def measure(
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),
         "ratio_to_suffix": ratios(runs, "static_suffix"),
+        "evened_s": evened({name: run for name, run in runs.items() if name in TAILS}),
         "bound_s": least_s,
         "bound_share": {name: round(least_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
     }
@@ -173,6 +184,23 @@ def ratios(runs: Mapping[str, Mapping], to: str) -> dict[str, float]:
     return {name: round(runs[to]["makespan_s"] / run["makespan_s"], 3) for name, run in runs.items()}
 
 
+def drain_s(ends_s: Sequence[float], places: int) -> float:
+    """Of samples that ended then: from when the replicas had places for all that were left, until the last one."""
+    ends_s = sorted(ends_s)
+    return ends_s[-1] - (ends_s[-places - 1] if len(ends_s) > places else 0.0)
+
+
+def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
+    """Makespans had all of them taken equally long until nothing waited: their median. Until then they do the same, and
+    differ by what else the machine did; then each takes its own median drain."""
+    heads = [
+        makespan_s - drain_s
+        for run in runs.values()
+        for makespan_s, drain_s in zip(run["all_makespan_s"], run["all_drain_s"], strict=True)
+    ]
+    return {name: round(median(heads) + run["drain_s"], 3) for name, run in runs.items()}
+
+
 async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
     """Every run by name, taking turns, and the replicas as probes find them."""
     await _all_up(client, replicas)
@@ -210,15 +238,18 @@ async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> 
 async def _roll(client: RolloutClient, name: str, replay: Replay, replicas: int) -> dict:
     """Under a batch id of its own: what is known of groups in flight is kept by their names."""
     await _all_up(client, replicas)
+    places = sum(replica.max_running for replica in (await client.status()).replicas)
     await client.reset_caches()
     heard: list[ReplicasChanged] = []
     listening = asyncio.create_task(_listen(client, heard))
     began_s = time.time()
     try:
         batch = RolloutBatch(batch_id=f"{BATCH}-{name}", groups=tuple(replay.groups), step=replay.step)
-        summary = summarise([group async for group in client.rollout(batch)])
+        groups = [group async for group in client.rollout(batch)]
     finally:
         listening.cancel()
+    summary = summarise(groups)
+    summary["drain_s"] = round(drain_s([s.timings.finished_s for group in groups for s in group.samples], places), 3)
     ended_s = began_s + summary["makespan_s"]
     occupied = occupied_s(heard, began_s, ended_s)
     returned = max(0.0, replicas * summary["makespan_s"] - occupied)  # not -0.0

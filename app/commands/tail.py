@@ -79,10 +79,13 @@ def _print(result: dict) -> None:
     from rich.table import Table
 
     table = Table(title="the tail, seconds")
-    for column in ("run", "makespan", "tail", "replica-s", "given back", "to static", "to suffix", "of the bound"):
+    columns = ("makespan", "tail", "evened", "replica-s", "given back", "to static", "to suffix", "of the bound")
+    for column in ("run", *columns):
         table.add_column(column, justify="right")
     for name, run in result["runs"].items():
-        times = (f"{run[key]:.1f}" for key in ("makespan_s", "tail_s", "replica_s", "returned_replica_s"))
+        evened_s = result["evened_s"].get(name)
+        times = [f"{run[key]:.1f}" for key in ("makespan_s", "tail_s", "replica_s", "returned_replica_s")]
+        times.insert(2, "" if evened_s is None else f"{evened_s:.1f}")
         shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
