@@ -68,8 +68,8 @@ class Seer(OneLane):
 
     L_g is what the `lengths` policy expects of group g: by its default, as in the paper, the greatest finished length,
     or max_tokens while none has finished. With probability `explore` a decision goes to the least-run group instead
-    (the paper gives no rate), whose samples are drawn by prompt and index: in batches of any name alike, so that runs of
-    the same prompts compare.
+    (the paper gives no rate); which of its samples is drawn by prompt and index, so that runs of the same prompts
+    compare, whatever their batches are called.
     """
 
     type: Literal["seer"] = "seer"

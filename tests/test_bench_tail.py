@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from app.bench.repeats import middle
-from app.bench.tail import TAILS, Rate, Replay, drawn, named, occupied_s, ratios, rotated
+from app.bench.tail import TAILS, Rate, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
 from app.commands.tail import command
 from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from app.errors import BadInput
@@ -28,6 +28,20 @@ def test_replica_seconds_are_those_in_which_a_replica_was_up():
     assert occupied_s(heard, 10.0, 20.0) == 2 * 4 + 1 * 4 + 2 * 2
     assert occupied_s(heard, 10.0, 12.0) == 4
     assert occupied_s([change(3.0, 2)], 10.0, 20.0) == 20
+
+
+def test_a_drain_begins_when_all_that_is_left_has_a_place():
+    ends_s = [9.0, 1.0, 4.0, 2.0, 7.0]
+    assert drain_s(ends_s, 2) == 9.0 - 4.0, "the third end leaves two"
+    assert drain_s(ends_s, 4) == 9.0 - 1.0 and drain_s(ends_s, 5) == drain_s(ends_s, 8) == 9.0
+
+
+def test_what_a_slow_machine_adds_before_the_tail_is_nobodys():
+    """`hold` drains in 5, 7 and 9 s behind 10, 11 and 12; `auto` in 6 behind 20."""
+    hold = middle([{"makespan_s": 10 + n + 5 + 2 * n, "tail_s": 1.0, "drain_s": 5.0 + 2 * n} for n in range(3)])
+    auto = middle([{"makespan_s": 26.0, "tail_s": 1.0, "drain_s": 6.0}])
+    assert evened({"hold": hold, "auto": auto}) == {"hold": 11.5 + 7.0, "auto": 11.5 + 6.0}
+    assert evened({}) == {}
 
 
 def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():

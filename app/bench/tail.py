@@ -67,15 +67,8 @@ MOST_DRAFTS = 16
 """Draft tokens of a step that the bounds allow for; the engines' own most."""
 
 KEPT = (
-    "makespan_s",
-    "tail_s",
-    "drain_s",
-    "mean_sample_s",
-    "tokens",
-    "moved_samples",
-    "drafted_tokens",
-    "accepted_share",
-)
+    "makespan_s", "tail_s", "drain_s", "mean_sample_s", "tokens", "moved_samples", "drafted_tokens", "accepted_share",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
