@@ -187,9 +187,9 @@ def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
     """Makespans had all of them taken equally long until nothing waited: their median. Until then they do the same, and
     differ by what else the machine did; then each takes its own median drain."""
     heads = [
-        makespan_s - drain_s
+        whole_s - drained_s
         for run in runs.values()
-        for makespan_s, drain_s in zip(run["all_makespan_s"], run["all_drain_s"], strict=True)
+        for whole_s, drained_s in zip(run["all_makespan_s"], run["all_drain_s"], strict=True)
     ]
     return {name: round(median(heads) + run["drain_s"], 3) for name, run in runs.items()}
 

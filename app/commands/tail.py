@@ -83,9 +83,9 @@ def _print(result: dict) -> None:
     for column in ("run", *columns):
         table.add_column(column, justify="right")
     for name, run in result["runs"].items():
-        evened_s = result["evened_s"].get(name)
-        times = [f"{run[key]:.1f}" for key in ("makespan_s", "tail_s", "replica_s", "returned_replica_s")]
-        times.insert(2, "" if evened_s is None else f"{evened_s:.1f}")
+        evened = {"evened_s": result["evened_s"].get(name)}
+        keys = ("makespan_s", "tail_s", "evened_s", "replica_s", "returned_replica_s")
+        times = ("" if (run | evened)[key] is None else f"{(run | evened)[key]:.1f}" for key in keys)
         shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
