@@ -155,7 +155,7 @@ def test_auto_weighs_the_time_that_a_replica_saves_against_what_it_is_worth_else
 
 
 def test_auto_gives_back_by_default_what_hardly_makes_a_step_longer():
-    """Whether 8 chunks are on one replica or on four is 6 ms of a step: two stay where it takes 60, one where it takes 600."""
+    """8 chunks on one replica or on four are 6 ms of a step: two stay where it takes 60, one where it takes 600."""
     longer, longest = (SPEEDS._replace(step_base_s=base_s) for base_s in (0.06, 0.6))
     assert engines(tail(*[replica(f"r{i}", 2, longer) for i in range(4)]), Auto().worth) == 2
     assert engines(tail(*[replica(f"r{i}", 2, longest) for i in range(4)]), Auto().worth) == 1

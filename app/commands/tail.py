@@ -75,10 +75,11 @@ def _cut(epoch: dict, samples: int) -> dict:
 
 
 def _print(result: dict) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="the tail, seconds")
+    table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
     columns = ("makespan", "tail", "evened", "replica-s", "given back", "to static", "to suffix", "of the bound")
     for column in ("run", *columns):
         table.add_column(column, justify="right")
