@@ -80,9 +80,9 @@ def _print(result: dict) -> None:
     from rich.table import Table
 
     table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
-    columns = ("makespan", "tail", "evened", "replica-s", "given back", "to static", "to suffix", "of the bound")
+    columns = ("makespan", "tail", "evened", "replica-s", "given\nback", "to\nstatic", "to\nsuffix", "of the\nbound")
     for column in ("run", *columns):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
         evened = {"evened_s": result["evened_s"].get(name)}
         keys = ("makespan_s", "tail_s", "evened_s", "replica_s", "returned_replica_s")
