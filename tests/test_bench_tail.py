@@ -1,21 +1,27 @@
 """The tail benchmark's arithmetic, its history, and its command's complaints."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import yaml
 
 from app.bench.repeats import middle
-from app.bench.tail import TAILS, Rate, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
+from app.bench.tail import TAILS, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
+from app.bench.tail_simulated import DRAWS, Rate, simulated
 from app.commands.tail import command
 from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from app.errors import BadInput
+from app.simulator.types import ReplicaModel, StepModel
 from deployments.context.archive import EVERY, Archive
 from deployments.context.config import ContextConfig
 from deployments.context.plan import EVIDENCE
-from deployments.messages import ReplicasChanged
+from deployments.messages import PromptGroup, ReplicasChanged
 from policies.bundle import Policies
+from policies.scaling import Limits
 from policies.tail import Draft, Hold
 
 
@@ -114,6 +120,55 @@ def test_the_earlier_checkpoint_is_history_and_the_batch_comes_after_it(tmp_path
 
 def test_a_rate_is_the_same_for_all():
     assert Rate(0.7).chance(None, 0, 5, 3, 1) == 0.7
+
+
+MODEL = ReplicaModel(StepModel(0.06, 0.003, 0.0), 4096, 2, 300.0, 8000.0, 0.001, handover_s=0.01, block_tokens=32)
+
+
+def prompt_groups(lengths: tuple[tuple[int, ...], ...], words: int) -> list[PromptGroup]:
+    """Answers that count up to their length, over and over again in so many words."""
+    return [
+        PromptGroup(
+            prompt_id=f"p{place}", token_ids=(1, 2, 3 + place), samples=len(of_group), max_tokens=400,
+            forced_token_ids=tuple(tuple(10 + place + n % words for n in range(length)) for length in of_group),
+        )
+        for place, of_group in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def by_draw() -> dict[str, Callable[[int], Policies]]:
+    return {name: partial(drawn, policies) for name, policies in named(load_config(ELASTIC_CONFIG), 64).items()}
+
+
+def test_runs_are_simulated_without_noise_and_with_the_earlier_answers():
+    """One sample is four times as long as the others, so one of two replicas has nothing to do in the end."""
+    groups = prompt_groups(((40, 50), (45, 390), (60, 30)), 90)
+    named_of = by_draw()
+    said = []
+    first, again = (
+        simulated(groups, earlier, (MODEL, MODEL), Limits(1, 2), named_of, said.append) for earlier in (groups, groups)
+    )
+    assert first == again, "nothing but decisions tells two runs apart"
+    assert set(first) == set(named_of) - {"race"} and len(said) == 2 * len(first)
+    assert all(len(run["all_makespan_s"]) == DRAWS for run in first.values())
+    assert first["hold"]["returned_replica_s"] == 0 < first["auto"]["returned_replica_s"]
+    assert first["hold"]["makespan_s"] < first["seer"]["makespan_s"], "drafts"
+    other = prompt_groups(((40, 50), (45, 60), (60, 30)), 7)
+    without = simulated(groups, other, (MODEL, MODEL), Limits(1, 2), {"hold": named_of["hold"]}, said.append)
+    assert first["hold"]["makespan_s"] < without["hold"]["makespan_s"], "who has been told the answers drafts better"
+
+
+def test_who_never_drafts_has_the_steps_of_who_does_not():
+    groups = prompt_groups(((40, 50), (45, 60)), 90)
+    slow = replace(MODEL, step=StepModel(0.6, 0.03, 0.0))
+    named_of = by_draw()
+    kept = {name: named_of[name] for name in ("seer", "hold")}
+    plain, drafting = (
+        simulated(groups, groups, models, Limits(1, 2), kept, lambda _: None)
+        for models in ((slow, MODEL), (MODEL, slow))
+    )
+    assert plain["seer"]["makespan_s"] > 5 * drafting["seer"]["makespan_s"]
+    assert drafting["hold"]["makespan_s"] > 5 * plain["hold"]["makespan_s"]
 
 
 def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):

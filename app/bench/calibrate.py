@@ -8,28 +8,13 @@ medians of the turns, of live runs and of simulated ones. Called by `python -m a
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import mean, median
 
 from app.bench.live import KEPT
-from app.bench.probes import (
-    CHECK,
-    HANDOVER_CHUNK_TOKENS,
-    LADDER,
-    Ladder,
-    alone,
-    busy_hand_overs,
-    climb,
-    drafted_steps,
-    engines,
-    hand_over,
-    joining,
-    model_of,
-    stepped,
-)
+from app.bench.probes import CHECK, LADDER, Probes, engines, pooled, stepped
 from app.bench.repeats import middle
-from app.bench.stepcost import fit
 from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
@@ -71,15 +56,6 @@ def workload(groups: Sequence[PromptGroup], batch: str = BATCH) -> Workload:
         for group in groups
     )
     return Workload(batch, groups[0].max_tokens, (tuple(known),))
-
-
-def pooled(ladders: Sequence[Mapping]) -> dict:
-    """One profile of several ladders, as `app profile` writes it; prompts take their mean over the ladders."""
-    steps = [step for ladder in ladders for step in ladder["steps"]]
-    by_tokens: dict[int, list[float]] = {}
-    for one in (one for ladder in ladders for one in ladder["prefill"]):
-        by_tokens.setdefault(one["tokens"], []).append(one["prefill_ms"])
-    return {"steps": steps, "prefill_ms": {n: round(mean(took), 3) for n, took in by_tokens.items()}, "fit": fit(steps)}
 
 
 def slowness(ladder: Mapping, profile: Mapping) -> float:
@@ -177,23 +153,17 @@ def measure(
     say(f"starting {replicas} replicas")
     with service(file, None) as client:
         live, found = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
-    ladders, told, handover_s = found.ladders, found.told, median(found.handovers)
-    profile = profile or pooled(ladders)
-    drafting = profile | {"fit": fit([step for ladder in ladders for step in (*ladder["steps"], *ladder["drafted"])])}
-    models = {
-        name: model_of(drafting if policies.drafting.most else profile, *told, handover_s)
-        for name, policies in named.items()
-    }
-    join_s = joining(model_of(profile, *told, handover_s), replicas, median(found.busy)).join_s
-    share = min(1.0, median(found.alone))
-    models = {name: replace(model, join_s=join_s, alone_share=share) for name, model in models.items()}
-    speeds = [slowness(ladder, profile) for ladder in ladders]
+    profile = profile or pooled(found.ladders)
+    plain, drafting = found.models(profile)
+    models = {name: drafting if policies.drafting.most else plain for name, policies in named.items()}
+    speeds = [slowness(ladder, profile) for ladder in found.ladders]
     around = [mean(pair) for pair in pairwise(speeds)]  # each turn
     modelled = simulated(groups, models, replicas, named, around)
     return verdict(live, modelled) | {
         "live": live,
         "simulated": modelled,
-        "profile": {key: profile[key] for key in ("fit", "prefill_ms")} | {"fit_with_drafts": drafting["fit"]},
+        "profile": {key: profile[key] for key in ("fit", "prefill_ms")}
+        | {"fit_with_drafts": found.drafting(profile)["fit"]},
         "slowness": [round(speed, 4) for speed in speeds],
         "handovers_s": found.handovers,
         "busy_handovers_s": found.busy,
@@ -202,39 +172,6 @@ def measure(
         "tokens": sum(len(ids) + 1 for group in groups for ids in group.forced_token_ids),
         "repeats": repeats,
     }
-
-
-@dataclass
-class Probes:
-    """What was found of the replicas, each list in order of time; `told`: what they say of themselves."""
-
-    client: RolloutClient
-    replicas: int
-    say: Callable[[str], None]
-    told: tuple
-    ladders: list[dict] = field(default_factory=list)
-    handovers: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
-
-    async def climb(self, ladder: Ladder) -> None:
-        number = len(self.ladders)
-        found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
-        found["drafted"] = await drafted_steps(self.client)
-        self.ladders.append(found)
-        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
-        self.say(f"probes: steps of {took} ms")
-
-    async def hand_over(self) -> None:
-        """What chunks and a busy neighbour cost, beside the ladder just climbed."""
-        number, client = len(self.ladders), self.client
-        self.alone.append(round(await alone(client, f"alone-{number}", self.ladders[-1]), 4))
-        self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
-        self.busy.append(await busy_hand_overs(client, f"crowd-{number}", self.replicas))
-        self.say(
-            f"probes: steps take {self.alone[-1]:.2f} of it alone, a hand-over {self.handovers[-1]:.3f} s; chunks of "
-            f"{HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
-        )
 
 
 async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say) -> tuple[dict, Probes]:

@@ -2,13 +2,14 @@
 
 A probe replays made-up tokens on all replicas at once, as many chunks on each, so that they slow each other down as
 they do at work, and everything between two steps counts. Invariant: no probe holds a token of what is to be predicted.
-Called by `bench calibrate`.
+Called by `bench calibrate` and `bench tail`.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
+from app.bench.stepcost import fit
 from app.client import RolloutClient
 from app.simulator.hardware import from_profile
 from app.simulator.host import simulate
@@ -192,3 +193,56 @@ def joining(model: ReplicaModel, replicas: int, busy_s: float) -> ReplicaModel:
     )
     hand_overs = samples * (-(-answer_tokens // HANDOVER_CHUNK_TOKENS) - 1)
     return replace(model, join_s=max(0.0, (busy_s - chunked_s + whole_s) / hand_overs))
+
+
+def pooled(ladders: Sequence[Mapping]) -> dict:
+    """One profile of several ladders, as `app profile` writes it; prompts take their mean over the ladders."""
+    steps = [step for ladder in ladders for step in ladder["steps"]]
+    by_tokens: dict[int, list[float]] = {}
+    for one in (one for ladder in ladders for one in ladder["prefill"]):
+        by_tokens.setdefault(one["tokens"], []).append(one["prefill_ms"])
+    return {"steps": steps, "prefill_ms": {n: round(mean(took), 3) for n, took in by_tokens.items()}, "fit": fit(steps)}
+
+
+@dataclass
+class Probes:
+    """What was found of the replicas, each list in order of time; `told`: what they say of themselves."""
+
+    client: RolloutClient
+    replicas: int
+    say: Callable[[str], None]
+    told: tuple
+    ladders: list[dict] = field(default_factory=list)
+    handovers: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+
+    async def climb(self, ladder: Ladder) -> None:
+        number = len(self.ladders)
+        found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
+        found["drafted"] = await drafted_steps(self.client)
+        self.ladders.append(found)
+        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
+        self.say(f"probes: steps of {took} ms")
+
+    async def hand_over(self) -> None:
+        """What chunks and a busy neighbour cost, beside the ladder just climbed."""
+        number, client = len(self.ladders), self.client
+        self.alone.append(round(await alone(client, f"alone-{number}", self.ladders[-1]), 4))
+        self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
+        self.busy.append(await busy_hand_overs(client, f"crowd-{number}", self.replicas))
+        self.say(
+            f"probes: steps take {self.alone[-1]:.2f} of it alone, a hand-over {self.handovers[-1]:.3f} s; chunks of "
+            f"{HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
+        )
+
+    def drafting(self, profile: dict) -> dict:
+        """A profile with the fit of steps that verify drafts among the others."""
+        return profile | {"fit": fit([step for found in self.ladders for step in (*found["steps"], *found["drafted"])])}
+
+    def models(self, profile: dict) -> tuple[ReplicaModel, ReplicaModel]:
+        """A replica whose steps are as in `profile`, and one that verifies drafts."""
+        handover_s, share = median(self.handovers), min(1.0, median(self.alone))
+        plain, drafting = (model_of(one, *self.told, handover_s) for one in (profile, self.drafting(profile)))
+        join_s = joining(plain, self.replicas, median(self.busy)).join_s
+        return tuple(replace(model, join_s=join_s, alone_share=share) for model in (plain, drafting))

@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from app.bench.calibrate import beside_fit, pooled, slowed, workload
 from app.bench.ladder import USUAL as ACCEPTED
-from app.bench.probes import alone, climb, drafted_steps, engines, model_of
+from app.bench.probes import LADDER, Probes, engines, pooled
 from app.bench.repeats import middle
-from app.bench.stepcost import fit
+from app.bench.tail_simulated import least_s, quickest, simulated
 from app.certificates.runs import GROUP, WHOLE, Engine, drafts
 from app.certificates.services import Service
 from app.certificates.tokens import whole, with_engine
@@ -28,8 +28,7 @@ from app.client import RolloutClient
 from app.cluster import service
 from app.config import ServeFile
 from app.history_import import HistoryImport
-from app.simulator.bounds import bounds
-from app.simulator.types import Cluster, Group
+from app.simulator.types import Cluster
 from app.summary import summarise
 from deployments.context.archive import EVERY, Archive
 from deployments.context.config import ContextConfig
@@ -37,6 +36,7 @@ from deployments.messages import PromptGroup, ReplicasChanged, RolloutBatch
 from deployments.prompts import Prompts
 from policies.bundle import Policies
 from policies.racing import USUAL, Rung
+from policies.scaling import Limits
 
 BATCH = "bench-tail"
 SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
@@ -62,9 +62,6 @@ NAMES = ("static", "seer", *TAILS, "static_suffix")
 
 SETTLED_S = 5.0
 """By then Serve has stopped what it was told to stop."""
-
-MOST_DRAFTS = 16
-"""Draft tokens of a step that the bounds allow for; the engines' own most."""
 
 KEPT = (
     "makespan_s", "tail_s", "drain_s", "mean_sample_s", "tokens", "moved_samples", "drafted_tokens", "accepted_share",
@@ -94,16 +91,6 @@ class Replay:
             HistoryImport(archive, self.prompts, None, 0).add(Path(file.name), lambda _: None)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Drafts that are right so often, whatever the sample."""
-
-    accepted: float
-
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
-        return self.accepted
-
-
 def measure(
     file: ServeFile, replay: Replay, chunk_tokens: int, repeats: int, say: Callable[[str], None],
     names: Sequence[str] = NAMES,
@@ -111,27 +98,33 @@ def measure(
     """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
     the run is faster, and there are none to a baseline that is not among them.
 
-    `evened_s`: makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's
-    lower bound at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
+    `simulated`: the same without noise, of those that a replay can tell apart. `evened_s`: makespans of tail policies
+    without the luck of what is before the tail. `bound_share`: the simulator's lower bound at the quickest steps that
+    probes found here, and at the acceptance of that run, over its makespan.
     """
     replicas = file.application.of("Engine").most_replicas
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
         say(f"starting {replicas} replicas")
         with service(_with(file, GROUP, Path(folder)), None) as client:
             policies = {name: what for name, what in named(file, chunk_tokens).items() if name in names}
-            runs, cluster = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
+            runs, probes = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
         if "static_suffix" in names:
             say(f"starting {replicas} replicas that draft by vLLM's suffix")
             with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
                 runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
-    least_s = {name: _least_s(run, replay, cluster) for name, run in runs.items()}
+    cluster = Cluster(quickest(probes), replicas, replicas)
+    bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
+    draws = {name: partial(drawn, of_run) for name, of_run in policies.items()}
+    may_be = file.application.of("Coordinator").user_config.replicas
+    limits, models = Limits(may_be.least, may_be.most), probes.models(pooled(probes.ladders))
     return {
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),
         "ratio_to_suffix": ratios(runs, "static_suffix"),
+        "simulated": simulated(replay.groups, replay.earlier, models, limits, draws, say),
         "evened_s": evened({name: run for name, run in runs.items() if name in TAILS}),
-        "bound_s": least_s,
-        "bound_share": {name: round(least_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
+        "bound_s": bound_s,
+        "bound_share": {name: round(bound_s[name] / run["makespan_s"], 4) for name, run in runs.items()},
     }
 
 
@@ -195,14 +188,11 @@ def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
 
 
 async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
-    """Every run by name, taking turns, and the replicas as probes find them."""
+    """Every run by name, taking turns, and the probes before them."""
     await _all_up(client, replicas)
-    told = await engines(client)
-    ladder = await climb(client, "ladder", replicas, told[0][0].max_running)
-    steps = [*ladder["steps"], *await drafted_steps(client)]
-    profile = pooled([ladder]) | {"fit": fit(steps)}
-    share = min(1.0, await alone(client, "alone", ladder)) * min(beside_fit(steps, profile["fit"]))
-    say(f"probes: {profile['fit']}, and the quickest step {share:.2f} of it")
+    probes = Probes(client, replicas, say, await engines(client))
+    await probes.climb(LADDER)
+    await probes.hand_over()
     runs = {name: [] for name in policies_of}
     for turn in range(repeats):
         for name in rotated(tuple(policies_of), turn, repeats):
@@ -211,8 +201,7 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
             await client.set_policies(drawn(policies_of[name], turn))
             runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
             say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
-    cluster = Cluster(slowed(model_of(profile, *told, 0.0), share), replicas, replicas)
-    return {name: middle(all_of) for name, all_of in runs.items()}, cluster
+    return {name: middle(all_of) for name, all_of in runs.items()}, probes
 
 
 async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> dict:
@@ -269,9 +258,3 @@ def _with(file: ServeFile, engine: Engine, history_dir: Path | None) -> ServeFil
     context = ContextConfig(history_dir=str(history_dir)) if history_dir else None
     args = application.args.model_copy(update={"context": context})
     return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
-
-
-def _least_s(run: Mapping, replay: Replay, cluster: Cluster) -> float:
-    accepted = Rate(run["accepted_share"]) if run["accepted_share"] else None
-    groups = workload(replay.groups).steps[0]
-    return round(bounds(groups, cluster, accepted, MOST_DRAFTS if accepted else 0)["best_s"], 3)

@@ -80,13 +80,26 @@ def _print(result: dict) -> None:
     from rich.table import Table
 
     table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
-    columns = ("makespan", "tail", "evened", "replica-s", "given\nback", "to\nstatic", "to\nsuffix", "of the\nbound")
+    columns = (
+        "makespan",
+        "tail",
+        "evened",
+        "simu-\nlated",
+        "replica-s",
+        "given\nback",
+        "to\nstatic",
+        "to\nsuffix",
+        "of the\nbound",
+    )
     for column in ("run", *columns):
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
-        evened = {"evened_s": result["evened_s"].get(name)}
-        keys = ("makespan_s", "tail_s", "evened_s", "replica_s", "returned_replica_s")
-        times = ("" if (run | evened)[key] is None else f"{(run | evened)[key]:.1f}" for key in keys)
+        beside = {
+            "evened": result["evened_s"].get(name),
+            "simulated": result["simulated"].get(name, {}).get("makespan_s"),
+        }
+        keys = ("makespan_s", "tail_s", "evened", "simulated", "replica_s", "returned_replica_s")
+        times = ("" if (run | beside)[key] is None else f"{(run | beside)[key]:.1f}" for key in keys)
         shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
