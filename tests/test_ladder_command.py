@@ -105,6 +105,7 @@ def test_a_picture_is_drawn(tmp_path):
         (("--plot", "ladder.txt"), "a path that ends in .png"),
         (("--out", "none/ladder.json"), "its folder does not exist"),
         (("--drafter", "."), "add --acceptance model=RATE"),
+        (("--drafter-profile", "none.json"), "--drafter-profile none.json: nothing says"),
         (("--profile", "none.json"), "--profile none.json: not what"),
         (("--trace", "none.jsonl"), "none.jsonl: cannot be read"),
     ],

@@ -88,7 +88,8 @@ def _model_rate(drafter: str | None, profile: Path | None, rates: dict[str, floa
 
     rate = measured(Path(drafter)) if drafter else None
     if rate is None:
-        raise BadInput(f"--drafter {drafter}: nothing says how often it is right; add --acceptance {MODEL}=RATE")
+        named = f"--drafter {drafter}" if drafter else f"--drafter-profile {profile}"
+        raise BadInput(f"{named}: nothing says how often it is right; add --acceptance {MODEL}=RATE")
     return rate
 
 
