@@ -6,22 +6,19 @@ from itertools import pairwise
 
 import pytest
 
-from app.bench.calibrate import figures, runs, simulated, slowness, verdict, workload
+from app.bench.calibrate import figures, pooled, runs, simulated, slowness, verdict, workload
 from app.bench.probes import (
     HANDOVER_CHUNK_TOKENS,
     HANDOVERS,
     LADDER,
     PROMPT_TOKENS,
-    Probes,
     bound,
     crowd,
     joining,
     model_of,
-    pooled,
     probe,
     step_ms,
 )
-from app.bench.tail_simulated import quickest, usual
 from app.commands.bench import command
 from app.errors import BadInput
 from app.simulator.host import simulate
@@ -105,21 +102,6 @@ def test_a_run_is_simulated_as_slow_as_the_machine_was_around_it():
     assert set(policies) == {"group_static", "seer", "seer_goodput"}
     for name in policies:
         assert slow[name]["makespan_s"] == pytest.approx(1.5 * once[name]["makespan_s"], rel=2e-3)
-
-
-def test_replicas_are_as_quick_as_all_ladders_found_them():
-    """One of three was twice as slow. A draft token takes 3 ms, as a chunk does, and all takes half as long alone."""
-    drafted = [{"chunks": 1, "draft_tokens": 15, "context_tokens": 0, "step_ms": 30 + 3 * 16}]
-    quick, slow = ({"steps": [step | {"step_ms": times * step["step_ms"]} for step in ladder(30)["steps"]],
-                    "prefill": ladder(30)["prefill"], "drafted": drafted} for times in (1, 2))  # fmt: skip
-    probes = Probes(None, 2, print, (JOINED, MEASURED), [quick, slow, quick], [0.0], [1.0], [0.5])
-    plain, drafting = usual(probes)
-    assert (
-        plain.step.base_s == pytest.approx(0.03 * 4 / 3, rel=0.02) and plain.alone_share == drafting.alone_share == 0.5
-    )
-    assert plain.handover_s == drafting.handover_s == 0.0 and plain.join_s == drafting.join_s > 0
-    assert quickest(probes).step.base_s == pytest.approx(0.03 * 0.5, rel=0.1)
-    assert quickest(replace(probes, ladders=[slow])).step.base_s > quickest(probes).step.base_s
 
 
 def test_kv_is_found_again_in_whole_blocks():
