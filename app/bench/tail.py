@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 
 from app.bench.ladder import USUAL as ACCEPTED
-from app.bench.probes import CHECK, LADDER, Probes, engines
+from app.bench.probes import LADDER, Probes, engines, pooled
 from app.bench.repeats import middle
-from app.bench.tail_simulated import least_s, quickest, simulated, usual
+from app.bench.tail_simulated import least_s, quickest, simulated
 from app.certificates.runs import GROUP, WHOLE, Engine, drafts
 from app.certificates.services import Service
 from app.certificates.tokens import whole, with_engine
@@ -116,7 +116,7 @@ def measure(
     bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
     draws = {name: partial(drawn, of_run) for name, of_run in policies.items()}
     may_be = file.application.of("Coordinator").user_config.replicas
-    limits, models = Limits(may_be.least, may_be.most), usual(probes)
+    limits, models = Limits(may_be.least, may_be.most), probes.models(pooled(probes.ladders))
     return {
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),
@@ -188,7 +188,7 @@ def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
 
 
 async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
-    """Every run by name, taking turns, and what probes found before and between these."""
+    """Every run by name, taking turns, and the probes before them."""
     await _all_up(client, replicas)
     probes = Probes(client, replicas, say, await engines(client))
     await probes.climb(LADDER)
@@ -201,8 +201,6 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
             await client.set_policies(drawn(policies_of[name], turn))
             runs[name].append(await _roll(client, f"{name}-{turn}", replay, replicas))
             say(f"{name}, {turn + 1} of {repeats}: {runs[name][-1]}")
-        await _all_up(client, replicas)
-        await probes.climb(CHECK)
     return {name: middle(all_of) for name, all_of in runs.items()}, probes
 
 

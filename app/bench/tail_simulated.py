@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from app.bench.calibrate import beside_fit, slowed, slowness, workload
+from app.bench.calibrate import beside_fit, slowed, workload
 from app.bench.probes import Probes, model_of, pooled
 from app.replay.recorded import Recorded, forced
 from app.replay.speculation import replaying
@@ -76,19 +76,11 @@ def _history(past: Recorded) -> list[PastAnswer]:
     return [PastAnswer("", 0, 0, None, answer) for answer in past.answers]
 
 
-def usual(probes: Probes) -> tuple[ReplicaModel, ReplicaModel]:
-    """A replica that never drafts and one that does, as quick as the ladders found them on average."""
-    profile = pooled(probes.ladders)
-    times = mean(slowness(ladder, profile) for ladder in probes.ladders)
-    plain, drafting = probes.models(profile)
-    return slowed(plain, times), slowed(drafting, times)
-
-
 def quickest(probes: Probes) -> ReplicaModel:
     """A replica as in the quickest of the probes' steps."""
+    found = probes.ladders[0]
     profile = probes.drafting(pooled(probes.ladders))
-    steps = [step for found in probes.ladders for step in (*found["steps"], *found["drafted"])]
-    share = min(1.0, *probes.alone) * min(beside_fit(steps, profile["fit"]))
+    share = min(1.0, *probes.alone) * min(beside_fit([*found["steps"], *found["drafted"]], profile["fit"]))
     return slowed(model_of(profile, *probes.told, 0.0), share)
 
 
