@@ -145,9 +145,7 @@ def test_runs_are_simulated_without_noise_and_with_the_earlier_answers():
     groups = prompt_groups(((40, 50), (45, 390), (60, 30)), 90)
     named_of = by_draw()
     said = []
-    first, again = (
-        simulated(groups, earlier, (MODEL, MODEL), Limits(1, 2), named_of, said.append) for earlier in (groups, groups)
-    )
+    first, again = (simulated(groups, groups, (MODEL, MODEL), Limits(1, 2), named_of, said.append) for _ in range(2))
     assert first == again, "nothing but decisions tells two runs apart"
     assert set(first) == set(named_of) - {"race"} and len(said) == 2 * len(first)
     assert all(len(run["all_makespan_s"]) == DRAWS for run in first.values())

@@ -98,9 +98,9 @@ def measure(
     """`runs` by name, of `names` alone, medians of the repeats, with all makespans; ratios are of makespans, above 1
     the run is faster, and there are none to a baseline that is not among them.
 
-    `simulated`: the same without noise, of those that a replay can tell apart. `evened_s`: makespans of tail policies
-    without the luck of what is before the tail. `bound_share`: the simulator's lower bound at the quickest steps that
-    probes found here, and at the acceptance of that run, over its makespan.
+    `simulated`: the same without noise, of those that a replay can tell apart, so none with draft models. `evened_s`:
+    makespans of tail policies without the luck of what is before the tail. `bound_share`: the simulator's lower bound
+    at the quickest steps that probes found here, and at the acceptance of that run, over its makespan.
     """
     replicas = file.application.of("Engine").most_replicas
     with tempfile.TemporaryDirectory(prefix="tailrace-history-") as folder:
@@ -114,7 +114,8 @@ def measure(
                 runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
     cluster = Cluster(quickest(probes), replicas, replicas)
     bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
-    draws = {name: partial(drawn, of_run) for name, of_run in policies.items()}
+    replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
+    draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
     may_be = file.application.of("Coordinator").user_config.replicas
     limits, models = Limits(may_be.least, may_be.most), probes.models(pooled(probes.ladders))
     return {

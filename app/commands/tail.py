@@ -80,26 +80,15 @@ def _print(result: dict) -> None:
     from rich.table import Table
 
     table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
-    columns = (
-        "makespan",
-        "tail",
-        "evened",
-        "simu-\nlated",
-        "replica-s",
-        "given\nback",
-        "to\nstatic",
-        "to\nsuffix",
-        "of the\nbound",
-    )
-    for column in ("run", *columns):
+    seconds = ("makespan", "tail", "evened", "simu-\nlated", "replica-s", "given\nback")
+    for column in ("run", *seconds, "to\nstatic", "to\nsuffix", "of the\nbound"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
-        beside = {
-            "evened": result["evened_s"].get(name),
-            "simulated": result["simulated"].get(name, {}).get("makespan_s"),
-        }
-        keys = ("makespan_s", "tail_s", "evened", "simulated", "replica_s", "returned_replica_s")
-        times = ("" if (run | beside)[key] is None else f"{(run | beside)[key]:.1f}" for key in keys)
+        evened_s, simulated_s = result["evened_s"].get(name), result["simulated"].get(name, {}).get("makespan_s")
+        seconds = (
+            run["makespan_s"], run["tail_s"], evened_s, simulated_s, run["replica_s"], run["returned_replica_s"]
+        )  # fmt: skip
+        times = ("" if value is None else f"{value:.1f}" for value in seconds)
         shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
