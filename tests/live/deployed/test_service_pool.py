@@ -63,27 +63,30 @@ async def settled(client: RolloutClient, pool_tokens: int = 0):
         await asyncio.sleep(0.2)
 
 
-async def moved(client: RolloutClient) -> tuple[dict, list[dict], dict]:
-    """Groups, chunks and counts of the pool before, of a rollout in which KV was pulled and most saves were in time: on
-    a busy machine saves and look-ups may be late, and it computes; so there is one rollout after the other."""
-    for number in itertools.count():
+async def moved(client: RolloutClient) -> tuple[int, dict, list[dict], dict]:
+    """Seed, groups, chunks and counts of the pool before, of a rollout in which KV was pulled and most saves were in
+    time: on a busy machine saves and look-ups may be late, and it computes; so there is one rollout after the other.
+
+    Each under a seed of its own: KV of tokens that an engine has made before still lies there, and is not pulled.
+    """
+    for seed in itertools.count(100):
         await client.forget_history()
         before = (await settled(client)).counts
-        groups = await roll(client, batch(f"moved-{number}", keep_trace=True), moving())
-        spans = await client.take_trace(f"moved-{number}")
+        groups = await roll(client, batch(f"moved-{seed}", seed=seed, keep_trace=True), moving())
+        spans = await client.take_trace(f"moved-{seed}")
         chunks = [span["attributes"] for span in spans if span["name"] == "engine"]
         stored = {chunk["chunk_id"]: chunk["stored_tokens"] > 0 for chunk in chunks}
         followed = [stored[name] for name in map(before_it, stored) if name in stored]
         if any(chunk["pulled_tokens"] for chunk in chunks) and sum(followed) > len(followed) / 2:
-            return groups, chunks, before
+            return seed, groups, chunks, before
 
 
 def test_a_moved_sample_pulls_its_kv_and_leaves_nothing(client):
-    whole = run(roll(client, batch("whole"), Policies(placement="pinned")))
-    groups, chunks, before = run(moved(client))
+    seed, groups, chunks, before = run(moved(client))
     pulled = [chunk for chunk in chunks if chunk["pulled_tokens"]]
     pool_tokens = before.get("pool_tokens", 0) + sum(chunk["pulled_tokens"] for chunk in pulled)
     after = run(settled(client, pool_tokens))
+    whole = run(roll(client, batch("whole", seed=seed), Policies(placement="pinned")))
     assert [g.samples[i].token_ids for g in whole.values() for i in (0, 1)] == [
         groups[name].samples[i].token_ids for name in whole for i in (0, 1)
     ]
