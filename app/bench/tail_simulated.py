@@ -17,6 +17,7 @@ from app.simulator.host import simulate
 from app.simulator.report import summary
 from app.simulator.types import Cluster, Group, ReplicaModel, Run
 from deployments.context.types import PastAnswer
+from deployments.engine.config import DraftConfig
 from deployments.messages import PromptGroup
 from policies.bundle import Policies
 from policies.scaling import Limits
@@ -29,8 +30,8 @@ BATCH = "simulated-tail"
 UNTOLD = ("race",)
 """Runs left out: what copies draft from is all one to a replay."""
 
-MOST_DRAFTS = 16
-"""Draft tokens of a step that the bounds allow for; the engines' own most."""
+MOST_DRAFTS = DraftConfig().draft_tokens
+"""Draft tokens of a step that the bounds allow for: what `bench tail` has its engines draft at most."""
 
 KEPT = ("makespan_s", "tail_s", "replica_s", "returned_replica_s")
 
@@ -55,8 +56,10 @@ def simulated(
     Without those in `UNTOLD`.
     """
     found = {}
-    for name in (name for name in named if name not in UNTOLD):
-        runs = [summary(_run(groups, earlier, models, limits, named[name](draw))) for draw in range(DRAWS)]
+    for name, policies_of in named.items():
+        if name in UNTOLD:
+            continue
+        runs = [summary(_run(groups, earlier, models, limits, policies_of(draw))) for draw in range(DRAWS)]
         found[name] = {key: round(mean(run[key] for run in runs), 3) for key in KEPT}
         found[name]["all_makespan_s"] = [run["makespan_s"] for run in runs]
         say(f"{name}, simulated: {found[name]}")

@@ -85,10 +85,10 @@ def _print(result: dict) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
         evened_s, simulated_s = result["evened_s"].get(name), result["simulated"].get(name, {}).get("makespan_s")
-        seconds = (
+        values = (
             run["makespan_s"], run["tail_s"], evened_s, simulated_s, run["replica_s"], run["returned_replica_s"]
         )  # fmt: skip
-        times = ("" if value is None else f"{value:.1f}" for value in seconds)
+        times = ("" if value is None else f"{value:.1f}" for value in values)
         shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)

@@ -69,7 +69,7 @@ async def moved(client: RolloutClient) -> tuple[int, dict, list[dict], dict]:
 
     Each under a seed of its own: KV of tokens that an engine has made before still lies there, and is not pulled.
     """
-    for seed in itertools.count(100):
+    for seed in itertools.count(100):  # the tests before this file have drawn under smaller ones
         await client.forget_history()
         before = (await settled(client)).counts
         groups = await roll(client, batch(f"moved-{seed}", seed=seed, keep_trace=True), moving())
