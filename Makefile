@@ -19,7 +19,7 @@ setup: ## system libraries (as root), .venv, pinned packages, demo model
 
 demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
 	@mkdir -p out/demo
-	$(PY) -m app rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
+	$(PY) -m tailrace rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
 
 test: setup ## all tests: pure, then live, then gpu
 	@$(PY) -m pytest
@@ -28,12 +28,12 @@ lint: setup ## ruff
 	@$(PY) -m ruff check .
 
 bench: setup ## scheduler benchmark; live benchmark where TRACE=FILE is there
-	$(PY) -m app bench scheduler
-	@if [ -e "$(TRACE)" ]; then set -x; $(PY) -m app bench live --trace "$(TRACE)"; \
+	$(PY) -m tailrace bench scheduler
+	@if [ -e "$(TRACE)" ]; then set -x; $(PY) -m tailrace bench live --trace "$(TRACE)"; \
 	else echo "bench live: skipped, no trace at $(TRACE); give TRACE=FILE"; fi
 
 serve: setup ## a local Ray head (token authentication, loopback), and serve.yaml on it, until Ctrl-C
-	$(PY) -m app serve --port $(RAY_PORT) --dashboard-port $(DASHBOARD_PORT)
+	$(PY) -m tailrace serve --port $(RAY_PORT) --dashboard-port $(DASHBOARD_PORT)
 
 lock: setup ## renew requirements/*.txt from requirements/*.in
 	@$(PY) scripts/lock.py

@@ -2,11 +2,11 @@
 
 from ray.serve import Application
 
-from app.config import AppArgs, ServeFile, otlp_wanted
-from app.model import resolve_model
-from deployments.coordinator import Coordinator
-from deployments.drafter.replica import Drafter
-from deployments.engine.replica import Engine
+from tailrace.app.config import AppArgs, ServeFile, otlp_wanted
+from tailrace.app.model import resolve_model
+from tailrace.deployments.coordinator.coordinator import Coordinator
+from tailrace.deployments.drafter.replica import Drafter
+from tailrace.deployments.engine.replica import Engine
 
 
 def build(args: AppArgs) -> Application:

@@ -11,18 +11,11 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from queue import Queue
 
-from app.config import otlp_wanted
-from deployments.messages import (
-    GroupResult,
-    PoolView,
-    Rejected,
-    ReplicasChanged,
-    RolloutBatch,
-    ServiceStatus,
-    WeightsLoaded,
-)
-from deployments.telemetry import Telemetry, traceparent
-from policies.bundle import Policies
+from tailrace.app.config import otlp_wanted
+from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
+from tailrace.deployments.telemetry import Telemetry, traceparent
+from tailrace.policies.families.registry import Policies
 
 
 class RolloutRejected(ValueError):

@@ -12,10 +12,10 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from app.client import RolloutClient
-from app.config import ServeFile
-from app.errors import BadInput, Failed
-from app.model import resolve_model
+from tailrace.app.client import RolloutClient
+from tailrace.app.config import ServeFile
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.model import resolve_model
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _deploy(file: ServeFile) -> None:
         return
     from ray import serve
 
-    from app.build import build_from_file
+    from tailrace.app.build import build_from_file
 
     try:
         serve.run(build_from_file(file), name=file.application.name, route_prefix=None)

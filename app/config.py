@@ -11,25 +11,25 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from app.errors import BadInput
-from deployments.context.config import ContextConfig
-from deployments.drafter.config import DrafterConfig
-from deployments.engine.config import EngineConfig
-from kvpool.config import PoolConfig
-from policies.bundle import Policies, name_of
-from policies.draft_models import Planned
-from policies.ordering import GroupStatic
-from policies.tail import Auto, Draft, Hold
+from tailrace.app.errors import BadInput
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.kvpool.config import PoolConfig
+from tailrace.policies.families.draft_models import Planned
+from tailrace.policies.families.ordering import GroupStatic
+from tailrace.policies.families.registry import Policies, name_of
+from tailrace.policies.families.tail import Auto, Draft, Hold
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
 ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class AppArgs(Strict):
+class AppArgs(StrictModel):
     """What the application builder takes: `applications[0].args`."""
 
     engine: EngineConfig = EngineConfig(model="demo")
@@ -47,21 +47,21 @@ class AppArgs(Strict):
         return self
 
 
-class ReplicaLimits(Strict):
+class ReplicaLimits(StrictModel):
     """Engine replicas that there may be; how many there are, `policies.tail` decides."""
 
     least: int = Field(ge=0)
     most: int = Field(ge=1)
 
 
-class UserConfig(Strict):
+class UserConfig(StrictModel):
     """What may change without a restart."""
 
     policies: Policies = Policies()
     replicas: ReplicaLimits | None = Field(None, description="null: as many as Engine.num_replicas, always")
 
 
-class Autoscaling(Strict):
+class Autoscaling(StrictModel):
     """Serve's own keys. None has a default: with Serve's defaults it would react in half a minute."""
 
     min_replicas: int = Field(ge=0)
@@ -73,25 +73,25 @@ class Autoscaling(Strict):
     look_back_period_s: float = Field(gt=0, le=5)
 
 
-class AutoscalingPolicy(Strict):
-    policy_function: Literal["deployments.autoscaler:AsCoordinated"]
+class AutoscalingPolicy(StrictModel):
+    policy_function: Literal["tailrace.deployments.autoscaler:AsCoordinated"]
 
 
-class ActorOptions(Strict):
+class ActorOptions(StrictModel):
     num_cpus: float | None = Field(None, ge=0)
     num_gpus: float | None = Field(None, ge=0)
     resources: dict[str, float] | None = None
     runtime_env: dict[str, Any] | None = None
 
 
-class CoordinatorSettings(Strict):
+class CoordinatorSettings(StrictModel):
     name: Literal["Coordinator"]
     ray_actor_options: ActorOptions = ActorOptions(num_cpus=0)
     autoscaling_config: Autoscaling | None = Field(None, description="one replica; that it reports to Serve")
     user_config: UserConfig = UserConfig()
 
 
-class EngineSettings(Strict):
+class EngineSettings(StrictModel):
     name: Literal["Engine"]
     num_replicas: int | None = Field(None, ge=1, description="null: 2, or as autoscaling says")
     autoscaling_config: Autoscaling | None = None
@@ -117,7 +117,7 @@ def counted(data: Any, replicas: int) -> Any:
     return data
 
 
-class DrafterSettings(Strict):
+class DrafterSettings(StrictModel):
     name: Literal["Drafter"]
     num_replicas: int | None = Field(None, ge=1, description="null: 1, or as autoscaling says")
     autoscaling_config: Autoscaling | None = Field(None, description="none, and up to so many where `tail: draft` says")
@@ -135,9 +135,9 @@ class DrafterSettings(Strict):
 SETTINGS = {"Coordinator": CoordinatorSettings, "Engine": EngineSettings, "Drafter": DrafterSettings}
 
 
-class Application(Strict):
+class Application(StrictModel):
     name: str = "tailrace"
-    import_path: Literal["app.build:build"] = "app.build:build"
+    import_path: Literal["tailrace.app.build:build"] = "tailrace.app.build:build"
     route_prefix: None = None
     runtime_env: dict[str, Any] = {}
     autoscaling_policy: AutoscalingPolicy | None = None
@@ -209,11 +209,11 @@ class Application(Strict):
         return next((d for d in self.deployments if d.name == name), SETTINGS[name](name=name))
 
 
-class HttpOptions(Strict):
+class HttpOptions(StrictModel):
     host: Literal["127.0.0.1"] = "127.0.0.1"
 
 
-class ServeFile(Strict):
+class ServeFile(StrictModel):
     """A whole `serve.yaml`. HTTP is off: drivers use Python handles."""
 
     proxy_location: Literal["Disabled"] = "Disabled"

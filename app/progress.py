@@ -6,8 +6,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from app.client import RolloutClient
-from deployments.messages import ServiceStatus
+from tailrace.app.client import RolloutClient
+from tailrace.deployments.messages.status import ServiceStatus
 
 POLL_S = 0.5
 LINE_S = 5.0

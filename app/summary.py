@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import ceil
 
-from deployments.messages import GroupResult, SampleResult
+from tailrace.deployments.messages.rollout import GroupResult, SampleResult
 
 
 def quantile(sorted_values: Sequence[float], share: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.status import PoolDown
+from tailrace.kvpool.status import PoolDown
 
 CALL_S = 3.0
 HTTP_S = 1.0

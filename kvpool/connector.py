@@ -9,8 +9,8 @@ from collections import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
 
-from kvpool.scheduler import PoolScheduler, Traffic
-from kvpool.worker import PoolWorker
+from tailrace.kvpool.scheduler import PoolScheduler, Traffic
+from tailrace.kvpool.worker import PoolWorker
 
 
 class PoolConnector(MooncakeStoreConnector):

@@ -9,12 +9,12 @@ import asyncio
 import time
 from collections import Counter
 
-from kvpool.admin import PoolAdmin
-from kvpool.config import PoolConfig
-from kvpool.keys import is_block, version_of
-from kvpool.process import ChildProcess, Launch
-from kvpool.programs import program
-from kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
+from tailrace.kvpool.admin import PoolAdmin
+from tailrace.kvpool.child_process import ChildProcess, Launch
+from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.keys import is_block, version_of
+from tailrace.kvpool.programs import program
+from tailrace.kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
 
 CLIENT_TTL_S = 3
 """A store that was not heard of for so long is gone, and its keys with it; they are asked to no avail until then."""

@@ -15,11 +15,11 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvpool.config import PoolConfig, PoolEndpoint
-from kvpool.master import KvMaster
-from kvpool.programs import free_port
-from kvpool.status import PoolDown, StoreNodeStatus
-from kvpool.store_node import KvStoreNode
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.master import KvMaster
+from tailrace.kvpool.programs import free_port
+from tailrace.kvpool.status import PoolDown, StoreNodeStatus
+from tailrace.kvpool.store_node import KvStoreNode
 
 NAMESPACE = "tailrace"
 JOIN_S, CALL_S = 60.0, 1.0

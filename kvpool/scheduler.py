@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler impor
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
-from kvpool.counts import bucket_ms
-from kvpool.keys import block_name
-from kvpool.worker import PoolWorkerMetadata, SaveOfEnded
+from tailrace.kvpool.counts import bucket_ms
+from tailrace.kvpool.keys import block_name
+from tailrace.kvpool.worker import PoolWorkerMetadata, SaveOfEnded
 
 LOOKUP_WAIT_S = 0.003
 """A healthy look-up takes 0.5 ms over loopback; longer ones are asked for again at the next step."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
-from kvpool.counts import Counts
+from tailrace.kvpool.counts import Counts
 
 PAUSED = -9999
 CAUSES = {-200: "full", -704: "gone", -707: "lease_expired", -800: "store_lost", -900: "master_lost", PAUSED: "paused"}

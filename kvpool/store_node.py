@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kvpool.config import PoolConfig, PoolEndpoint
-from kvpool.master import REPORT_S
-from kvpool.process import ChildProcess, Launch
-from kvpool.programs import program
-from kvpool.status import PoolDown, StoreNodeStatus
+from tailrace.kvpool.child_process import ChildProcess, Launch
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.master import REPORT_S
+from tailrace.kvpool.programs import program
+from tailrace.kvpool.status import PoolDown, StoreNodeStatus
 
 REMOUNT_S = 20.0
 """A store whose segment the master has not known for so long is started again; it mounts again within about 3 s."""

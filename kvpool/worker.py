@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import Moo
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 from vllm.platforms import current_platform
 
-from kvpool.counts import Counts
-from kvpool.keys import PREFIX
-from kvpool.store import PoolStore
+from tailrace.kvpool.counts import Counts
+from tailrace.kvpool.keys import PREFIX
+from tailrace.kvpool.store import PoolStore
 
 PROBE_BLOCKS = (1, 8)
 """Enough to tell the fixed cost of a pull from its speed; they lie in the KV cache for some milliseconds."""

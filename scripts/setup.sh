@@ -58,10 +58,10 @@ if [ ! -e "$stamp" ]; then
     rm -f .venv/.stamp-*
     touch "$stamp"
 fi
-.venv/bin/python -m app model
-if ! ls deployments/context/__pycache__/*.nbi >/dev/null 2>&1; then
+.venv/bin/python -m tailrace model
+if ! ls deployments/draft_index/__pycache__/*.nbi >/dev/null 2>&1; then
     say "compiling the draft index" # once, and not in every engine that starts first
-    quietly .venv/bin/python -c "from deployments.context.index import warm_up; warm_up()" ||
+    quietly .venv/bin/python -c "from tailrace.deployments.draft_index.group_index import warm_up; warm_up()" ||
         fail "the draft index did not compile"
 fi
 say "ready"

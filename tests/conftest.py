@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIVE_FOLDER = ROOT / "tests" / "live"
 TIERS = ("pure", "live", "gpu")
 HEAVY = {"ray", "vllm"}
-OURS = {"app", "deployments", "kvpool", "policies"}
+OURS = {"tailrace", "benchmarks", "research"}
 
 settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
 settings.load_profile("shared-cores")
@@ -89,7 +89,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The demo model's folder, made on first use. Live tests only: the conversion takes torch and half a minute."""
-    from app.model import resolve_model
+    from tailrace.app.model import resolve_model
 
     return resolve_model("demo")
 
@@ -97,7 +97,7 @@ def model_dir() -> Path:
 @pytest.fixture(scope="session")
 def other_weights(model_dir, tmp_path_factory) -> Path:
     """The demo model's folder with other weights, made once for all live tests: 10 s, and 540 MB while they run."""
-    from app.model import perturbed
+    from tailrace.app.model import perturbed
 
     folder = perturbed(model_dir, tmp_path_factory.mktemp("weights") / "other", scale=0.05)
     yield folder

@@ -6,8 +6,8 @@ player of `rollout_machine` and by the laws of `test_kv_laws`.
 
 from dataclasses import dataclass, field
 
-from policies import events as ev
-from policies.actions import Action, Prefetch, ReleaseCause, ReleaseKv, StartChunk
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import Action, Prefetch, ReleaseCause, ReleaseKv, StartChunk
 
 
 def group_of(sample_id: str) -> str:

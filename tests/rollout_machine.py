@@ -12,14 +12,15 @@ from random import Random
 
 from kv_ledger import KvLedger
 
-from policies import events as ev
-from policies import views
-from policies.actions import Action, Prefetch, ReleaseCause, ReleaseKv, SetReplicas, StartChunk
-from policies.buffer import Sample, State
-from policies.bundle import Policies, name_of
-from policies.fitqueue import STEP_TOKENS
-from policies.rollout import IllegalEvent, RolloutCore
-from policies.scaling import Limits
+from tailrace.policies.core.fit_queue import STEP_TOKENS
+from tailrace.policies.core.request_buffer import Sample, State
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies, name_of
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol import views
+from tailrace.policies.protocol.actions import Action, Prefetch, ReleaseCause, ReleaseKv, SetReplicas, StartChunk
+from tailrace.policies.protocol.events import IllegalEvent
 
 ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first")
 PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
@@ -105,7 +106,7 @@ class Player:
     def feed(self, event: ev.Event | ev.Tick) -> None:
         actions = ()
         if isinstance(event, ev.Tick):
-            closing = {i for i in self.ledger.replicas if not self.play.core.board.stays(i)}
+            closing = {i for i in self.ledger.replicas if not self.play.core.replicas.stays(i)}
             actions = self.play.core.decide(event)
             self.play.closed += [str(a) for a in actions if isinstance(a, StartChunk) and a.replica_id in closing]
             self.wanted = next((a.replicas for a in actions if isinstance(a, SetReplicas)), self.wanted)
@@ -201,7 +202,7 @@ class Player:
     def obey(self):
         """As Serve does: the first in order goes while there are more than the core has asked for."""
         if len(self.ledger.replicas) > self.wanted:
-            self.feed(ev.ReplicaLeft(self.now, self.play.core.board.stop_order()[0], "given back"))
+            self.feed(ev.ReplicaLeft(self.now, self.play.core.replicas.stop_order()[0], "given back"))
 
     def weights(self):
         self.feed(ev.WeightsChanged(self.now, self.ledger.version + self.take(3)))
@@ -209,13 +210,15 @@ class Player:
     def measure(self):
         if self.ledger.replicas:
             replica_id = self.pick(sorted(self.ledger.replicas))
-            before = self.play.core.board.view(replica_id).speeds
+            before = self.play.core.replicas.view(replica_id).speeds
             rates = (self.pick((100.0, 3000.0)), self.pick((0.0, 50.0, 20_000.0)), self.pick((0.0, 0.01, 2.0)))
-            speeds = views.Speeds(*rates, self.pick((0.0, 0.02)), self.pick((0.0, 0.01)), self.now - self.take(9))
+            speeds = views.ReplicaSpeeds(
+                *rates, self.pick((0.0, 0.02)), self.pick((0.0, 0.01)), self.now - self.take(9)
+            )
             self.feed(ev.ReplicaMeasured(self.now, replica_id, *speeds))
             known = before if before and before.observed_at > speeds.observed_at else speeds
-            if self.play.core.board.view(replica_id).speeds != known:
-                self.play.stale.append(f"{before} -> {self.play.core.board.view(replica_id).speeds} by {speeds}")
+            if self.play.core.replicas.view(replica_id).speeds != known:
+                self.play.stale.append(f"{before} -> {self.play.core.replicas.view(replica_id).speeds} by {speeds}")
 
     def report(self):
         capacity = self.pick((0, 500, 2_000))
@@ -305,7 +308,7 @@ class Player:
         """Law 7 by brute force: every waiting sample against every replica that it may go to."""
         core, version = self.play.core, self.ledger.version
         ready = {i: books for i, books in self.ledger.replicas.items() if books.version == version}
-        rooms = {i: books.room_tokens() for i, books in ready.items() if core.board.stays(i)}
+        rooms = {i: books.room_tokens() for i, books in ready.items() if core.replicas.stays(i)}
         if not any(room > 0 for room in rooms.values()):  # as every sample needs some
             return
         for sample in core._buffer.samples.values():

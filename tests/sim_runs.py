@@ -7,7 +7,7 @@ verification makes `drafts` tokens. Lengths are digests of (seed, index), so the
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 
-from app.simulator.types import Ended, Moment, Run, Span
+from tailrace.app.simulator.types import Ended, Moment, SimulatedRun, Span
 
 TOKENS_PER_S = 50.0
 
@@ -18,7 +18,9 @@ def lengths_of(samples: int, seed: int, most: int = 4000) -> list[int]:
     return [max(8, round(most ** (int.from_bytes(digest) / 2**32))) for digest in digests]
 
 
-def make_run(system="static", seed=0, *, samples=64, replicas=4, lanes=4, chunk=1000, drafts=1.0, name=None) -> Run:
+def make_run(
+    system="static", seed=0, *, samples=64, replicas=4, lanes=4, chunk=1000, drafts=1.0, name=None
+) -> SimulatedRun:
     lengths = lengths_of(samples, seed)
     order = sorted(range(samples), key=lambda i: -lengths[i]) if system == "longest" else range(samples)
     free = [(0.0, replica, lane) for replica in range(replicas) for lane in range(lanes)]
@@ -54,7 +56,7 @@ def make_run(system="static", seed=0, *, samples=64, replicas=4, lanes=4, chunk=
     longest_s = max(lengths) / (TOKENS_PER_S * drafts)
     bounds = {"work_s": work_s, "longest_s": longest_s, "memory_s": work_s / 2, "best_s": max(work_s, longest_s)}
     moments = moments_of(spans, samples, replicas)
-    return Run(system, "made-up", seed, makespan_s, tuple(ended), moments, tuple(spans), len(spans), bounds)
+    return SimulatedRun(system, "made-up", seed, makespan_s, tuple(ended), moments, tuple(spans), len(spans), bounds)
 
 
 def moments_of(spans: list[Span], samples: int, replicas: int) -> tuple[Moment, ...]:

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from app.bench.budgets import CPU, History, Replica, cost_of, measure, workload
-from app.bench.drafts import Rollouts
-from app.errors import BadInput
-from deployments.context.settings import IndexSettings
-from deployments.context.types import PastAnswer
-from policies.bundle import load_policy
+from benchmarks.drafting.budgets import CPU, History, Replica, cost_of, measure, workload
+from benchmarks.drafting.drafts import Rollouts
+from tailrace.app.errors import BadInput
+from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.messages.context import PastAnswer
+from tailrace.policies.families.registry import load_policy
 
 
 def rollouts(alike: float) -> list[Rollouts]:

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from app.bench.calibrate import figures, pooled, runs, simulated, slowness, verdict, workload
-from app.bench.probes import (
+from benchmarks.commands.bench import command
+from benchmarks.live.calibrate import figures, runs, simulated, slowness, verdict, workload
+from benchmarks.live.probes import (
     HANDOVER_CHUNK_TOKENS,
     HANDOVERS,
     LADDER,
@@ -16,15 +17,15 @@ from app.bench.probes import (
     crowd,
     joining,
     model_of,
+    pooled,
     probe,
     step_ms,
 )
-from app.commands.bench import command
-from app.errors import BadInput
-from app.simulator.host import simulate
-from app.simulator.types import Cluster, Group, StepModel, Workload
-from deployments.messages import GroupResult, PromptGroup, SampleResult, Timings
-from policies.events import ReplicaJoined, ReplicaMeasured
+from tailrace.app.errors import BadInput
+from tailrace.app.simulator.host import simulate
+from tailrace.app.simulator.types import Cluster, StepModel, Workload, WorkloadGroup
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Timings
+from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 
 JOINED = [ReplicaJoined(0.0, name, 32, 1000, 8, 0, 0, "n") for name in "ab"]
 MEASURED = [ReplicaMeasured(1.0, "a", 500.0, 20_000.0, 0.01, 0.03, 0.002, 1.0),
@@ -67,7 +68,7 @@ def test_a_hand_over_is_what_chunks_take_beyond_the_rest_of_the_model(handover_s
     joined = [replace(one, block_tokens=1) for one in JOINED]  # else there is prefill, too
     model = replace(model_of(PROFILE, joined, measured, 0.0), handover_s=handover_s)
     tokens = (HANDOVERS + 1) * HANDOVER_CHUNK_TOKENS
-    work = Workload("w", tokens, ((Group("g", PROMPT_TOKENS, (tokens,)),),))
+    work = Workload("w", tokens, ((WorkloadGroup("g", PROMPT_TOKENS, (tokens,)),),))
     whole, chunks = (
         simulate(work, Cluster(model, 1), bound(tokens), check=True).makespan_s
         for tokens in (None, HANDOVER_CHUNK_TOKENS)
@@ -82,7 +83,7 @@ def test_what_joining_takes_of_a_busy_replica_comes_out_as_it_was_put_in(join_s)
     groups = crowd("crowd", 2).groups
     assert len({group.token_ids for group in groups}) == len({group.prompt_id for group in groups}) == len(groups)
     most = groups[0].max_tokens
-    work = Workload("w", most, (tuple(Group(g.prompt_id, len(g.token_ids), (most,)) for g in groups),))
+    work = Workload("w", most, (tuple(WorkloadGroup(g.prompt_id, len(g.token_ids), (most,)) for g in groups),))
     cluster = Cluster(replace(known, join_s=join_s), 2, 2)
     whole_s, chunked_s = (
         simulate(work, cluster, bound(tokens), check=True).makespan_s for tokens in (None, HANDOVER_CHUNK_TOKENS)
@@ -107,7 +108,7 @@ def test_a_run_is_simulated_as_slow_as_the_machine_was_around_it():
 def test_kv_is_found_again_in_whole_blocks():
     """32-token blocks, 10 of prompt and chunks of 40: 18, 26 and 2 tokens are computed again."""
     model = model_of(PROFILE, JOINED, [], 0.0)
-    work = Workload("w", 160, ((Group("g", 10, (160,)),),))
+    work = Workload("w", 160, ((WorkloadGroup("g", 10, (160,)),),))
     (ended,) = simulate(work, Cluster(model, 1), bound(40), check=True).ended
     assert ended.chunks == 4 and ended.recomputed_tokens == 50 % 32 + 90 % 32 + 130 % 32
     (ended,) = simulate(work, Cluster(replace(model, block_tokens=1), 1), bound(40), check=True).ended
@@ -120,7 +121,7 @@ def test_a_replica_is_faster_while_its_node_has_no_other_that_works():
     model = replace(model_of(PROFILE, JOINED, [], 0.0), step=step, prefill_tokens_s=1e9, alone_share=0.5)
 
     def ends(per_node: int, *lengths: int, chunk: int | None = None):
-        groups = tuple(Group(f"g{i}", 1, (tokens,)) for i, tokens in enumerate(lengths))
+        groups = tuple(WorkloadGroup(f"g{i}", 1, (tokens,)) for i, tokens in enumerate(lengths))
         run = simulate(Workload("w", 999, (groups,)), Cluster(model, 2, per_node), bound(chunk), check=True)
         return [round(one.ended_s, 3) for one in sorted(run.ended, key=lambda one: one.sample_id)]
 
@@ -137,7 +138,7 @@ def test_the_simulated_workload_is_the_live_one():
     )
     work = workload(groups)
     assert work.max_tokens == 9
-    assert work.steps == ((Group("calibrate/a", 3, (9, 2)), Group("calibrate/b", 1, (1,))),)
+    assert work.steps == ((WorkloadGroup("calibrate/a", 3, (9, 2)), WorkloadGroup("calibrate/b", 1, (1,))),)
     model = model_of(PROFILE, JOINED, MEASURED, 0.0)
     for policies in runs(4).values():
         run = simulate(work, Cluster(model, 2, 2), policies, check=True)
@@ -181,7 +182,7 @@ def test_a_step_is_the_median_chunks_and_the_mean_replicas():
 def test_a_file_that_is_no_profile_is_refused_before_anything_starts(tmp_path, text):
     path = tmp_path / "profile.json"
     path.write_text(text)
-    with pytest.raises(BadInput, match="not a file of `app profile --out`"):
+    with pytest.raises(BadInput, match="not a file of `tailrace profile --out`"):
         command.main(["calibrate", "--trace", "none", "--profile", str(path)], standalone_mode=False)
 
 

@@ -6,11 +6,11 @@ import os
 import numpy as np
 import pytest
 
-from app.__main__ import run
-from app.bench import control_socket
-from app.bench.calls import IN_FLIGHT, WARM_UP, cost_of, spread_us
-from app.bench.control import result_token
-from app.bench.control_pool import Process
+from benchmarks.control_plane import control_socket
+from benchmarks.control_plane.control import result_token
+from benchmarks.control_plane.control_pool import Process
+from benchmarks.control_plane.rpc_latency import IN_FLIGHT, WARM_UP, cost_of, spread_us
+from tailrace.app.cli import run
 
 
 def test_a_spread_is_median_and_99th_percentile_in_microseconds():

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.bench.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
-from app.errors import BadInput
-from app.model import demo_model_dir
-from app.trace_file import read_trace
+from benchmarks.drafting.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
+from tailrace.app.errors import BadInput
+from tailrace.app.files.traces import read_trace
+from tailrace.app.model import demo_model_dir
 
 TRACE = Path(__file__).resolve().parent.parent.parent / "shared" / "traces" / "amc23.jsonl.gz"
 

@@ -6,12 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from app.__main__ import run
-from app.bench.kvpool import break_even
-from app.bench.rig import keys_of
-from app.bench.soak import CHUNK_TOKENS, PROMPT_TOKENS, Sample, Watch, growth_percent
-from deployments.messages import ChunkEnd, ChunkResult, EngineStats
-from kvpool.keys import block_name, version_of, version_pattern
+from benchmarks.pool.kvpool import break_even
+from benchmarks.pool.pool_testbed import keys_of
+from benchmarks.pool.soak import CHUNK_TOKENS, PROMPT_TOKENS, Sample, Watch, growth_percent
+from tailrace.app.cli import run
+from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
+from tailrace.kvpool.keys import block_name, version_of, version_pattern
+from tailrace.policies.protocol.events import ChunkEnd
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from app.__main__ import run
-from app.bench.lengths import Group, measure, rank_correlation, read_batches
-from app.errors import BadInput
-from policies.bundle import members
+from benchmarks.drafting.lengths import Group, measure, rank_correlation, read_batches
+from tailrace.app.cli import run
+from tailrace.app.errors import BadInput
+from tailrace.policies.families.registry import members
 
 NAMES = {*members("lengths"), "always_max", "oracle"}
 

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from app.__main__ import run
-from app.bench import pipeline
-from app.bench.pipeline import ARRANGEMENTS, DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
-from app.simulator.acceptance import aimd_share
-from app.simulator.hardware import replica_model
-from app.simulator.scenario import load_scenario
+from research.histopipe import bench
+from research.histopipe.bench import ARRANGEMENTS, DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
+from tailrace.app.cli import run
+from tailrace.app.simulator.acceptance import aimd_share
+from tailrace.app.simulator.hardware import replica_model
+from tailrace.app.simulator.scenario import load_scenario
 
 SMALL = load_scenario("rhyme-14b-16k").scaled(0.1)
 SMALL = SMALL.model_copy(update={
@@ -21,7 +21,7 @@ BASELINES = {"sequential": "ratio", "sequential_all": "ratio_equal_gpus", "overl
 
 @pytest.fixture(scope="module")
 def result() -> dict:
-    return pipeline.measure(SMALL, 3, 2)
+    return bench.measure(SMALL, 3, 2)
 
 
 def test_every_prompt_comes_once_an_epoch_in_another_order_and_knows_its_last_lengths():
@@ -93,13 +93,13 @@ def test_the_paper_s_claims_stand_beside_what_was_found_and_not_beside_other_wor
     }
     other = load_scenario("das-7b-16k").scaled(0.1)
     other = other.model_copy(update={"prompts": other.prompts.scaled(2, 0.1), "samples": other.samples.scaled(2, 0.1)})
-    assert pipeline.measure(other, 1, 1)["claims"] == {}
+    assert bench.measure(other, 1, 1)["claims"] == {}
 
 
 def test_the_same_seeds_give_the_same_bytes_and_a_picture(result, tmp_path):
-    from app.bench.pictures import pipelines
+    from research.histopipe.picture import pipelines
 
-    assert json.dumps(pipeline.measure(SMALL, 3, 2)) == json.dumps(result)
+    assert json.dumps(bench.measure(SMALL, 3, 2)) == json.dumps(result)
     pipelines(tmp_path / "runs.svg", result)
     assert (tmp_path / "runs.svg").read_text().count("<path") > 2 * 3 * len(ARRANGEMENTS)
 

@@ -3,9 +3,9 @@
 import pytest
 from rollout_machine import ORDERINGS
 
-from app.bench.scheduler import CHUNK_TOKENS, MAX_TOKENS, drive, measure
-from policies.bundle import Policies
-from policies.chance import fraction
+from benchmarks.control_plane.scheduler import CHUNK_TOKENS, MAX_TOKENS, drive, measure
+from tailrace.policies.families.hashed_random import fraction
+from tailrace.policies.families.registry import Policies
 
 
 @pytest.mark.parametrize("ordering", [name for name in ORDERINGS if name != "oracle_longest_first"])
@@ -20,7 +20,7 @@ def test_a_drive_runs_every_sample_to_its_end(ordering):
 
 
 def test_a_measurement_says_what_was_measured(monkeypatch):
-    monkeypatch.setattr("app.bench.scheduler.REPEATS", 1)
+    monkeypatch.setattr("benchmarks.control_plane.scheduler.REPEATS", 1)
     result = measure(1_024, 4)
     assert set(result) == {
         "requests", "replicas", "decisions", "decisions_per_s", "cost_ratio", "cost_ratio_same_load", "policies",

@@ -2,14 +2,14 @@
 
 import pytest
 
-from app.bench.pictures import acceptance_over_time
-from app.bench.speculation import BUDGETS, Look, ratios, shares
-from app.bench.stepcost import MOST_TOKENS, fit, planner_step, points
-from app.commands.bench import command
-from app.errors import BadInput
-from deployments.messages import ReplicaStatus, ServiceStatus
-from policies.bundle import Policies, members
-from policies.draft_models import Planned
+from benchmarks.commands.bench import command
+from benchmarks.live.pictures import acceptance_over_time
+from benchmarks.live.speculation import BUDGETS, Look, ratios, shares
+from tailrace.app.errors import BadInput
+from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
+from tailrace.deployments.messages.status import ReplicaStatus, ServiceStatus
+from tailrace.policies.families.draft_models import Planned
+from tailrace.policies.families.registry import Policies, members
 
 
 def look(at_s: float, waiting: int, running: tuple[int, ...], **work: int) -> Look:

@@ -9,20 +9,21 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from app.bench.repeats import middle
-from app.bench.tail import TAILS, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
-from app.bench.tail_simulated import DRAWS, Rate, simulated
-from app.commands.tail import command
-from app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
-from app.errors import BadInput
-from app.simulator.types import ReplicaModel, StepModel
-from deployments.context.archive import EVERY, Archive
-from deployments.context.config import ContextConfig
-from deployments.context.plan import EVIDENCE
-from deployments.messages import PromptGroup, ReplicasChanged
-from policies.bundle import Policies
-from policies.scaling import Limits
-from policies.tail import Draft, Hold
+from benchmarks.commands.tail import command
+from benchmarks.live.medians import middle
+from benchmarks.live.tail import TAILS, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
+from benchmarks.live.tail_simulated import DRAWS, Rate, simulated
+from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
+from tailrace.app.errors import BadInput
+from tailrace.app.simulator.types import ReplicaModel, StepModel
+from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.messages.drafts import EVIDENCE
+from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.families.tail import Draft, Hold
 
 
 def change(at_s: float, replicas: int) -> ReplicasChanged:

@@ -1,11 +1,11 @@
-"""`Board` against books kept by adding up, and its own errors."""
+"""`ReplicaTable` against books kept by adding up, and its own errors."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.board import Board
-from policies.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.protocol.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
 
 PROFILE = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 SMALL = st.integers(0, 5)
@@ -31,7 +31,7 @@ class Books:
         used = sum(-(-(need + event.draft_tokens) // event.block_tokens) for need in needs)
         return max(0, (event.kv_capacity_blocks - used) * event.block_tokens - event.draft_tokens)
 
-    def agree(self, board: Board) -> None:
+    def agree(self, board: ReplicaTable) -> None:
         ids = sorted(self.joins)
         rooms = {replica_id: self.room(replica_id) for replica_id in ids}
         assert {replica_id: board.room_tokens(replica_id) for replica_id in ids} == rooms
@@ -54,7 +54,7 @@ class Books:
 @PROFILE
 @given(operations=OPERATIONS)
 def test_it_answers_like_books_kept_by_adding_up(operations):
-    board, books = Board(), Books()
+    board, books = ReplicaTable(), Books()
     for number, (operation, which, other, need) in enumerate(operations):
         replica_id, known = f"r{which}", f"r{which}" in books.joins
         if operation == "j":
@@ -87,7 +87,7 @@ def test_it_answers_like_books_kept_by_adding_up(operations):
 
 def test_room_is_exact_to_the_token():
     """The drafts' look-ahead shares the chunk's last block, and a chunk of exactly the room fits."""
-    board = Board()
+    board = ReplicaTable()
     board.join(join("r", blocks=2, draft_tokens=5))
     assert board.room_tokens("r") == board.capacity_tokens() == 27
     with pytest.raises(ValueError, match="needs 28 tokens"):
@@ -99,7 +99,7 @@ def test_room_is_exact_to_the_token():
 
 
 def test_other_weights_leave_no_room_until_the_replica_joins_with_them():
-    board = Board()
+    board = ReplicaTable()
     board.join(join("a"))
     board.change_weights(1)
     assert (board.roomiest(), board.ready(), board.all_ready()) == (None, [], False)
@@ -108,12 +108,12 @@ def test_other_weights_leave_no_room_until_the_replica_joins_with_them():
 
 
 def test_no_replicas_are_not_all_ready():
-    assert not Board().all_ready() and Board().capacity_tokens() == 0
+    assert not ReplicaTable().all_ready() and ReplicaTable().capacity_tokens() == 0
 
 
 def test_speeds_are_those_of_the_newest_report_and_go_with_the_replica():
     """Law 8: a report that comes late changes nothing."""
-    board = Board()
+    board = ReplicaTable()
     board.join(join("r"))
     assert board.speeds("r") is None
     for prefill, observed_at in ((10.0, 5.0), (20.0, 4.0), (30.0, 5.0)):
@@ -128,7 +128,7 @@ def test_speeds_are_those_of_the_newest_report_and_go_with_the_replica():
 
 
 def test_nodes_are_counted_by_the_replicas_on_them():
-    board = Board()
+    board = ReplicaTable()
     assert board.one_node
     for replica_id, node_id in (("a", "n1"), ("b", "n2"), ("c", "n2")):
         board.join(ReplicaJoined(0.0, replica_id, 16, 10, 2, 0, 0, node_id))
@@ -141,7 +141,7 @@ def test_nodes_are_counted_by_the_replicas_on_them():
 
 def test_the_heap_of_rooms_stays_small():
     """Memory follows the replicas, not the chunks that came and went."""
-    board = Board()
+    board = ReplicaTable()
     board.join(join("r", blocks=100))
     for number in range(2_000):
         board.reserve("r", f"c{number}", 16)

@@ -15,8 +15,8 @@ from user_policies import (
     OneForEight,
 )
 
-from policies.bundle import FAMILIES, Policies, load_policy, members, name_of
-from policies.ordering import Fcfs, Seer
+from tailrace.policies.families.ordering import Fcfs, Seer
+from tailrace.policies.families.registry import FAMILIES, Policies, load_policy, members, name_of
 
 BUILT_IN = {
     "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first"],

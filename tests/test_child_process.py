@@ -9,7 +9,7 @@ from pathlib import Path
 
 from waiting import is_alive, until
 
-from kvpool.process import KEPT_LINES, ChildProcess
+from tailrace.kvpool.child_process import KEPT_LINES, ChildProcess
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
@@ -37,7 +37,7 @@ def test_it_is_started_again_when_it_ends():
 
 
 def test_it_is_stopped_though_it_ignores_the_request(monkeypatch):
-    monkeypatch.setattr("kvpool.process.TERM_S", 0.3)
+    monkeypatch.setattr("tailrace.kvpool.child_process.TERM_S", 0.3)
     with shell("trap '' TERM; echo ready; while true; do sleep 0.1; done") as child:
         until(lambda: child.last_line() == "ready")
         pid = child.pid

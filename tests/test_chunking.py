@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.chunking import Fixed
-from policies.views import SampleView
+from tailrace.policies.families.chunking import FixedChunks
+from tailrace.policies.protocol.views import SampleView
 
 
 def sample(prompt_tokens: int, generated: int, max_tokens: int) -> SampleView:
@@ -13,7 +13,7 @@ def sample(prompt_tokens: int, generated: int, max_tokens: int) -> SampleView:
 
 @given(st.integers(1, 500), st.integers(1, 300), st.integers(1, 64), st.integers(1, 400))
 def test_chunks_make_all_tokens_and_end_at_blocks_where_they_are_long_enough(prompt, chunk, block, most):
-    policy, made = Fixed(chunk_tokens=chunk, block_tokens=block), 0
+    policy, made = FixedChunks(chunk_tokens=chunk, block_tokens=block), 0
     while made < most:
         tokens = policy.tokens(sample(prompt, made, most))
         assert 1 <= tokens <= min(chunk, most - made)
@@ -24,5 +24,5 @@ def test_chunks_make_all_tokens_and_end_at_blocks_where_they_are_long_enough(pro
 
 
 def test_without_chunks_blocks_do_not_matter():
-    assert Fixed(chunk_tokens=None, block_tokens=32).tokens(sample(5, 7, 100)) == 93
-    assert Fixed(chunk_tokens=64).tokens(sample(5, 0, 100)) == 64
+    assert FixedChunks(chunk_tokens=None, block_tokens=32).tokens(sample(5, 7, 100)) == 93
+    assert FixedChunks(chunk_tokens=64).tokens(sample(5, 0, 100)) == 64

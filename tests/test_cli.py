@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.__main__ import COMMANDS, run
+from tailrace.app.cli import COMMANDS, run
 
 GOOD = '{"prompt_id": "a", "text": "hello"}\n'
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.cluster import declared
-from app.config import ServeFile, load_config
-from app.errors import BadInput
+from tailrace.app.cluster import declared
+from tailrace.app.config import ServeFile, load_config
+from tailrace.app.errors import BadInput
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("name", ["serve.yaml", "serve.elastic.yaml", "serve.gpu.yaml"])
 def test_the_files_we_ship_load(name):
     application = load_config(ROOT / name).application
-    assert application.import_path == "app.build:build"
+    assert application.import_path == "tailrace.app.build:build"
     assert application.of("Engine").most_replicas >= 2
     assert application.of("Coordinator").user_config.policies.ordering.type == "seer"
 

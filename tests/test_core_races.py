@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import events as ev
-from policies.actions import AbortChunk, EndSample, SampleEnd, StartChunk
-from policies.bundle import Policies
-from policies.racing import FastestOfN, Rung
-from policies.rollout import RolloutCore
-from policies.scaling import Limits
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.racing import FastestOfN, MethodProfile
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import AbortChunk, EndSample, SampleEnd, StartChunk
 
 PROFILE = settings(max_examples=50, derandomize=True, deadline=None, database=None)
 METHODS = ("group", "history", "model")
-RUNGS = tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (0.5,)) for name in METHODS)
+RUNGS = tuple(MethodProfile(name, ((0.0, 1.0), (1.0, 4.0)), (0.5,)) for name in METHODS)
 RACING = FastestOfN(room=3, rungs=RUNGS)
 
 
@@ -152,7 +152,7 @@ def test_the_laws_hold_while_copies_race(data, tail):
     assert sorted(play.ended) == sorted(f"b{i}#{j}" for i in range(play.submitted) for j in (0, 1))
     assert play.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
     assert not play.core._running.copies and all(
-        v.kv_free_tokens == v.kv_capacity_tokens for v in play.core.board.views()
+        v.kv_free_tokens == v.kv_capacity_tokens for v in play.core.replicas.views()
     )
 
 

@@ -6,12 +6,12 @@ from itertools import islice, pairwise
 import pytest
 import torch
 
-from app.__main__ import run
-from app.distill.acceptance import Acceptance, acceptance
-from app.distill.layers import kept_layers
-from app.distill.teaching import AGAIN, Hint, divergence, lessons, share
-from app.distill.texts import read_texts
-from app.errors import BadInput
+from tailrace.app.cli import run
+from tailrace.app.distill.acceptance import DistillAcceptance, acceptance
+from tailrace.app.distill.layers import kept_layers
+from tailrace.app.distill.teaching import AGAIN, Hint, divergence, lessons, share
+from tailrace.app.distill.texts import read_texts
+from tailrace.app.errors import BadInput
 
 
 @pytest.mark.parametrize(("layers", "kept"), [(n, k) for n in (3, 4, 7, 30) for k in range(2, n)])
@@ -83,8 +83,8 @@ def test_every_text_has_its_turn_and_then_all_come_again():
 
 
 def test_a_mean_counts_places():
-    parts = [(1, Acceptance(4.0, 0.0, 0.0, 0.0)), (3, Acceptance(0.0, 1.0, 1.0, 1.0))]
-    assert Acceptance.mean(parts) == (1.0, 0.75, 0.75, 0.75)
+    parts = [(1, DistillAcceptance(4.0, 0.0, 0.0, 0.0)), (3, DistillAcceptance(0.0, 1.0, 1.0, 1.0))]
+    assert DistillAcceptance.mean(parts) == (1.0, 0.75, 0.75, 0.75)
 
 
 # ---- texts ---------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from user_policies import HalfADraft
 
-from policies.aimd import Aimd
-from policies.bundle import members
-from policies.closed_form import ClosedForm, Evidence, best_passes, budgets, fit
-from policies.drafting import Concurrency, Drafting, Fixed, Goodput, LengthClass
-from policies.stepcost import StepCost
-from policies.views import DraftView
+from tailrace.policies.families.aimd import Aimd
+from tailrace.policies.families.closed_form import ClosedForm, PositionCounts, best_passes, budgets, fit
+from tailrace.policies.families.drafting import Concurrency, Drafting, FixedBudget, LengthClassBudget
+from tailrace.policies.families.goodput import Goodput
+from tailrace.policies.families.registry import members
+from tailrace.policies.protocol.step_cost import StepCost
+from tailrace.policies.protocol.views import DraftView
 
 EVERY = [*(cls() for cls in members("drafting").values()), HalfADraft(), Goodput(margin=0.0, tail_weight=3.0)]
 CPU = StepCost((1.0, 12.0, 512.0), (0.016, 0.018, 0.544))
@@ -129,7 +130,7 @@ def test_nothing_proposed_nothing_drafted(policy):
 def test_off_and_fixed():
     seen = view([[0.9] * 9, [0.9] * 2])
     assert tokens_of(members("drafting")["off"](), seen) == [0, 0]
-    assert tokens_of(Fixed(tokens=4), seen) == [4, 2]
+    assert tokens_of(FixedBudget(tokens=4), seen) == [4, 2]
 
 
 def test_aimd_grows_by_two_while_all_is_right_and_falls_back_to_two():
@@ -165,7 +166,7 @@ def test_aimd_is_off_above_a_batch_size_that_depends_on_acceptance():
 
 def test_length_class_gives_short_none_and_long_twice_as_many():
     classes = {"generated": [99, 100, 299, 300], "medium_at": [100] * 4, "long_at": [300] * 4}
-    policy = LengthClass(medium_tokens=3)
+    policy = LengthClassBudget(medium_tokens=3)
     assert tokens_of(policy, view([[0.5] * 9] * 4, **classes)) == [0, 3, 3, 6]
     assert policy.reads_classes and policy.most == 6
 
@@ -328,8 +329,8 @@ def test_alpha_and_k_are_found_again_in_what_was_accepted():
             low, high = (a, high) if k * (1 - np.exp(-alpha * drafts / (1 + a))) > a / (1 + a) else (low, a)
         accepted[drafts] = a
     tries = np.full(17, 500.0)
-    assert fit(Evidence(tries, accepted * tries)) == pytest.approx((alpha, k), rel=0.1)
-    assert fit(Evidence(np.zeros(17), np.zeros(17))) == pytest.approx((1.0, 0.7), rel=0.01)
+    assert fit(PositionCounts(tries, accepted * tries)) == pytest.approx((alpha, k), rel=0.1)
+    assert fit(PositionCounts(np.zeros(17), np.zeros(17))) == pytest.approx((1.0, 0.7), rel=0.01)
 
 
 def test_the_closed_form_gives_up_where_nothing_is_accepted_and_the_longest_most():

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from deployments.context.choice import CANDIDATES, FEATURES, HIDDEN
-from deployments.context.evidence import LEARNING_RATE, LESSONS, PRIOR, Evidence
-from deployments.context.followers import Followers
-from deployments.context.index import GroupIndex
-from deployments.context.lesson import learn
-from deployments.context.settings import IndexSettings
+from tailrace.deployments.draft_index.alignment_state import AlignmentState
+from tailrace.deployments.draft_index.group_index import GroupIndex
+from tailrace.deployments.draft_index.scorer import LEARNING_RATE, LESSONS, PRIOR, CandidateScorer
+from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES, FEATURES, HIDDEN
+from tailrace.deployments.draft_index.scorer_training import learn
+from tailrace.deployments.draft_index.settings import IndexSettings
 
 VOCABULARY, BRANCHES = 200, 3
 
@@ -64,9 +64,9 @@ def test_the_prior_is_whole():
     }
 
 
-def askew(**knobs) -> Evidence:
+def askew(**knobs) -> CandidateScorer:
     """Evidence that thinks far too little of all candidates."""
-    evidence = Evidence(IndexSettings(**knobs))
+    evidence = CandidateScorer(IndexSettings(**knobs))
     evidence.net[3][:] += 3
     return evidence
 
@@ -80,20 +80,20 @@ def test_a_wrong_belief_is_unlearned(stay):
 
 
 def test_without_learning_nothing_changes():
-    evidence = Evidence(IndexSettings(learning=False))
+    evidence = CandidateScorer(IndexSettings(learning=False))
     before = [array.copy() for array in evidence.net]
     predictions(evidence, groups=1)
     assert all((a == b).all() for a, b in zip(before, evidence.net, strict=True))
 
 
 def test_what_is_learned_is_shared_by_the_groups_of_an_engine_and_by_no_others():
-    evidence, other = Evidence(), Evidence()
+    evidence, other = CandidateScorer(), CandidateScorer()
     predictions(evidence, groups=1)
     assert not np.array_equal(evidence.net[0], other.net[0])
 
 
 def lesson_of(rng, count):
-    lesson = Followers().lesson(0)
+    lesson = AlignmentState().lesson(0)
     lesson.features[0, :count] = rng.normal(size=(count, FEATURES))
     lesson.seen[0, :count] = np.arange(count)
     lesson.seen[0, CANDIDATES] = count
@@ -113,7 +113,7 @@ def loss(net, lesson, truth) -> float:
 @pytest.mark.parametrize("truth", [0, 2, 77])
 def test_a_lesson_is_a_step_down_the_gradient_of_the_log_loss(truth):
     rng, rate = np.random.default_rng(truth), np.float32(1e-4)
-    lesson, net = lesson_of(rng, 4), tuple(array.copy() for array in Evidence().net)
+    lesson, net = lesson_of(rng, 4), tuple(array.copy() for array in CandidateScorer().net)
     inner = net[0].astype(np.float64)
     slope = np.zeros_like(inner)
     for place in np.ndindex(inner.shape):
@@ -130,8 +130,8 @@ def test_a_lesson_is_a_step_down_the_gradient_of_the_log_loss(truth):
 
 
 def test_a_lesson_ends_with_the_first_wrong_token():
-    net = tuple(array.copy() for array in Evidence().net)
-    lesson = Followers().lesson(0)
+    net = tuple(array.copy() for array in CandidateScorer().net)
+    lesson = AlignmentState().lesson(0)
     lesson.seen[:3, 0], lesson.seen[:3, CANDIDATES] = 5, 1
     assert learn(lesson.features, lesson.seen, np.array([5, 6, 5], np.int32), net, LEARNING_RATE) == 2
     assert learn(lesson.features, lesson.seen, np.array([5, 5, 5, 5], np.int32), net, LEARNING_RATE) == 3

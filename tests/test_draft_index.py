@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from deployments.context.evidence import MOST_TOKENS, Evidence
-from deployments.context.index import GroupIndex, HistoryIndex
-from deployments.context.settings import IndexSettings
-from deployments.context.types import PastAnswer, Source, bits
+from tailrace.deployments.draft_index.group_index import GroupIndex, HistoryIndex
+from tailrace.deployments.draft_index.scorer import MOST_TOKENS, CandidateScorer
+from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.messages.context import PastAnswer, Source, bits
 
 PROMPT = np.arange(1000, 1012, dtype=np.int32)
 ANSWER = np.random.default_rng(7).permutation(500).astype(np.int32)[:200]
@@ -14,7 +14,7 @@ ANSWER = np.random.default_rng(7).permutation(500).astype(np.int32)[:200]
 
 
 def index_with(*mates, settings=IndexSettings(), prompt=PROMPT) -> GroupIndex:  # noqa: B008 -- frozen
-    index = GroupIndex(Evidence(settings), prompt)
+    index = GroupIndex(CandidateScorer(settings), prompt)
     for number, mate in enumerate(mates):
         index.extend(number, 0, mate)
     return index
@@ -30,7 +30,7 @@ def history(*answers, epoch=0, reward=None, settings=IndexSettings()):  # noqa: 
 
 
 def test_an_empty_index_has_nothing_to_say():
-    assert GroupIndex(Evidence(), np.empty(0, np.int32)).propose(0, 8) == []
+    assert GroupIndex(CandidateScorer(), np.empty(0, np.int32)).propose(0, 8) == []
     assert index_with().propose(0, 0) == []
     assert index_with(ANSWER).propose(0, 8, paths=0) == []
 

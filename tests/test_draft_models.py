@@ -5,16 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_machine import play
 
-from deployments.journal import JournaledCore, read_journal, replay
-from policies import events as ev
-from policies.actions import SetReplicas, StartChunk, Way
-from policies.bundle import Policies, load_policy, members
-from policies.decoupled import Drafter, Verifier
-from policies.draft_models import AsConfigured, Planned
-from policies.planning import Decoupled
-from policies.scaling import Limits
-from policies.views import DraftModelsView
-from policies.ways import doubling, fewest
+from tailrace.deployments.coordinator.journal import JournaledCore, read_journal, replay
+from tailrace.policies.core.draft_planner import doubling, fewest
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.draft_models import AsConfigured, Planned
+from tailrace.policies.families.registry import Policies, load_policy, members
+from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost
+from tailrace.policies.models.specactor_planner import Decoupled
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import DraftMode, SetReplicas, StartChunk
+from tailrace.policies.protocol.views import DraftModelsView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 EVERY = [*members("draft_models"), "user_policies:AlwaysTwo"]
@@ -62,14 +62,18 @@ def test_nothing_is_planned_unless_that_is_asked_for():
 
 def test_all_get_algorithm_1s_window_and_whoever_accepts_less_than_the_mean_algorithm_2s():
     policy, view = Planned(**FAST), DraftModelsView(8, 8, 0.8)
-    planner, drafter, verifier = Decoupled(most_window=8), Drafter(1, 2e-6, 0.002), Verifier(1, 1e-5, 2e-5, 0.02)
+    planner, drafter, verifier = (
+        Decoupled(most_window=8),
+        DrafterCost(1, 2e-6, 0.002),
+        VerifierCost(1, 1e-5, 2e-5, 0.02),
+    )
     plan = planner.best(8, 0.8, drafter, verifier)
     assert plan.drafter and policy.gain(view) == plan.tokens_s * verifier.seconds(8, 0) > 1.5
     for acceptance in (0.8, 0.9):
-        assert policy.way(view, acceptance)[0] == Way(plan.window, False)
+        assert policy.way(view, acceptance)[0] == DraftMode(plan.window, False)
     better = planner.reconfigure({"bad": 0.2, "good": 0.95, "better": 0.95}, plan)["bad"]
     assert policy.way(view, 0.2) == (
-        Way(better.window, better.coupled), f"drafts {better.window}, {better.reason}",
+        DraftMode(better.window, better.coupled), f"drafts {better.window}, {better.reason}",
     )  # fmt: skip
 
 

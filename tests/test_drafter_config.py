@@ -4,10 +4,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from app.config import ELASTIC_CONFIG, ServeFile
-from deployments.drafter.config import DrafterConfig
-from deployments.engine.config import DraftConfig, EngineConfig
-from policies.actions import Way
+from tailrace.app.config import ELASTIC_CONFIG, ServeFile
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.policies.protocol.actions import DraftMode
 
 
 def file_of(args: dict, *deployments: dict) -> ServeFile:
@@ -36,7 +36,7 @@ def test_what_cannot_work_is_refused(args, deployments, said):
 def test_a_draft_model_with_replicas_of_its_own_is_taken():
     file = file_of({"drafter": {"model": "m"}}, {"name": "Drafter", "num_replicas": 3})
     assert file.application.of("Drafter").num_replicas == 3
-    assert file.application.args.drafter.way == Way(4, False)
+    assert file.application.args.drafter.way == DraftMode(4, False)
 
 
 def test_its_engine_is_the_targets_but_for_what_it_says():

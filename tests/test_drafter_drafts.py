@@ -6,14 +6,14 @@ import zmq
 from test_drafter_wire import Drafter
 from test_drafts import ANSWER, PROMPT, Engine
 
-from deployments.context.types import Source
-from deployments.drafter.client import Drafters
-from deployments.drafter.config import DrafterConfig
-from deployments.drafter.wire import Confirm, Guess
-from deployments.engine.config import DraftConfig
-from deployments.engine.drafts import Drafts
-from deployments.engine.hold import is_held
-from policies.actions import Way
+from tailrace.deployments.drafter.client import Drafters
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.wire import Confirm, Guess
+from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.messages.context import Source
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.deployments.vllm_exact.pause import is_paused
+from tailrace.policies.protocol.actions import DraftMode
 
 
 @pytest.fixture(params=["group", "model"])
@@ -22,7 +22,7 @@ def ends(request):
     with zmq.Context() as context:
         other, model = Drafter(context), Drafters(DrafterConfig(model="m"))
         model.meet([other.address])
-        drafts = Drafts(DraftConfig(method=request.param, draft_tokens=16), 4096, None, model)
+        drafts = EngineDrafts(DraftConfig(method=request.param, draft_tokens=16), 4096, None, model)
         yield Engine(drafts), other
         drafts.stop()
         other.socket.close()
@@ -58,13 +58,13 @@ def test_a_sample_that_takes_turns_sits_out_until_its_window_has_come(ends):
     chunk_id = engine.start(0, 0, 60)
     request, _ = engine.requests[chunk_id]
     engine.step()
-    assert is_held(request)
+    assert is_paused(request)
     wish, *_ = other.hear()
-    assert Way(wish.window, wish.coupled) == Way(4, True)
+    assert DraftMode(wish.window, wish.coupled) == DraftMode(4, True)
     other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:5], 0, 0))
     came(engine, chunk_id)
     engine.drafts.propose()
-    assert not is_held(request) and request.spec_token_ids == ANSWER[1:5]
+    assert not is_paused(request) and request.spec_token_ids == ANSWER[1:5]
 
 
 def test_a_drafter_that_goes_leaves_nobody_waiting(ends):
@@ -73,10 +73,10 @@ def test_a_drafter_that_goes_leaves_nobody_waiting(ends):
     chunk_id = engine.start(0, 0, 60)
     request, _ = engine.requests[chunk_id]
     engine.step()
-    assert is_held(request)
+    assert is_paused(request)
     engine.drafts._model.meet([])
     engine.drafts.propose()
-    assert not is_held(request)
+    assert not is_paused(request)
 
 
 @pytest.mark.parametrize("method", ["ngram", "history", "group"])
@@ -87,7 +87,7 @@ def test_a_copy_that_drafts_from_the_index_asks_no_drafter_and_waits_for_none(en
     request, _ = engine.requests[copy]
     for _ in range(3):
         engine.step()
-        assert not is_held(request)
+        assert not is_paused(request)
     assert {message.name for message in other.hear()} == {original}
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.drafter.window import Window
-from policies.actions import Way
+from tailrace.deployments.drafter.window import Window
+from tailrace.policies.protocol.actions import DraftMode
 
 PROMPT = 5
 
@@ -13,7 +13,7 @@ PROMPT = 5
 class Sample:
     """A window, the sample's tokens, and what its verifier has said but the drafter not yet heard."""
 
-    def __init__(self, way: Way, truth: list[int]):
+    def __init__(self, way: DraftMode, truth: list[int]):
         self.way, self.truth = way, [0] * PROMPT + truth
         self.window = Window(PROMPT, len(self.truth), way)
         self.verified = PROMPT
@@ -47,7 +47,9 @@ tokens = st.lists(st.integers(0, 1), max_size=20)
 moves = st.lists(st.one_of(tokens, st.tuples(st.integers(0, 12), st.integers(0, 9))), max_size=30)
 
 
-@given(st.builds(Way, st.integers(1, 6), st.booleans()), st.lists(st.integers(0, 1), min_size=1, max_size=60), moves)
+@given(
+    st.builds(DraftMode, st.integers(1, 6), st.booleans()), st.lists(st.integers(0, 1), min_size=1, max_size=60), moves
+)
 def test_no_draft_leaves_its_window_and_no_rejection_wastes_more_than_it_may(way, truth, played):
     sample = Sample(way, truth)
     for move in played:
@@ -61,7 +63,7 @@ def test_no_draft_leaves_its_window_and_no_rejection_wastes_more_than_it_may(way
 
 @pytest.mark.parametrize(("coupled", "ahead"), [(False, 8), (True, 4)])
 def test_a_drafter_that_is_coupled_waits_after_one_window(coupled, ahead):
-    window = Window(10, 1000, Way(4, coupled))
+    window = Window(10, 1000, DraftMode(4, coupled))
     window.draft([1] * ahead)
     assert window.room == 0
     with pytest.raises(ValueError, match="room for 0"):
@@ -71,14 +73,14 @@ def test_a_drafter_that_is_coupled_waits_after_one_window(coupled, ahead):
 
 
 def test_the_worst_rejection_wastes_all_but_the_wrong_token():
-    window = Window(10, 1000, Way(4, False))
+    window = Window(10, 1000, DraftMode(4, False))
     window.draft([1] * 8)
     assert window.confirm(10, [2]) == (0, 7, False)
     assert (window.confirmed, window.room) == (11, 8)
 
 
 def test_behind_a_token_that_ends_the_sample_nothing_is_drafted_unless_it_was_wrong():
-    window = Window(10, 1000, Way(4, False))
+    window = Window(10, 1000, DraftMode(4, False))
     window.draft([1, 0], stopped=True)
     assert window.room == 0
     window.confirm(10, [1])
@@ -88,7 +90,7 @@ def test_behind_a_token_that_ends_the_sample_nothing_is_drafted_unless_it_was_wr
 
 
 def test_news_with_a_hole_before_it_changes_nothing():
-    window = Window(10, 1000, Way(4, False))
+    window = Window(10, 1000, DraftMode(4, False))
     with pytest.raises(ValueError, match="only 10 tokens are known"):
         window.confirm(12, [1])
     assert window.confirmed == 10

@@ -9,15 +9,16 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.context.plan import DraftPlan
-from deployments.context.types import GroupRef, Source
-from deployments.drafter.client import Drafters, behind, end_of, rank
-from deployments.drafter.config import DrafterConfig
-from deployments.drafter.server import Address, listen, say
-from deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
-from deployments.messages import ChunkRequest, SamplingParams
-from policies.actions import Way
-from policies.drafting import Fixed
+from tailrace.deployments.drafter.client import Drafters, behind, end_of, rank
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.server import Address, listen, say
+from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.context import GroupRef, Source
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.policies.families.drafting import FixedBudget
+from tailrace.policies.protocol.actions import DraftMode
 
 CONTEXT = np.arange(100, 110, dtype=np.int32)
 WISH = Open("s", 2**64 - 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, CONTEXT)
@@ -84,7 +85,7 @@ def line():
     with zmq.Context() as context:
         other = Drafter(context)
         drafters = Drafters(DrafterConfig(model="m"))
-        plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), Fixed(tokens=4))
+        plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), FixedBudget(tokens=4))
         chunk = ChunkRequest("c", 7, CONTEXT, 8, 30, SamplingParams(), 0, draft=plan)
         yield drafters, other, chunk
         drafters.stop()
@@ -145,7 +146,7 @@ def test_noise_is_the_samples_own_unless_measured_without():
     for shared in (True, False):
         other = Drafter(context)
         drafters = Drafters(DrafterConfig(model="m", shared_noise=shared))
-        plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), Fixed(tokens=4))
+        plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), FixedBudget(tokens=4))
         drafters.meet([other.address])
         drafters.exchange()
         drafters.open(ChunkRequest("c", 7, CONTEXT, 8, 30, SamplingParams(), 0, draft=plan), None)
@@ -161,7 +162,7 @@ def test_for_a_sample_without_a_window_nobody_drafts_whatever_drafters_come_and_
     drafters, other, chunk = line
     drafters.meet([other.address])
     drafters.exchange()
-    drafters.open(chunk, Way(0, True))
+    drafters.open(chunk, DraftMode(0, True))
     drafters.meet([])
     drafters.exchange()
     drafters.meet([other.address])
@@ -179,7 +180,7 @@ def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever(line, monk
     drafters.close("c")
     drafters.meet([other.address])
     drafters.exchange()
-    drafters.open(chunk, Way(2, True))
+    drafters.open(chunk, DraftMode(2, True))
     drafters.made("c", [1])
     drafters.exchange()
     other.hear()
@@ -188,7 +189,7 @@ def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever(line, monk
     until(drafters, lambda: not drafters.waits("c"))
     assert drafters.proposal("c").tokens.tolist() == [2, 3]
     drafters.made("c", [2, 3, 4])
-    monkeypatch.setattr("deployments.drafter.client.PATIENCE_S", 0.0)
+    monkeypatch.setattr("tailrace.deployments.drafter.client.PATIENCE_S", 0.0)
     until(drafters, lambda: not drafters.waits("c"))
     drafters.made("c", [5])
     assert not drafters.waits("c"), "silence is waited for once"

@@ -5,16 +5,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from deployments.context.plan import DraftPlan, DraftReport
-from deployments.context.types import GroupRef, Source
-from deployments.engine.config import DraftConfig
-from deployments.engine.drafts import Drafts, agreed
-from deployments.messages import ChunkRequest, SamplingParams
-from policies.drafting import Fixed, Goodput
+from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.drafting.guesses import agreed
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.context import GroupRef, Source
+from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.policies.families.drafting import FixedBudget
+from tailrace.policies.families.goodput import Goodput
 
 PROMPT = np.arange(100, 120, dtype=np.int32)
 ANSWER = list(range(1000, 1060))
-FIXED = Fixed(tokens=8)
+FIXED = FixedBudget(tokens=8)
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Request:
 class Engine:
     """Runs chunks of one group that all write ANSWER, a draft's agreeing tokens and one more at a time."""
 
-    def __init__(self, drafts: Drafts, policy=FIXED):
+    def __init__(self, drafts: EngineDrafts, policy=FIXED):
         self.drafts, self.policy = drafts, policy
         self.requests: dict[str, tuple[Request, int]] = {}
         drafts.timed(1, 0.01)
@@ -68,7 +71,7 @@ class Engine:
 
 @pytest.fixture
 def drafts():
-    made = Drafts(DraftConfig(method="group", draft_tokens=16), 4096, None)
+    made = EngineDrafts(DraftConfig(method="group", draft_tokens=16), 4096, None)
     yield made
     made.stop()
 
@@ -110,7 +113,7 @@ def test_no_draft_reaches_behind_the_chunk(drafts):
 
 
 def test_no_draft_reaches_behind_the_models_context():
-    drafts = Drafts(DraftConfig(method="group"), len(PROMPT) + 20, None)
+    drafts = EngineDrafts(DraftConfig(method="group"), len(PROMPT) + 20, None)
     engine = Engine(drafts)
     first = engine.start(0, 0, 60)
     while first in engine.requests:
@@ -166,7 +169,7 @@ def test_slots_are_used_again_and_never_shared(drafts):
 
 
 def test_indexes_of_idle_groups_go_when_memory_is_short_and_running_ones_stay():
-    drafts = Drafts(DraftConfig(method="group", index_mib=1), 4096, None)
+    drafts = EngineDrafts(DraftConfig(method="group", index_mib=1), 4096, None)
     engine = Engine(drafts)
     kept = engine.start(0, 50, 10, group="b/kept")
     size = drafts._groups.nbytes

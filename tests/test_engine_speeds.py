@@ -2,19 +2,19 @@
 
 import pytest
 
-from deployments.engine.speeds import Speeds
+from tailrace.policies.models.speed_estimator import SpeedEstimator
 
 BASE_S, CHUNK_S, TOKEN_S = 0.06, 0.004, 0.003
 
 
-def speeds() -> Speeds:
-    measured = Speeds()
+def speeds() -> SpeedEstimator:
+    measured = SpeedEstimator()
     measured.pull(1000, 0.02)
     measured.pull(2000, 0.03)
     return measured
 
 
-def run(measured: Speeds, steps: int, drafts: int, prompt_each: int = 16) -> None:
+def run(measured: SpeedEstimator, steps: int, drafts: int, prompt_each: int = 16) -> None:
     """Decode steps of 1 to 8 chunks with so many draft tokens each; each `prompt_each`-th computes a prompt instead."""
     for step in range(steps):
         chunks, decodes = 1 + step % 8, step % prompt_each > 0
@@ -49,6 +49,6 @@ def test_a_prompt_is_no_draft():
 
 
 def test_nothing_is_told_before_a_pull_was_seen():
-    measured = Speeds()
+    measured = SpeedEstimator()
     run(measured, 10, 0)
     assert measured.report() is None

@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from deployments.engine import kernel_cpu, kernel_gpu
-from deployments.engine.sampler import verify
+from tailrace.deployments.vllm_exact import kernel_cpu, kernel_gpu
+from tailrace.deployments.vllm_exact.sampler import verify
 
 VOCAB, SAMPLES, DRAFTS = 12, 6000, 3
 KERNELS = {"cpu": kernel_cpu.sample_rows, "torch": lambda a, *rest: kernel_gpu.sample_rows(torch.from_numpy(a), *rest)}

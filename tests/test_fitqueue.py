@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.fitqueue import MAX_NEED_TOKENS, STEP_TOKENS, FitQueue
+from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS, STEP_TOKENS, FitQueue
 
 PROFILE = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 NEEDS = st.one_of(st.integers(1, 400), st.integers(1, 20_000), st.sampled_from([63, 64, 65, 4_031, 4_032, 4_033]))

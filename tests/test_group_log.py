@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.context.groups import COORDINATOR, LiveGroups, Packet, Want
-from deployments.context.log import NOWHERE, Cursor
-from deployments.context.types import GroupRef, Piece
+from tailrace.deployments.context.group_log import NOWHERE, Cursor
+from tailrace.deployments.context.live_groups import COORDINATOR, LiveGroups, Packet, Want
+from tailrace.deployments.messages.context import GroupRef, Piece
 
 WRITERS = ("a", "b", "c")
 GROUP = GroupRef("batch/p", "key")

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.context.archive import EVERY, FILES, Archive, file_of, shard_of, shards_files
-from deployments.context.config import ContextConfig
-from deployments.context.groups import Packet
-from deployments.context.history import Answer, History, PastLength, pack, prompt_key, unpack
-from deployments.context.shard import ContextShard
-from deployments.context.types import GroupRef, Piece
+from tailrace.deployments.context.archive import EVERY, FILES, Archive, file_of, shard_of, shards_files
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.history import Answer, History, PastLength, pack, prompt_key, unpack
+from tailrace.deployments.context.live_groups import Packet
+from tailrace.deployments.context.shard import ContextShard
+from tailrace.deployments.messages.context import GroupRef, Piece
 
 PLENTY = 2**30
 

@@ -6,16 +6,16 @@ import math
 
 import pytest
 
-from app.__main__ import run
-from app.dump_file import read_dump
-from app.errors import BadInput
-from app.history_import import HistoryImport
-from app.results_file import ResultsFile
-from deployments.context.archive import EVERY, Archive
-from deployments.context.config import ContextConfig
-from deployments.context.history import prompt_key
-from deployments.messages import GroupResult, PromptGroup, SampleResult, Segment
-from policies.actions import SampleEnd
+from tailrace.app.cli import run
+from tailrace.app.errors import BadInput
+from tailrace.app.files.dumps import read_dump
+from tailrace.app.files.history_import import HistoryImport
+from tailrace.app.files.results import ResultsFile
+from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.history import prompt_key
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 class Letters:

@@ -21,13 +21,13 @@ PURE = {
 }  # fmt: skip
 """All that a policy may need: nothing of these reads a clock, a file, a socket, the environment or a generator."""
 
-EVERY_PROCESS = ("app.build", "app.client", "app.cluster")
+EVERY_PROCESS = ("tailrace.app.build", "tailrace.app.client", "tailrace.app.cluster")
 """What drivers load, and with it the coordinator and the replicas before they have an engine."""
 
 ENGINES_ALONE = {"vllm", "torch", "numba", "transformers"}
 """Seconds of every process that loads them; vLLM and numba read settings that `launch` makes first."""
 
-ENVIRONMENT_WRITER = "deployments/engine/launch.py"
+ENVIRONMENT_WRITER = "deployments/vllm_exact/launch.py"
 """vLLM takes some settings from the environment only; this file writes them before vLLM is imported."""
 
 DOTTED_PATH = re.compile(rf"({'|'.join(CHAIN)})(\.[A-Za-z_]\w*)+(:\w+)?")
@@ -149,7 +149,7 @@ def test_policies_simulator_and_configuration_load_nothing_heavy():
 
 def test_what_every_process_loads_brings_no_engine():
     found = loaded(*EVERY_PROCESS)
-    assert {"deployments/coordinator.py", "deployments/engine/stepper.py"} <= set(found.values())
+    assert {"deployments/coordinator/coordinator.py", "deployments/engine/stepper.py"} <= set(found.values())
     assert {name: file for name, file in found.items() if name.split(".")[0] in ENGINES_ALONE} == {}
 
 
@@ -171,7 +171,7 @@ def test_a_wrong_import_is_found(name, source):
 
 
 def test_what_is_loaded_in_turn_is_found():
-    assert loaded("deployments.engine.link")["torch"] == "kvpool/worker.py"
+    assert loaded("tailrace.deployments.engine.pool_client")["torch"] == "kvpool/worker.py"
 
 
 @pytest.mark.parametrize(

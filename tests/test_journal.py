@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from deployments import journal as module
-from deployments.journal import Decision, Journal, JournaledCore, read_journal, replay
-from policies import events as ev
-from policies.actions import AbortChunk, EndSample, ReleaseKv, StartChunk
-from policies.bundle import Policies
-from policies.events import IllegalEvent
+from tailrace.deployments.coordinator import journal as module
+from tailrace.deployments.coordinator.journal import Decision, Journal, JournaledCore, read_journal, replay
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import AbortChunk, EndSample, ReleaseKv, StartChunk
+from tailrace.policies.protocol.events import IllegalEvent
 
 RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
-"""`python -m app rollout --journal FILE` of the demo model on two replicas, in chunks, with drafts."""
+"""`tailrace rollout --journal FILE` of the demo model on two replicas, in chunks, with drafts."""
 
 
 @pytest.fixture(scope="module")

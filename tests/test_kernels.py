@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engine import kernel_cpu, kernel_gpu, noise
+from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu, kernel_gpu
 
 KERNELS = {"cpu": kernel_cpu.sample_rows, "torch": lambda a, *rest: kernel_gpu.sample_rows(torch.from_numpy(a), *rest)}
 KINDS = {
@@ -75,7 +75,7 @@ def reference(row):
         token = row.forced
         keep = keep if keep[token] else np.ones_like(keep)
     else:
-        e = np.array([noise.exponential(int(row.keys), int(row.positions), i) for i in range(len(logits))])
+        e = np.array([gumbel_rng.exponential(int(row.keys), int(row.positions), i) for i in range(len(logits))])
         token = int(np.argmin(np.divide(e, p, out=np.full(len(e), np.inf), where=keep & (p > 0))))
     with np.errstate(divide="ignore"):
         return token, np.log(p[token] / p[keep].sum()), raw[token]

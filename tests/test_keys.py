@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.keys import (
+from tailrace.kvpool.keys import (
     ALL_BLOCKS,
     NAME_BYTES,
     PREFIX,

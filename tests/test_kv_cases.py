@@ -4,12 +4,13 @@ import pytest
 from test_rollout_cases import core_of, join, submit, tick
 from user_policies import HalfTheQueue, KeepYoung
 
-from policies import events as ev
-from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, StartChunk
-from policies.bundle import Policies, members
-from policies.kv_on_update import KvOnUpdate
-from policies.prefetch import NextUp, Off, Prefetching
-from policies.rollout import IllegalEvent, RolloutCore
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.kv_on_update import KvOnUpdate
+from tailrace.policies.families.prefetch import NextUp, NoPrefetch, Prefetching
+from tailrace.policies.families.registry import Policies, members
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseKv, StartChunk
+from tailrace.policies.protocol.events import IllegalEvent
 
 UPDATES = [*(cls() for cls in members("kv_on_update").values()), KeepYoung(), KeepYoung(updates=0)]
 PREFETCHES = [*(cls() for cls in members("prefetch").values()), NextUp(depth=3), HalfTheQueue()]
@@ -270,4 +271,4 @@ def test_nothing_is_fetched_ahead_when_it_is_off_or_all_share_one_node(prefetch,
         assert of(Prefetch, actions) == []
         for start in of(StartChunk, actions):
             stored(core, start, 26)
-    assert isinstance(Off(), Prefetching)
+    assert isinstance(NoPrefetch(), Prefetching)

@@ -11,8 +11,17 @@ from kv_ledger import KvLedger, group_of
 from rollout_machine import Player, policies_of
 from test_laws import law
 
-from policies import events as ev
-from policies.actions import AbortChunk, EmitGroup, EndSample, Prefetch, ReleaseCause, ReleaseKv, SampleEnd, StartChunk
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import (
+    AbortChunk,
+    EmitGroup,
+    EndSample,
+    Prefetch,
+    ReleaseCause,
+    ReleaseKv,
+    SampleEnd,
+    StartChunk,
+)
 
 
 def walk(played):

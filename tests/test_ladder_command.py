@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from app.__main__ import run
-from app.bench.accepting import profiles, rate
-from app.bench.drafts import Rollouts
-from app.bench.ladder import RATES, Method, ladders, model_method, read_ladder, rung
-from app.errors import BadInput
-from policies.racing import Ladder
-from policies.stepcost import StepCost
+from benchmarks.drafting.acceptance_profiles import profiles, rate
+from benchmarks.drafting.drafts import Rollouts
+from benchmarks.drafting.ladder import RATES, Method, ladders, model_method, read_ladder, rung
+from tailrace.app.cli import run
+from tailrace.app.errors import BadInput
+from tailrace.policies.families.racing import MethodTable
+from tailrace.policies.protocol.step_cost import StepCost
 
 COST = StepCost((1, 16, 128), (0.010, 0.016, 0.080))
 SMALL = StepCost((1, 16), (0.001, 0.002))
@@ -49,7 +49,7 @@ def test_what_is_written_reads_back_as_the_same_ladder(tmp_path):
     result = ladders(methods, COST, most_running=8, most=8)
     path.write_text(json.dumps(result))
     for samples, meant in ((1, 1), (7, 1), (8, 8), (99, 8)):
-        expected = Ladder(tuple(rung(method, COST, meant, 8)[0] for method in methods))
+        expected = MethodTable(tuple(rung(method, COST, meant, 8)[0] for method in methods))
         assert read_ladder(path, samples) == expected
         assert result["ladders"][str(meant)]["first_choice"] == expected.first_choice()
     assert read_ladder(path).first_choice({"free": 0.1, "slow": 0.95, "model": 0.95}) == "model"
@@ -66,7 +66,7 @@ def test_where_no_method_pays_the_first_choice_is_none():
 def test_another_file_is_no_ladder(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(BadInput, match="not what `app ladder --out` writes"):
+    with pytest.raises(BadInput, match="not what `tailrace bench ladder --out` writes"):
         read_ladder(path)
 
 
@@ -90,7 +90,7 @@ def test_a_profile_tells_samples_apart():
 
 
 def test_a_picture_is_drawn(tmp_path):
-    from app.bench.ladder import picture
+    from benchmarks.drafting.ladder import picture
 
     picture(tmp_path / "ladder.png", ladders([FREE, SLOW], COST, 8, 8))
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")

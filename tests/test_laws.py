@@ -27,10 +27,11 @@ from rollout_machine import (
     replay,
 )
 
-from policies import events as ev
-from policies import views
-from policies.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
-from policies.rollout import IllegalEvent, RolloutCore
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol import views
+from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
+from tailrace.policies.protocol.events import IllegalEvent
 
 COMBINATIONS = [*product(ORDERINGS, PLACEMENTS)]
 PROFILE = settings(max_examples=12, deadline=None, database=None)
@@ -116,7 +117,7 @@ def test_nothing_is_left_when_everything_has_run_out(played):
     assert not (core._kv._held or core._kv._groups)
     assert not len(core._waiting) and not core._waiting._lengths
     assert not any(queue._live for queues in core._waiting._queues.values() for queue in queues)
-    for view in core.board.views():
+    for view in core.replicas.views():
         assert (view.running, view.kv_free_tokens) == (0, view.kv_capacity_tokens)
 
 

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from deployments.ledger import GroupRecord
-from deployments.messages import ChunkEnd, ChunkResult, PromptGroup, sample_key
-from deployments.prompts import Prepared
+from tailrace.deployments.coordinator.ledger import GroupRecord
+from tailrace.deployments.coordinator.prompts import Prepared
+from tailrace.deployments.messages.chunk import ChunkResult, sample_key
+from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.policies.protocol.events import ChunkEnd
 
 
 def record():

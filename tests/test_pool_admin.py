@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvpool.admin import PoolAdmin
+from tailrace.kvpool.admin import PoolAdmin
 
 
 def test_a_cancellation_as_the_answer_comes_is_not_lost():

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from kvpool.config import PoolConfig
-from kvpool.store_node import ssd_folder
+from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.store_node import ssd_folder
 
 
 @pytest.mark.parametrize(

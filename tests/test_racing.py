@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.racing import FastestOfN, FreeWorker, Ladder, Rung, Straggler
+from tailrace.policies.families.racing import FastestOfN, FreeWorker, MethodProfile, MethodTable, Straggler
 
-NGRAM = Rung("ngram", ((0.0, 0.9), (0.5, 1.3), (1.0, 4.0)), (0.1, 0.2, 0.3, 0.8))
-SMALL = Rung("0.5b", ((0.0, 0.7), (1.0, 2.7)), (0.6, 0.7, 0.8))
-LARGE = Rung("1.5b", ((0.0, 0.5), (1.0, 2.1)), (0.7, 0.8, 0.9))
-LADDER = Ladder((NGRAM, SMALL, LARGE))
+NGRAM = MethodProfile("ngram", ((0.0, 0.9), (0.5, 1.3), (1.0, 4.0)), (0.1, 0.2, 0.3, 0.8))
+SMALL = MethodProfile("0.5b", ((0.0, 0.7), (1.0, 2.7)), (0.6, 0.7, 0.8))
+LARGE = MethodProfile("1.5b", ((0.0, 0.5), (1.0, 2.1)), (0.7, 0.8, 0.9))
+LADDER = MethodTable((NGRAM, SMALL, LARGE))
 METHODS = [rung.method for rung in LADDER.rungs]
 
 stragglers = st.lists(
@@ -97,7 +97,7 @@ def test_the_first_choice_is_the_fastest_at_the_mean_acceptance():
     assert LADDER.first_choice() == "0.5b"
     assert LADDER.first_choice({"ngram": 0.9}) == "ngram"
     assert LADDER.first_choice({"ngram": 0.1, "0.5b": 0.1, "1.5b": 0.1}) is None, "plain decoding is faster than all"
-    assert Ladder(()).first_choice() is None
+    assert MethodTable(()).first_choice() is None
 
 
 def test_speedups_rise_with_acceptance_between_the_points_measured():
@@ -125,9 +125,9 @@ def test_a_policy_with_a_method_twice_is_refused():
         FastestOfN(rungs=(NGRAM, NGRAM))
 
 
-@pytest.mark.parametrize("build", [lambda: Ladder((NGRAM, NGRAM)), lambda: Rung("x", (), (0.1,)),
-                                   lambda: Rung("x", ((0.5, 1.0), (0.5, 2.0)), (0.1,)),
-                                   lambda: Rung("x", ((0.5, 1.0),), ())])  # fmt: skip
+@pytest.mark.parametrize("build", [lambda: MethodTable((NGRAM, NGRAM)), lambda: MethodProfile("x", (), (0.1,)),
+                                   lambda: MethodProfile("x", ((0.5, 1.0), (0.5, 2.0)), (0.1,)),
+                                   lambda: MethodProfile("x", ((0.5, 1.0),), ())])  # fmt: skip
 def test_a_ladder_that_makes_no_sense_is_refused(build):
     with pytest.raises(ValueError):
         build()

@@ -6,8 +6,8 @@ from threading import Event, Thread
 
 import pytest
 
-from deployments.engine.config import EngineConfig
-from deployments.engine.launch import core_ids, rebind
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.deployments.vllm_exact.launch import core_ids, rebind
 
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deployments.engine.records import Records
+from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 
 
 def write(records, req_id, positions, value, drafted=0, accepted=0):
@@ -13,7 +13,7 @@ def write(records, req_id, positions, value, drafted=0, accepted=0):
 
 
 def test_a_token_drawn_again_replaces_what_was_recorded():
-    records = Records()
+    records = LogprobStore()
     write(records, "a", [5, 6, 7], -1.0, drafted=[4, 0, 0], accepted=[1, 1, 0])
     write(records, "a", [6], -2.0)
     logprobs, raw_logprobs, drafted, accepted = records.take("a", 5, 3)
@@ -23,7 +23,7 @@ def test_a_token_drawn_again_replaces_what_was_recorded():
 
 
 def test_tokens_cut_behind_a_stop_are_not_counted():
-    records = Records()
+    records = LogprobStore()
     write(records, "a", [5, 6, 7], -1.0, drafted=[2, 0, 0], accepted=[1, 1, 0])
     write(records, "a", [8, 9], -1.0, drafted=[3, 0], accepted=[1, 0])
     logprobs, _, drafted, accepted = records.take("a", 5, 2)
@@ -32,7 +32,7 @@ def test_tokens_cut_behind_a_stop_are_not_counted():
 
 
 def test_requests_beyond_the_first_rows_and_tokens_keep_their_entries():
-    records = Records(requests=1, tokens=2)
+    records = LogprobStore(requests=1, tokens=2)
     names = [f"r{i}" for i in range(9)]
     for position in range(40):
         slots = records.slots(names, np.arange(9) + 100)
@@ -46,7 +46,7 @@ def test_requests_beyond_the_first_rows_and_tokens_keep_their_entries():
 
 
 def test_a_row_used_again_shows_nothing_of_its_last_request():
-    records = Records(requests=1)
+    records = LogprobStore(requests=1)
     write(records, "a", range(50), -1.0, drafted=1, accepted=1)
     records.take("a", 0, 50)
     write(records, "b", [3], -7.0)
@@ -57,7 +57,7 @@ def test_a_row_used_again_shows_nothing_of_its_last_request():
 
 
 def test_taken_arrays_are_not_written_any_more():
-    records = Records(requests=1)
+    records = LogprobStore(requests=1)
     write(records, "a", [0], -1.0)
     taken = records.take("a", 0, 1)[0]
     write(records, "b", [0], -9.0)
@@ -65,14 +65,14 @@ def test_taken_arrays_are_not_written_any_more():
 
 
 def test_what_was_never_sampled_has_no_records():
-    records = Records()
+    records = LogprobStore()
     assert records.take("a", 10, 0)[2:] == (0, 0)
     with pytest.raises(KeyError):
         records.take("a", 10, 1)
 
 
 def test_a_position_before_the_first_is_refused():
-    records = Records()
+    records = LogprobStore()
     write(records, "a", [5], -1.0)
     with pytest.raises(ValueError, match="before the first"):
         write(records, "a", [4], -1.0)

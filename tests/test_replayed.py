@@ -5,25 +5,25 @@ import json
 import numpy as np
 import pytest
 
-from app.__main__ import run
-from app.bench.budgets import History, Replica
-from app.bench.budgets import workload as chunks_of
-from app.bench.calibrate import BATCH
-from app.bench.calibrate import workload as calibrated
-from app.bench.drafts import Rollouts
-from app.replay.recorded import END_TOKEN, Recorded, forced, of_trace
-from app.replay.setup import TraceSetup
-from app.replay.speculation import replaying
-from app.replay.wire import Wire, WireEnd
-from app.simulator.host import simulate
-from app.simulator.scenario import load_scenario
-from app.simulator.systems import system
-from app.simulator.types import Cluster, Group, ReplicaModel, Run, StepModel, Workload
-from deployments.context.settings import IndexSettings
-from deployments.context.types import GroupRef, PastAnswer
-from deployments.messages import PromptGroup
-from policies.bundle import Policies, load_policy
-from policies.stepcost import StepCost
+from benchmarks.drafting.budgets import History, Replica
+from benchmarks.drafting.budgets import workload as chunks_of
+from benchmarks.drafting.drafts import Rollouts
+from benchmarks.live.calibrate import BATCH
+from benchmarks.live.calibrate import workload as calibrated
+from tailrace.app.cli import run
+from tailrace.app.replay.recorded import END_TOKEN, Recorded, forced, of_trace
+from tailrace.app.replay.setup import TraceSetup
+from tailrace.app.replay.speculation import replaying
+from tailrace.app.replay.wire import Wire, WireEnd
+from tailrace.app.simulator.host import simulate
+from tailrace.app.simulator.scenario import load_scenario
+from tailrace.app.simulator.systems import system
+from tailrace.app.simulator.types import Cluster, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
+from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.messages.context import GroupRef, PastAnswer
+from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.policies.families.registry import Policies, load_policy
+from tailrace.policies.protocol.step_cost import StepCost
 
 STEP = StepModel(0.035, 0.003, 0.0)
 COST = StepCost((1.0, 600.0), (STEP.seconds(1, 0), STEP.seconds(600, 0)))
@@ -47,13 +47,13 @@ def rollouts(groups: int = 2, samples: int = 8, seed: int = 5) -> list[Rollouts]
 
 def of(prompts: list[Rollouts]) -> tuple[Workload, dict[str, Recorded]]:
     known = {f"g{n}": Recorded(prompt.prompt, prompt.mates, prompt.history) for n, prompt in enumerate(prompts)}
-    groups = tuple(Group(name, len(one.prompt), tuple(map(len, one.answers))) for name, one in known.items())
+    groups = tuple(WorkloadGroup(name, len(one.prompt), tuple(map(len, one.answers))) for name, one in known.items())
     return Workload("w", MAX_TOKENS, (groups,)), known
 
 
 def replay(
     prompts: list[Rollouts], replicas: int, running: int, drafting: str = "goodput", chunk_tokens=None, **settings
-) -> Run:
+) -> SimulatedRun:
     work, known = of(prompts)
     chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
     policies = Policies(ordering="fcfs", placement="least_kv", chunking=chunking, drafting=drafting)
@@ -62,7 +62,7 @@ def replay(
         return simulate(work, cluster, policies, speculation=speculation, check=True)
 
 
-def acceptance_length(run: Run) -> float:
+def acceptance_length(run: SimulatedRun) -> float:
     return sum(one.tokens for one in run.ended) / sum(one.verifications for one in run.ended)
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from app.commands.rollout import _unfinished
-from app.errors import BadInput
-from app.results_file import ResultsFile
-from deployments.messages import GroupResult, PromptGroup, SampleResult
-from policies.actions import SampleEnd
+from tailrace.app.commands.rollout import _unfinished
+from tailrace.app.errors import BadInput
+from tailrace.app.files.results import ResultsFile
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 def prompt(name: str, **changes) -> PromptGroup:

@@ -3,10 +3,10 @@
 import pytest
 from rollout_machine import ORDERINGS, policies_of
 
-from policies import events as ev
-from policies.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
-from policies.bundle import name_of
-from policies.rollout import MAX_ATTEMPTS, RolloutCore
+from tailrace.policies.core.rollout import MAX_ATTEMPTS, RolloutCore
+from tailrace.policies.families.registry import name_of
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
 
 
 def core_of(ordering="fcfs", placement="least_kv", chunk_tokens=None, **replicas) -> RolloutCore:

@@ -2,22 +2,22 @@
 
 import pytest
 
-from app.simulator.acceptance import (
+from tailrace.app.simulator.acceptance import (
     AMC_TRACE,
     HISTORY_SHARE,
-    Acceptance,
+    AcceptanceTable,
     BestOf,
     Measured,
-    Method,
+    ModelledMethod,
     aimd_share,
     chance_for,
     expected_tokens,
 )
-from app.simulator.types import Group
+from tailrace.app.simulator.types import WorkloadGroup
 
 
-def group(answers=0, epochs=0, predictability=1.0) -> Group:
-    return Group("g", 10, (100,) * 16, ((100,) * answers,) * epochs, predictability)
+def group(answers=0, epochs=0, predictability=1.0) -> WorkloadGroup:
+    return WorkloadGroup("g", 10, (100,) * 16, ((100,) * answers,) * epochs, predictability)
 
 
 @pytest.mark.parametrize("row", AMC_TRACE.table)
@@ -29,7 +29,7 @@ def test_every_measurement_is_on_the_curve(row):
 
 def test_a_past_answer_counts_as_a_share_of_a_mate():
     """The curve of mates alone foretells what was measured with history alone, and within 3 % with both."""
-    mates = Acceptance(tuple(row for row in AMC_TRACE.table if not row.answers))
+    mates = AcceptanceTable(tuple(row for row in AMC_TRACE.table if not row.answers))
     for row in AMC_TRACE.table:
         told = expected_tokens(mates.mean_chance(row.mates + HISTORY_SHARE * row.answers), 8)
         assert told == pytest.approx(row.tokens, rel=0.03 if row.mates and row.answers else 0.01)
@@ -52,7 +52,7 @@ def test_paths_raise_the_odds_to_what_was_measured():
     chance = AMC_TRACE.mean_chance(15, AMC_TRACE.branch_factor(4))
     assert expected_tokens(chance, 8) == pytest.approx(3.821)
     assert 1 < AMC_TRACE.branch_factor(2) < AMC_TRACE.branch_factor(4) == AMC_TRACE.branch_factor(8)
-    assert Acceptance((Measured(0, 0, 2.0),)).branch_factor(4) == 1.0
+    assert AcceptanceTable((Measured(0, 0, 2.0),)).branch_factor(4) == 1.0
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 32])
@@ -83,7 +83,9 @@ def test_the_accepted_share_of_an_aimd_window_is_that_of_its_chain(chance):
 
 
 def test_the_best_of_several_methods_and_what_drafting_costs():
-    weak, strong = (Method(name, Acceptance((Measured(0, 0, t),)), 2e-3, 1e-5) for name, t in (("a", 1.5), ("b", 2.5)))
+    weak, strong = (
+        ModelledMethod(name, AcceptanceTable((Measured(0, 0, t),)), 2e-3, 1e-5) for name, t in (("a", 1.5), ("b", 2.5))
+    )
     best = BestOf((weak, strong)).chance(group(), 0, 0, 0, 0)
     assert best == strong.acceptance.chance(group(), 0, 0, 0, 0) > weak.acceptance.chance(group(), 0, 0, 0, 0)
     assert strong.draft_s(100) == pytest.approx(3e-3)
@@ -92,4 +94,4 @@ def test_the_best_of_several_methods_and_what_drafting_costs():
 @pytest.mark.parametrize("rows", [(), ((0, 2.0), (3, 1.9)), ((0, 9.5),), ((0, 1.0),)])
 def test_a_table_that_cannot_be_is_refused(rows):
     with pytest.raises(ValueError, match=r"acceptance table|no chance"):
-        Acceptance(tuple(Measured(mates, 0, tokens) for mates, tokens in rows))
+        AcceptanceTable(tuple(Measured(mates, 0, tokens) for mates, tokens in rows))

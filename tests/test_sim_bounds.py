@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from app.simulator.acceptance import expected_tokens
-from app.simulator.bounds import bounds
-from app.simulator.types import Cluster, Group, ReplicaModel, StepModel
+from tailrace.app.simulator.acceptance import expected_tokens
+from tailrace.app.simulator.bounds import bounds
+from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 DENSE = StepModel(1.0, 0.2, 0.05)
 EXPERTS = StepModel(0.3, 0.1, 0.05, experts_s=2.0, expert_share=0.4)
@@ -85,7 +85,9 @@ def instance(seed: int):
     lengths = [rng.randint(1, 4 if replicas == 1 and most < 2 else 3) for _ in range(count)]
     cut = rng.randint(1, count)
     groups = [
-        Group(f"g{n}", rng.randint(0, 3), tuple(part)) for n, part in enumerate((lengths[:cut], lengths[cut:])) if part
+        WorkloadGroup(f"g{n}", rng.randint(0, 3), tuple(part))
+        for n, part in enumerate((lengths[:cut], lengths[cut:]))
+        if part
     ]
     largest = max(group.prompt_tokens for group in groups) + max(lengths)
     where = cluster(
@@ -111,7 +113,7 @@ def test_no_schedule_of_a_tiny_instance_beats_them(seed):
 def test_a_sample_alone_takes_its_bound():
     """500 tokens after a prompt of 40: a step a token, each reading what is there."""
     steps = sum(DENSE.seconds(1, 40 + n) for n in range(500))
-    found = bounds([Group("g", 40, (500,))], cluster(capacity=1000))
+    found = bounds([WorkloadGroup("g", 40, (500,))], cluster(capacity=1000))
     assert found["longest_s"] == pytest.approx(4 + steps, rel=2e-3)
     assert found["best_s"] == found["longest_s"]
 
@@ -120,14 +122,14 @@ def test_a_sample_alone_takes_its_bound():
 def test_a_full_batch_takes_its_work_bound(step):
     """Eight equal samples on a replica that runs eight: the batch in lockstep is the best there is."""
     steps = sum(step.seconds(8, 8 * (40 + n)) for n in range(500))
-    found = bounds([Group("g", 40, (500,) * 8)], cluster(step, capacity=10**6))
+    found = bounds([WorkloadGroup("g", 40, (500,) * 8)], cluster(step, capacity=10**6))
     assert found["work_s"] == pytest.approx(4 + steps, rel=2e-3)
 
 
 def test_memory_bounds_the_batch():
     """Room for four of a hundred samples: with a base that is all, the work bound comes near what it takes."""
     step = StepModel(1.0, 1e-9, 1e-9)
-    found = bounds([Group("g", 1, (1000,) * 100)], cluster(step, capacity=4000, running=100, prefill=1e9))
+    found = bounds([WorkloadGroup("g", 1, (1000,) * 100)], cluster(step, capacity=4000, running=100, prefill=1e9))
     assert found["work_s"] == pytest.approx(found["memory_s"], rel=0.01)
     assert found["work_s"] == pytest.approx(1000 * 100 / 8, rel=0.01)  # a sample holds half of its length on average
 
@@ -136,19 +138,19 @@ def test_few_long_samples_read_few_experts():
     """Room for one at a time: they run one after another, and a step reads one token's experts."""
     step = StepModel(1e-3, 1e-3, 1e-6, experts_s=2.0, expert_share=0.4)
     steps = 5 * sum(step.seconds(1, 1 + n) for n in range(400))
-    found = bounds([Group("g", 1, (400,) * 5)], cluster(step, capacity=401, prefill=1e9))
+    found = bounds([WorkloadGroup("g", 1, (400,) * 5)], cluster(step, capacity=401, prefill=1e9))
     assert steps / 3 < found["work_s"] < steps
 
 
 def test_drafts_that_are_right_help_and_wrong_ones_do_not():
-    groups = [Group("g", 10, (200, 90), ((150, 80),))]
+    groups = [WorkloadGroup("g", 10, (200, 90), ((150, 80),))]
     none, wrong, right = (bounds(groups, cluster(capacity=1000), Fixed(p), 8)["best_s"] for p in (0.0, 1e-9, 0.9))
     assert none == pytest.approx(wrong) and right < none / 2
     assert bounds(groups, cluster(capacity=1000), None, 8)["best_s"] == none
 
 
 def test_twice_the_replicas_halve_the_work_and_nothing_else():
-    groups = [Group("g", 10, (200,) * 16)]
+    groups = [WorkloadGroup("g", 10, (200,) * 16)]
     one, two = (bounds(groups, cluster(capacity=1000, replicas=n)) for n in (1, 2))
     assert two["work_s"] == pytest.approx(one["work_s"] / 2) and two["longest_s"] == one["longest_s"]
 

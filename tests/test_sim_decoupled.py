@@ -7,34 +7,36 @@ import numpy as np
 import pytest
 from test_sim_host import Even, cluster, conserved, policies, run, workload
 
-from app.simulator.acceptance import Method
-from app.simulator.chunks import Chunk, Family, Sample
-from app.simulator.decoupled import RECONFIGURE_STEPS, Drafted, Odds, Way, best_way
-from app.simulator.replica import Replica
-from app.simulator.scenario import load_scenario
-from app.simulator.specactor import SYSTEMS, decoupled
-from app.simulator.specactor import run as run_specactor
-from app.simulator.speculation import FOREVER, NoDrafts, Pace
-from app.simulator.types import Group, ReplicaModel, StepModel
-from policies.decoupled import Drafter, Verifier, coupled_tokens_s, renewal_tokens_s
-from policies.planning import Decoupled, Plan
+from research.specactor.systems import SYSTEMS, decoupled
+from research.specactor.systems import run as run_specactor
+from tailrace.app.simulator.acceptance import ModelledMethod
+from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.app.simulator.decoupled import RECONFIGURE_STEPS, DraftModelSpeculation, DraftSetup, Odds, best_way
+from tailrace.app.simulator.replica import ModelledReplica
+from tailrace.app.simulator.scenario import load_scenario
+from tailrace.app.simulator.speculation import FOREVER, Pace, PlainDecoding
+from tailrace.app.simulator.types import ReplicaModel, StepModel, WorkloadGroup
+from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost, coupled_tokens_s, renewal_tokens_s
+from tailrace.policies.models.specactor_planner import Decoupled, Plan
 
 STEP = StepModel(0.011, 5e-5, 0.0)
-VERIFIER = Verifier(4, 0.0, STEP.token_s, STEP.base_s)
+VERIFIER = VerifierCost(4, 0.0, STEP.token_s, STEP.base_s)
 
 
-def drafted(way: Way, races=None) -> Drafted:
+def drafted(way: DraftSetup, races=None) -> DraftModelSpeculation:
     """All samples alike."""
-    return Drafted(way, Odds(0, spread=0.0), STEP, races)
+    return DraftModelSpeculation(way, Odds(0, spread=0.0), STEP, races)
 
 
-def method(p: float, name: str = "small", base_s: float = 0.003, token_s: float = 1e-5) -> Method:
-    return Method(name, Even(p), base_s, token_s)
+def method(p: float, name: str = "small", base_s: float = 0.003, token_s: float = 1e-5) -> ModelledMethod:
+    return ModelledMethod(name, Even(p), base_s, token_s)
 
 
-def chunks(count: int, context: int = 100) -> list[Chunk]:
-    families = [Family(Group(f"g{i}", context, (900,)), 0) for i in range(count)]
-    return [Chunk(f"c{i}", Sample(family, 0, 0.0), 900, 900, (0, 0)) for i, family in enumerate(families)]
+def chunks(count: int, context: int = 100) -> list[SimulatedChunk]:
+    families = [GroupProgress(WorkloadGroup(f"g{i}", context, (900,)), 0) for i in range(count)]
+    return [
+        SimulatedChunk(f"c{i}", SimulatedSample(family, 0, 0.0), 900, 900, (0, 0)) for i, family in enumerate(families)
+    ]
 
 
 def tokens_s(pace: Pace, step: StepModel = STEP, context: float = 0.0) -> float:
@@ -44,35 +46,38 @@ def tokens_s(pace: Pace, step: StepModel = STEP, context: float = 0.0) -> float:
 
 @pytest.mark.parametrize(("p", "window", "count"), list(product((0.0, 0.3, 0.7, 0.95), (1, 3, 6), (1, 2, 40))))
 def test_rounds_come_to_the_rates_that_plans_are_made_by(p, window, count):
-    way, drafter = method(p), Drafter(1, 1e-5, 0.003)
-    ahead = drafted(Way(way, window, True)).pace(chunks(count), 0.0)
+    way, drafter = method(p), DrafterCost(1, 1e-5, 0.003)
+    ahead = drafted(DraftSetup(way, window, True)).pace(chunks(count), 0.0)
     assert tokens_s(ahead) == pytest.approx(renewal_tokens_s(p, drafter, VERIFIER, count, window))
-    waits = drafted(Way(way, window, False)).pace(chunks(count), 0.0)
+    waits = drafted(DraftSetup(way, window, False)).pace(chunks(count), 0.0)
     assert tokens_s(waits) == pytest.approx(coupled_tokens_s(p, drafter, VERIFIER, count, window))
-    plain = drafted(Way(way, 0, False)).pace(chunks(count), 0.0)
+    plain = drafted(DraftSetup(way, 0, False)).pace(chunks(count), 0.0)
     assert tokens_s(plain) == pytest.approx(1 / VERIFIER.seconds(count, 0))
 
 
 @pytest.mark.parametrize("p", [0.2, 0.6, 0.9])
 def test_the_best_way_is_the_best_of_all_windows_and_of_both_kinds(p):
     way, rate = best_way(method(p), p, VERIFIER, 1)
-    rates = [tokens_s(drafted(Way(method(p), w, False)).pace(chunks(1), 0.0)) for w in range(17)]
+    rates = [tokens_s(drafted(DraftSetup(method(p), w, False)).pace(chunks(1), 0.0)) for w in range(17)]
     assert rate >= max(rates)
     assert tokens_s(drafted(way).pace(chunks(1), 0.0)) == pytest.approx(rate)
 
 
 def test_who_waits_beside_others_that_do_not_is_verified_every_second_round():
-    races = {"other": Way(method(0.5, "other"), 3, False), "free": Way(method(0.5, "free", 0.0, 0.0), 3, False)}
+    races = {
+        "other": DraftSetup(method(0.5, "other"), 3, False),
+        "free": DraftSetup(method(0.5, "free", 0.0, 0.0), 3, False),
+    }
     running = chunks(3)
     running[1].method, running[2].method = "other", "free"
-    pace = drafted(Way(method(0.5), 3, True), races).pace(running, 0.0)
+    pace = drafted(DraftSetup(method(0.5), 3, True), races).pace(running, 0.0)
     made = 1 + 0.5 + 0.25 + 0.125
     assert pace.rates[1:] == [made / 2, made], "a draft that takes no time holds nobody up"
     assert pace.parts[1:] == (0.5, 1.0) and pace.costs[1:] == [2.0, 4.0]
     assert pace.floor_s == pytest.approx(2 * 3 * (0.003 + 1e-5)), "two models draft, one after the other"
 
 
-class Part(NoDrafts):
+class Part(PlainDecoding):
     """A chunk that takes part in a share of the rounds, each of which takes longer."""
 
     def stale(self, changes, running):
@@ -85,7 +90,7 @@ class Part(NoDrafts):
 def test_a_replica_reads_the_context_of_those_that_take_part():
     step = StepModel(0.01, 1e-4, 1e-5)
     model = ReplicaModel(step, 10_000, 8, 1e12, 0.0, 0.0)
-    replica, (chunk,) = Replica(model, 0, Part()), chunks(1)
+    replica, (chunk,) = ModelledReplica(model, 0, Part()), chunks(1)
     replica.submit(chunk, 0.0)
     while replica.due_s < float("inf"):
         end_s = replica.due_s
@@ -103,7 +108,9 @@ def test_every_sample_ends_once_whatever_drafts_it(way):
     for how, admission in ((policies(), True), (policies("group_static", "pinned", None), False)):
         got = run(
             work, cluster(), how, admission=admission,
-            speculation=lambda index: Drafted(Way(method(0.6), *way), Odds(0), cluster().replica.step),
+            speculation=lambda index: DraftModelSpeculation(
+                DraftSetup(method(0.6), *way), Odds(0), cluster().replica.step
+            ),
         )  # fmt: skip
         assert conserved(work, got)
         assert all(one.verifications + one.accepted == pytest.approx(one.tokens) for one in got.ended)
@@ -111,7 +118,7 @@ def test_every_sample_ends_once_whatever_drafts_it(way):
 
 
 def test_odds_are_a_sample_s_own_with_each_method_and_lie_about_the_table_s():
-    groups = [Group(f"g{i}", 1, (9,)) for i in range(2_000)]
+    groups = [WorkloadGroup(f"g{i}", 1, (9,)) for i in range(2_000)]
     odds, one, other = Odds(3, spread=0.5), method(0.6), method(0.6, "other")
     p = np.array([[odds.chance(way, group, 0) for group in groups] for way in (one, other)])
     logs = np.log(p / (1 - p))
@@ -125,9 +132,9 @@ def test_odds_are_a_sample_s_own_with_each_method_and_lie_about_the_table_s():
 
 
 def test_samples_below_the_mean_are_drafted_anew_every_so_many_steps():
-    plan = Plan(Drafter(1, 1e-5, 0.003), VERIFIER, 4, 40, 0.0, "given")
+    plan = Plan(DrafterCost(1, 1e-5, 0.003), VERIFIER, 4, 40, 0.0, "given")
     policy, odds, running = Decoupled(rate="renewal"), Odds(1, spread=1.0), chunks(40)
-    way = Drafted(Way(method(0.6), 4, True), odds, STEP, None, plan, policy)
+    way = DraftModelSpeculation(DraftSetup(method(0.6), 4, True), odds, STEP, None, plan, policy)
     before = way.pace(running, 0.0)
     assert before.steps == RECONFIGURE_STEPS and len(set(before.parts)) == 40
     for chunk in running:

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from app.bench.stepcost import fit
-from app.simulator.hardware import GPUS, MODELS, from_profile, replica_model
+from tailrace.app.simulator.hardware import GPUS, MODELS, from_profile, replica_model
+from tailrace.app.step_profile import fit
 
 PLACED = [
     ("H800", "Moonlight-16B-A3B", 1), ("H800", "Qwen2-VL-72B", 8), ("H800", "Kimi-K2", 32), ("H800", "Qwen2.5-32B", 4),
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused_in_a_line(gpu, model, gpus, says):
 
 
 def test_a_profile_is_read_back():
-    """Steps of a known engine, as `app profile --json` writes them, give that engine."""
+    """Steps of a known engine, as `tailrace profile --json` writes them, give that engine."""
     steps = [
         {"chunks": c, "draft_tokens": d, "context_tokens": n, "step_ms": 20 + 3 * c * (1 + d) + 0.002 * c * n}
         for c in (1, 2, 4) for d in (0, 3, 7) for n in (32, 512)

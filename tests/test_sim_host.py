@@ -9,16 +9,16 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from app.simulator.bounds import bounds
-from app.simulator.checks import Checks, LawBroken
-from app.simulator.chunks import Chunk, Family, Sample
-from app.simulator.host import simulate
-from app.simulator.speculation import Policied
-from app.simulator.types import Cluster, Group, ReplicaModel, Run, StepModel, Workload
-from policies import events as ev
-from policies.actions import EndSample, SampleEnd, StartChunk
-from policies.bundle import Policies
-from policies.events import IllegalEvent
+from tailrace.app.simulator.bounds import bounds
+from tailrace.app.simulator.checks import Checks, LawBroken
+from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.app.simulator.host import simulate
+from tailrace.app.simulator.speculation import Policied
+from tailrace.app.simulator.types import Cluster, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
+from tailrace.policies.protocol.events import IllegalEvent
 
 MAX_TOKENS = 600
 ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first")
@@ -41,8 +41,8 @@ def workload(seed: int = 0, groups: int = 8, samples: int = 4, steps: int = 1) -
     return Workload("small", MAX_TOKENS, tuple(tuple(map(group_of, range(groups), step)) for step in lengths))
 
 
-def group_of(number: int, lengths: np.ndarray) -> Group:
-    return Group(f"g{number}", 30, tuple(map(int, lengths)), ((50, 90),))
+def group_of(number: int, lengths: np.ndarray) -> WorkloadGroup:
+    return WorkloadGroup(f"g{number}", 30, tuple(map(int, lengths)), ((50, 90),))
 
 
 def cluster(replicas: int = 3, kv_tokens: int = 2_000, fetch_tokens_s: float = 1e5, running: int = 8) -> Cluster:
@@ -54,12 +54,12 @@ def policies(ordering: str = "seer", placement: str = "least_kv", chunk: int | N
     return Policies(ordering=ordering, placement=placement, chunking=chunking, **{"drafting": "off", **more})
 
 
-def run(work: Workload, where: Cluster, how: Policies, **more) -> Run:
+def run(work: Workload, where: Cluster, how: Policies, **more) -> SimulatedRun:
     reveal = how.ordering.type == "oracle_longest_first"
     return simulate(work, where, how, check=True, reveal=reveal, **more)
 
 
-def conserved(work: Workload, got: Run) -> bool:
+def conserved(work: Workload, got: SimulatedRun) -> bool:
     truth = {
         (step, f"{group.group_id}#{i}"): tokens
         for step, groups in enumerate(work.steps)
@@ -87,7 +87,7 @@ def test_every_sample_ends_once_with_its_own_length(ordering, placement):
 
 def test_drafts_never_make_kv_run_full():
     """Two samples that fill a replica to the token with their last one, and draft up to it."""
-    work = Workload("full", MAX_TOKENS, ((Group("g", 40, (MAX_TOKENS,) * 6),),))
+    work = Workload("full", MAX_TOKENS, ((WorkloadGroup("g", 40, (MAX_TOKENS,) * 6),),))
     how = policies(chunk=None, drafting={"type": "fixed", "tokens": 15})
     for kv_tokens in (640 * 2, 640 * 2 + 2 * 16):
         assert conserved(work, run(work, cluster(kv_tokens=kv_tokens), how, acceptance=Even(0.95)))
@@ -196,7 +196,10 @@ def outcomes(names: list[str], seed: int, paces: int) -> dict[str, list[tuple]]:
     """What is drawn for chunks that run together, by sample."""
     drafting = policies(drafting="fixed").drafting
     way, found = Policied(drafting, Even(0.7), GPU, seed), {name: [] for name in names}
-    chunks = [Chunk(name, Sample(Family(Group(name, 1, (99,)), 0), 0, 0.0), 99, 99, (0, 0)) for name in names]
+    chunks = [
+        SimulatedChunk(name, SimulatedSample(GroupProgress(WorkloadGroup(name, 1, (99,)), 0), 0, 0.0), 99, 99, (0, 0))
+        for name in names
+    ]
     for _ in range(paces):
         for chunk, row in zip(chunks, way._outcomes(chunks, np.full(len(chunks), 0.7), 4), strict=True):
             found[chunk.chunk_id].append(tuple(row))
@@ -231,7 +234,7 @@ def test_moments_are_in_order_and_add_up():
     ("change", "error"),
     [
         ({"where": cluster(kv_tokens=500)}, ValueError),
-        ({"work": Workload("long", 10, (((Group("g", 5, (11,))),),))}, ValueError),
+        ({"work": Workload("long", 10, (((WorkloadGroup("g", 5, (11,))),),))}, ValueError),
         ({"how": policies("oracle_longest_first"), "reveal": False}, IllegalEvent),
         ({"how": policies("seer"), "reveal": True}, IllegalEvent),
         ({"how": policies(racing="fastest_of_n")}, ValueError),

@@ -6,10 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from app.simulator.batch import NO_DRAFTS, Answer, Batch, Drafts, expected_s
-from app.simulator.pipeline import MODES, compare_pipelines, host_of, run_pipeline, work_bound_s
-from app.simulator.types import Cluster, Group, ReplicaModel, StepModel
-from policies.pipeline import HistoPipe
+from research.histopipe.batch import NO_DRAFTS, Answer, Batch, Drafts, expected_s
+from research.histopipe.policy import HistoPipe
+from research.histopipe.systems import MODES, compare_pipelines, host_of, run_pipeline, work_bound_s
+from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 STEP = StepModel(0.01, 1e-4, 1e-7)
 MODEL = ReplicaModel(STEP, 40_000, 32, 10_000.0, 0.0, 0.0)
@@ -25,7 +25,7 @@ def steps_of(epochs: int = 3, per_epoch: int = 2, prompts: int = 18, samples: in
     for _ in range(epochs):
         drawn = np.exp(level[:, None] + rng.normal(0, 0.3, (len(level), samples))).round().astype(int).clip(1, 4000)
         for part in np.split(rng.permutation(len(level)), per_epoch):
-            groups = [Group(f"p{i:02}", 50, tuple(drawn[i].tolist()), tuple(past.get(i, ()))) for i in part]
+            groups = [WorkloadGroup(f"p{i:02}", 50, tuple(drawn[i].tolist()), tuple(past.get(i, ()))) for i in part]
             steps.append(tuple(groups))
         past = {i: [tuple(drawn[i].tolist()), *past.get(i, [])][:2] for i in range(len(level))}
     return steps

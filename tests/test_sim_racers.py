@@ -3,14 +3,14 @@
 import pytest
 from test_sim_decoupled import STEP, Even, chunks, method
 
-from app.simulator.acceptance import expected_tokens
-from app.simulator.decoupled import Odds, Way
-from app.simulator.hardware import replica_model
-from app.simulator.racers import RACE_SHARE, Beside, mean_chance, racers, verifier_of
-from app.simulator.scenario import load_scenario
-from app.simulator.speculation import NoDrafts, by_policy
-from policies.bundle import load_policy
-from policies.decoupled import Drafter, coupled_tokens_s
+from tailrace.app.simulator.acceptance import expected_tokens
+from tailrace.app.simulator.decoupled import DraftSetup, Odds
+from tailrace.app.simulator.hardware import replica_model
+from tailrace.app.simulator.race_methods import RACE_SHARE, RacingSpeculation, mean_chance, racers, verifier_of
+from tailrace.app.simulator.scenario import load_scenario
+from tailrace.app.simulator.speculation import PlainDecoding, by_policy
+from tailrace.policies.families.registry import load_policy
+from tailrace.policies.models.spec_cost_model import DrafterCost, coupled_tokens_s
 
 SCENARIO = load_scenario("dapo-32b")
 MODEL = replica_model("H800", "Qwen2.5-32B", 4)
@@ -48,7 +48,7 @@ def test_a_rung_goes_by_the_share_that_is_right_of_what_is_drafted():
     window = found.ways[small.name].window
     share = (expected_tokens(p, window) - 1) / window
     assert rung.profile == (share,) and 0 < share <= p
-    best = max(coupled_tokens_s(p, Drafter(1, small.token_s, small.base_s), verifier, 1, w) for w in range(17))
+    best = max(coupled_tokens_s(p, DrafterCost(1, small.token_s, small.base_s), verifier, 1, w) for w in range(17))
     assert rung.speedup(share) == pytest.approx(best * verifier.seconds(1, 0), rel=0.02)
 
 
@@ -59,21 +59,21 @@ def test_more_mates_are_more_acceptance_of_the_index_alone():
 
 
 def test_copies_make_what_their_method_says_and_each_model_adds_its_drafts():
-    ways = {"one": Way(method(0.5, "one"), 3, False), "two": Way(method(0.8, "two"), 2, False)}
+    ways = {"one": DraftSetup(method(0.5, "one"), 3, False), "two": DraftSetup(method(0.8, "two"), 2, False)}
     running = chunks(4)
     running[1].method, running[2].method, running[3].method = "one", "two", "two"
-    pace = Beside(NoDrafts(), "index", ways, EVEN).pace(running, 400.0)
+    pace = RacingSpeculation(PlainDecoding(), "index", ways, EVEN).pace(running, 400.0)
     assert pace.rates == pytest.approx([1.0, 1 + 0.5 + 0.25 + 0.125, 1 + 0.8 + 0.64, 1 + 0.8 + 0.64])
     assert pace.costs == pytest.approx([1.0, 4.0, 3.0, 3.0])
     assert pace.added_s == pytest.approx(3 * (0.003 + 1e-5) + 2 * (0.003 + 2e-5)), "one model after the other"
-    alone = Beside(NoDrafts(), "index", ways, EVEN).pace(running[1:2], 100.0)
+    alone = RacingSpeculation(PlainDecoding(), "index", ways, EVEN).pace(running[1:2], 100.0)
     assert alone.rates == pace.rates[1:2] and alone.added_s == pytest.approx(3 * (0.003 + 1e-5))
 
 
 def test_other_chunks_draft_as_they_would_without_copies():
     own = by_policy(load_policy("drafting", {"type": "fixed", "tokens": 3}), Even(0.6), STEP, 0)
-    ways = {"one": Way(method(0.5, "one"), 2, False)}
-    beside, plain = Beside(own(0), "index", ways, EVEN), own(0)
+    ways = {"one": DraftSetup(method(0.5, "one"), 2, False)}
+    beside, plain = RacingSpeculation(own(0), "index", ways, EVEN), own(0)
     running = chunks(3)
     running[1].method = "one"
     with_copy = beside.pace(running, 300.0)

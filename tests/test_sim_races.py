@@ -8,38 +8,38 @@ from typing import ClassVar
 import pytest
 from test_sim_host import Even, cluster, conserved, policies, run, workload
 
-from app.simulator import host
-from app.simulator.acceptance import Method
-from app.simulator.decoupled import Drafted, Odds, Way
-from app.simulator.host import TICK_S, simulate
-from app.simulator.report import replica_seconds
-from app.simulator.types import Cluster, Group, ReplicaModel, StepModel, Workload
-from policies.actions import AbortChunk, StartChunk
-from policies.bundle import Policies, load_policy
-from policies.events import ChunkFinished
-from policies.racing import FastestOfN, Rung
-from policies.rollout import RolloutCore
-from policies.scaling import Limits
-from policies.tail import Consolidate, Release
+from tailrace.app.simulator import host
+from tailrace.app.simulator.acceptance import ModelledMethod
+from tailrace.app.simulator.decoupled import DraftModelSpeculation, DraftSetup, Odds
+from tailrace.app.simulator.host import TICK_S, simulate
+from tailrace.app.simulator.report import replica_seconds
+from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.racing import FastestOfN, MethodProfile
+from tailrace.policies.families.registry import Policies, load_policy
+from tailrace.policies.families.tail import Consolidate, Release
+from tailrace.policies.protocol.actions import AbortChunk, StartChunk
+from tailrace.policies.protocol.events import ChunkFinished
 
 ACCEPTS = {"good": 0.9, "fair": 0.6, "bad": 0.1}
-METHODS = {name: Method(name, Even(p)) for name, p in ACCEPTS.items()}
-RUNGS = tuple(Rung(name, ((0.0, 1.0), (1.0, 4.0)), (p,)) for name, p in ACCEPTS.items())
-PLAIN = Rung("plain", ((0.0, 1.0),), (0.0,))
+METHODS = {name: ModelledMethod(name, Even(p)) for name, p in ACCEPTS.items()}
+RUNGS = tuple(MethodProfile(name, ((0.0, 1.0), (1.0, 4.0)), (p,)) for name, p in ACCEPTS.items())
+PLAIN = MethodProfile("plain", ((0.0, 1.0),), (0.0,))
 FLAT = ReplicaModel(StepModel(0.02, 0.0, 0.0), 40_000, 64, 1e12, 1e5, 0.01)
 """Steps take as long whatever they compute, and so do joins: copies are in nobody's way."""
 
 
 def race(work: Workload, where: Cluster, how: Policies, own="bad", room=4, spread=1.0, races=True, **more):
     """Chunks that are no copies draft by `own`, or plainly."""
-    ways, odds = {name: Way(method, 3, False) for name, method in METHODS.items()}, Odds(0, spread)
-    way = ways.get(own, Way(METHODS["good"], 0, False))
+    ways, odds = {name: DraftSetup(method, 3, False) for name, method in METHODS.items()}, Odds(0, spread)
+    way = ways.get(own, DraftSetup(METHODS["good"], 0, False))
     if races:
         rungs = RUNGS if own in ACCEPTS else (PLAIN, *RUNGS)
         racing = FastestOfN(room=room, usual=ACCEPTS.get(own, 0.0), rungs=rungs)
         how = how.model_copy(update={"racing": racing})
     others = {name: one for name, one in ways.items() if name != own}
-    return run(work, where, how, speculation=lambda index: Drafted(way, odds, FLAT.step, others), **more)
+    return run(work, where, how, speculation=lambda index: DraftModelSpeculation(way, odds, FLAT.step, others), **more)
 
 
 STATIC = policies("group_static", "pinned", None)
@@ -79,7 +79,7 @@ def test_where_copies_are_in_nobody_s_way_they_only_gain():
 
 def test_a_straggler_is_as_fast_as_the_best_method_from_each_look_on():
     """Two samples; one ends at once, and its replica takes copies of the other, chunk by chunk."""
-    work = Workload("two", 2_000, ((Group("a", 10, (4,)), Group("b", 10, (2_000,))),))
+    work = Workload("two", 2_000, ((WorkloadGroup("a", 10, (4,)), WorkloadGroup("b", 10, (2_000,))),))
     pieces = policies("group_static", "pinned", 400)
     got = race(work, Cluster(FLAT, 2), pieces, own="plain", room=1, spread=0.0, admission=False, spans=True)
     rate = 1 + 0.9 + 0.81 + 0.729
@@ -139,7 +139,7 @@ def test_the_core_hears_what_a_live_replica_would_tell_of_drafts(recorded):
 
 
 def test_looks_are_a_second_apart_while_nothing_happens():
-    work = Workload("long", 20_000, ((Group("a", 10, (20_000,)),),))
+    work = Workload("long", 20_000, ((WorkloadGroup("a", 10, (20_000,)),),))
     got = race(work, Cluster(FLAT, 2), STATIC, admission=False)
     assert got.makespan_s > 150 and abs(got.events - got.makespan_s / TICK_S) < 30
 

@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from app.simulator.chunks import Chunk, Family, Sample
-from app.simulator.replica import Replica
-from app.simulator.speculation import NoDrafts, Pace
-from app.simulator.types import Group, ReplicaModel, Span, StepModel
+from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.app.simulator.replica import ModelledReplica
+from tailrace.app.simulator.speculation import Pace, PlainDecoding
+from tailrace.app.simulator.types import ReplicaModel, Span, StepModel, WorkloadGroup
 
 
-class Steady(NoDrafts):
+class Steady(PlainDecoding):
     """So many tokens a step for every chunk, whose pace holds for a few steps only; a floor under the step's time."""
 
     most = 8
@@ -137,7 +137,7 @@ def fast(
     model: ReplicaModel, pieces: list[Piece], speculation=None, spans: list[Span] | None = None
 ) -> dict[str, tuple]:
     """End, preemptions and tokens computed again of each chunk, by the replica in closed form."""
-    replica, found, turns = Replica(model, 0, speculation or NoDrafts(), spans), {}, 0
+    replica, found, turns = ModelledReplica(model, 0, speculation or PlainDecoding(), spans), {}, 0
     coming = deque(sorted(pieces, key=lambda piece: piece.arrives_s))
     while coming or replica.due_s < inf:
         turns += 1
@@ -155,9 +155,9 @@ def fast(
     return found
 
 
-def chunk_of(piece: Piece) -> Chunk:
-    family = Family(Group(piece.chunk_id, piece.context, (piece.tokens,)), 0)
-    chunk = Chunk(piece.chunk_id, Sample(family, 0, 0.0), piece.tokens, piece.tokens, (0, 0))
+def chunk_of(piece: Piece) -> SimulatedChunk:
+    family = GroupProgress(WorkloadGroup(piece.chunk_id, piece.context, (piece.tokens,)), 0)
+    chunk = SimulatedChunk(piece.chunk_id, SimulatedSample(family, 0, 0.0), piece.tokens, piece.tokens, (0, 0))
     chunk.prefill = piece.prefill
     return chunk
 
@@ -209,7 +209,7 @@ def test_spans_hold_every_token_once_and_one_thing_at_a_time():
 
 def test_a_stopped_chunk_keeps_its_whole_tokens_and_leaves_the_others_alone():
     step = StepModel(0.01, 0.0, 0.0)
-    replica = Replica(ReplicaModel(step, 10_000, 64, 1e4, 1e5, 0.0), 0, NoDrafts())
+    replica = ModelledReplica(ReplicaModel(step, 10_000, 64, 1e4, 1e5, 0.0), 0, PlainDecoding())
     chunks = [chunk_of(Piece(f"c{i}", 0.0, 10, 0, 100)) for i in range(3)]
     replica.submit(chunks[0], 0.0)
     replica.submit(chunks[1], 0.0)
@@ -226,7 +226,7 @@ def test_a_stopped_chunk_keeps_its_whole_tokens_and_leaves_the_others_alone():
 
 def test_freed_kv_is_there_until_it_is_written_over():
     step = StepModel(0.01, 0.0, 0.0)
-    replica = Replica(ReplicaModel(step, 1_000, 64, 1e9, 1e5, 0.0), 0, NoDrafts())
+    replica = ModelledReplica(ReplicaModel(step, 1_000, 64, 1e9, 1e5, 0.0), 0, PlainDecoding())
     first, second = chunk_of(Piece("a", 0.0, 100, 100, 100)), chunk_of(Piece("b", 0.0, 50, 50, 900))
     replica.submit(first, 0.0)
     replica.submit(second, 0.0)
@@ -238,12 +238,12 @@ def test_freed_kv_is_there_until_it_is_written_over():
     assert replica.cached(200, first.mark, now + 0.01 * free_before) == 200
     assert replica.cached(200, first.mark, now + 0.01 * (free_before + 80)) == 120
     assert replica.cached(200, first.mark, now + 0.01 * 800) == 50, "as many as b leaves room for"
-    assert Replica(replica.model, 1, NoDrafts()).cached(200, first.mark, now) == 0
+    assert ModelledReplica(replica.model, 1, PlainDecoding()).cached(200, first.mark, now) == 0
 
 
 def test_what_joins_writes_over_freed_kv_too():
     step = StepModel(0.01, 0.0, 0.0)
-    replica = Replica(ReplicaModel(step, 400, 64, 1e9, 1e5, 0.0), 0, NoDrafts())
+    replica = ModelledReplica(ReplicaModel(step, 400, 64, 1e9, 1e5, 0.0), 0, PlainDecoding())
     first, second = chunk_of(Piece("a", 0.0, 100, 100, 100)), chunk_of(Piece("b", 0.0, 250, 250, 50))
     replica.submit(first, 0.0)
     replica.turn()

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from sim_runs import make_run
 
-from app.commands.compare import command
-from app.errors import BadInput
-from app.simulator.report import compare, ratios, rows, summary
-from app.simulator.types import Ended, Moment, Run, Span
+from tailrace.app.commands.compare import command
+from tailrace.app.errors import BadInput
+from tailrace.app.simulator.report import compare, ratios, rows, summary
+from tailrace.app.simulator.types import Ended, Moment, SimulatedRun, Span
 
 SEEDS = range(3)
 
@@ -18,12 +18,12 @@ def ended(index: int, end_s: float, step: int = 0, submitted_s: float = 0.0) -> 
     return Ended(f"s{index:02}", step, 10, submitted_s, end_s, 1, 0, 0, 0, 5.0, 0.0, 0.0)
 
 
-def run_of(samples: list[Ended], **fields) -> Run:
+def run_of(samples: list[Ended], **fields) -> SimulatedRun:
     makespan_s = max((sample.ended_s for sample in samples), default=0.0)
-    return replace(Run("a", "w", 0, makespan_s, tuple(samples), (), (), 1, {}), **fields)
+    return replace(SimulatedRun("a", "w", 0, makespan_s, tuple(samples), (), (), 1, {}), **fields)
 
 
-def systems() -> dict[str, list[Run]]:
+def systems() -> dict[str, list[SimulatedRun]]:
     return {
         "static": [make_run("static", seed) for seed in SEEDS],
         "longest": [make_run("longest", seed, drafts=1.5) for seed in SEEDS],

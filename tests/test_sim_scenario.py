@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import yaml
 
-from app.simulator.acceptance import aimd_share, expected_tokens
-from app.simulator.hardware import GPUS, replica_model
-from app.simulator.lawfit import rank_stability
-from app.simulator.scenario import FOLDER, load_scenario, scenario_names, trace_workload
+from research.lengths.law_fit import rank_stability
+from tailrace.app.simulator.acceptance import aimd_share, expected_tokens
+from tailrace.app.simulator.hardware import GPUS, replica_model
+from tailrace.app.simulator.scenario import FOLDER, load_scenario, scenario_names, trace_workload
 
 NAMES = ["dapo-32b", "das-7b-16k", "grpo-32b", "kimi-k2", "moonlight", "ppo-32b", "qwen2-vl-72b", "rhyme-14b-16k"]
 

@@ -1,15 +1,15 @@
-"""`python -m app simulate` from end to end, small: the systems by name, their laws, the same bytes for a seed."""
+"""`tailrace simulate` from end to end, small: the systems by name, their laws, the same bytes for a seed."""
 
 import json
 
 import pytest
 import yaml
 
-from app.__main__ import run
-from app.config import DEFAULT_CONFIG
-from app.simulator.scenario import FOLDER, Scenario, load_scenario
-from app.simulator.systems import SYSTEMS, Setup, system
-from policies.bundle import name_of
+from tailrace.app.cli import run
+from tailrace.app.config import DEFAULT_CONFIG
+from tailrace.app.simulator.scenario import FOLDER, Scenario, load_scenario
+from tailrace.app.simulator.systems import SYSTEMS, Setup, system
+from tailrace.policies.families.registry import name_of
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.engine.steptimes import EVERY, StepTimes, rising
+from tailrace.policies.models.step_cost_estimator import EVERY, StepCostEstimator, rising
 
 
 def test_nothing_is_known_before_two_sizes_were_seen():
-    times = StepTimes()
+    times = StepCostEstimator()
     assert times.cost() is None
     times.record(1, 0.02)
     assert times.cost() is None
@@ -18,7 +18,7 @@ def test_nothing_is_known_before_two_sizes_were_seen():
 
 
 def test_the_table_follows_a_machine_that_slows_down():
-    times = StepTimes()
+    times = StepCostEstimator()
     for _ in range(EVERY):
         times.record(1, 0.02)
         times.record(8, 0.03)
@@ -29,7 +29,7 @@ def test_the_table_follows_a_machine_that_slows_down():
 
 
 def test_steps_larger_than_any_size_are_filed_under_the_largest():
-    times = StepTimes()
+    times = StepCostEstimator()
     times.record(1, 0.02)
     times.record(100_000, 5.0)
     assert times.cost().at(100_000) == pytest.approx(5.0)

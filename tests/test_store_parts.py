@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.store import MOST_PIECES, parts
+from tailrace.kvpool.store import MOST_PIECES, parts
 
 
 @given(st.lists(st.integers(1, 2 * MOST_PIECES), max_size=40))

@@ -1,8 +1,8 @@
 """The tail is the time spent on the last 10 % of samples to finish."""
 
-from app.summary import quantile, summarise
-from deployments.messages import GroupResult, SampleResult, Segment, Timings
-from policies.actions import SampleEnd
+from tailrace.app.summary import quantile, summarise
+from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment, Timings
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 def sample(index: int, finished_s: float, replicas: tuple[str, ...] = ("r1",), chunks: int = 1) -> SampleResult:

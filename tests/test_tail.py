@@ -7,20 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_machine import play
 
-from policies import events as ev
-from policies.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, StartChunk
-from policies.bundle import Policies, load_policy, members
-from policies.rollout import RolloutCore
-from policies.scaling import Limits
-from policies.tail import Auto, Consolidate, Draft, Hold, Release, Threshold, Wanted, fewest
-from policies.views import RacesView, ReplicaView, RolesView, Speeds, TailView
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies, load_policy, members
+from tailrace.policies.families.tail import Auto, Consolidate, Draft, Hold, Release, ReplicaGoal, Threshold, fewest
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, StartChunk
+from tailrace.policies.protocol.views import RacesView, ReplicaSpeeds, ReplicaView, RolesView, TailView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 EVERY = [*members("tail"), "user_policies:OneForEight"]
-SPEEDS = Speeds(1_000.0, 10_000.0, 0.01, 0.02, 0.001, 0.0)
+SPEEDS = ReplicaSpeeds(1_000.0, 10_000.0, 0.01, 0.02, 0.001, 0.0)
 
 
-def replica(name: str, running: int, speeds: Speeds | None = SPEEDS, used: int = 0) -> ReplicaView:
+def replica(name: str, running: int, speeds: ReplicaSpeeds | None = SPEEDS, used: int = 0) -> ReplicaView:
     return ReplicaView(name, 1_000, 1_000 - used, running, 8, 0, "n", speeds)
 
 
@@ -40,8 +40,8 @@ def tail(
     return TailView(now, waiting, running, unended, submitted, replicas, least, most, races, roles)
 
 
-def auto(view: TailView, worth: float = 1.0, answer: Wanted | None = None) -> Wanted:
-    return Auto(worth=worth).cut(view, answer or Wanted(view.most))
+def auto(view: TailView, worth: float = 1.0, answer: ReplicaGoal | None = None) -> ReplicaGoal:
+    return Auto(worth=worth).cut(view, answer or ReplicaGoal(view.most))
 
 
 def engines(view: TailView, worth: float = 1.0) -> int:
@@ -193,7 +193,7 @@ def test_what_has_become_a_drafter_or_gone_does_not_come_back_for_drafts():
     view = tail(replica("r0", 1), replica("r1", 0), roles=(RolesView(1, 2, 9.0),))
     policy = Auto(after_s=0.0)
     for answer, wanted in (((4, 0), (1, 2)), ((1, 1), (1, 1)), ((1, 0), (1, 0)), ((2, 0), (1, 1))):
-        assert policy.wanted(view, (Wanted(*answer), 0.0, 1))[0] == wanted
+        assert policy.wanted(view, (ReplicaGoal(*answer), 0.0, 1))[0] == wanted
 
 
 def test_auto_leaves_room_for_all_and_keeps_all_while_nothing_is_known():
@@ -290,7 +290,7 @@ def test_a_chunk_that_is_sooner_done_than_moved_stays_to_its_end():
 def test_a_new_batch_reopens_what_was_closing():
     core, actions = core_of(Consolidate(after_s=0.0, max_slowdown=1.0), samples=4)
     core.decide(ev.Tick(1.0))
-    assert not core.board.stays("r8")
+    assert not core.replicas.stays("r8")
     core.observe(ev.SamplesSubmitted(1.1, "c", (ev.GroupSpec("h", 10, 4, 200),)))
     actions = core.decide(ev.Tick(1.1))
     assert "r8" in {start.replica_id for start in starts(actions).values()}
@@ -332,7 +332,7 @@ def test_serve_stops_the_newest_on_the_node_with_the_fewest_first():
     core = RolloutCore(Policies())
     for name, node in (("a", "n1"), ("d", "n2"), ("c", "n1"), ("b", "n1"), ("e", "n2")):
         core.observe(ev.ReplicaJoined(0.0, name, 16, 1_000, 4, 0, 0, node))
-    assert core.board.stop_order() == ["e", "d", "b", "c", "a"]
+    assert core.replicas.stop_order() == ["e", "d", "b", "c", "a"]
 
 
 def test_samples_end_by_themselves_or_not_at_all():

@@ -7,7 +7,7 @@ import threading
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from deployments.telemetry import Telemetry, parse_traceparent, trace_id_of, traceparent
+from tailrace.deployments.telemetry import Telemetry, parse_traceparent, trace_id_of, traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-2] + "00"

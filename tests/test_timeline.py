@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from test_sim_page import HOSTILE, Reader, data_of
 
-from app.__main__ import run
-from app.simulator.lanes import lanes_of, sources_of
-from app.simulator.types import Span
-from app.timeline.figures import figures, longest
-from app.timeline.page import page
-from app.timeline.record import Record, record
-from app.timeline.roles import bands
+from tailrace.app.cli import run
+from tailrace.app.report.span_lanes import lanes_of, sources_of
+from tailrace.app.simulator.types import Span
+from tailrace.app.timeline.figures import figures, longest
+from tailrace.app.timeline.page import page
+from tailrace.app.timeline.record import Record, record
+from tailrace.app.timeline.replica_states import bands
 
 RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
-"""`python -m app rollout --journal FILE` of the demo model on two replicas."""
+"""`tailrace rollout --journal FILE` of the demo model on two replicas."""
 
 
 class Script:

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from app.errors import BadInput
-from app.trace_file import read_trace, replay_groups
+from tailrace.app.errors import BadInput
+from tailrace.app.files.traces import read_trace, replay_groups
 
 LINE = {
     "prompt_id": 7,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from app.certificates.runs import DRAFTED, RUNS, TWO
-from app.certificates.services import Service
-from app.certificates.tokens import TOLERANCE, certificate, compare, corrupt
-from app.config import DEFAULT_CONFIG, ServeFile, load_config
-from deployments.drafter.config import DrafterConfig
-from deployments.messages import GroupResult, SampleResult, Segment
-from policies.actions import SampleEnd
-from policies.bundle import Policies, members
+from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
+from tailrace.app.verification.runs import DRAFTED, RUNS, TWO
+from tailrace.app.verification.services import Service
+from tailrace.app.verification.tokens import TOLERANCE, certificate, compare, corrupt
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
+from tailrace.policies.families.registry import Policies, members
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 def rollout(**changes) -> list[GroupResult]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from deployments.engine.vocabulary import vocabulary_refusal
+from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 TOKENS = ["<s>", "</s>", "<pad>", "two", "roads", "met"]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from app.errors import BadInput
-from app.model import perturbed
-from deployments.engine.weights import refusal, tensors_of
+from tailrace.app.errors import BadInput
+from tailrace.app.model import perturbed
+from tailrace.deployments.vllm_exact.weight_loading import refusal, tensors_of
 
 EMBEDDING = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
 TENSORS = {

@@ -4,9 +4,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from policies.actions import Way
-from policies.racing import Assignment, Ladder, Rung
-from policies.tail import Wanted
+from tailrace.policies.families.racing import Assignment, MethodProfile, MethodTable
+from tailrace.policies.families.tail import ReplicaGoal
+from tailrace.policies.protocol.actions import DraftMode
 
 
 class LastComeFirst(BaseModel):
@@ -43,8 +43,8 @@ class HighestId(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     sticky: ClassVar[bool] = False
 
-    def choose(self, sample, need_tokens, board, memory):
-        return max(i for i in board.ready() if board.room_tokens(i) >= need_tokens), memory
+    def choose(self, sample, need_tokens, replicas, memory):
+        return max(i for i in replicas.ready() if replicas.room_tokens(i) >= need_tokens), memory
 
     def min_pull_tokens(self, speeds):
         return None
@@ -104,7 +104,7 @@ class OneForEight(BaseModel):
 
     def wanted(self, view, memory):
         engines = min(max(-(-view.unended // self.samples), view.least), view.most)
-        return Wanted(engines, min(1, view.most - engines)), memory
+        return ReplicaGoal(engines, min(1, view.most - engines)), memory
 
 
 class AlwaysTwo(BaseModel):
@@ -115,7 +115,7 @@ class AlwaysTwo(BaseModel):
     replicas: ClassVar[int] = 1
 
     def way(self, view, acceptance):
-        return Way(2 * (acceptance >= 0.5), False), "always two"
+        return DraftMode(2 * (acceptance >= 0.5), False), "always two"
 
     def gain(self, view):
         return 1 + view.acceptance
@@ -127,7 +127,7 @@ class NobodyTwice(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     own: ClassVar[str] = "group"
     usual: ClassVar[float] = 0.5
-    ladder: ClassVar[Ladder] = Ladder((Rung("model", ((0.0, 1.0),), (0.5,)),))
+    ladder: ClassVar[MethodTable] = MethodTable((MethodProfile("model", ((0.0, 1.0),), (0.5,)),))
     room: int = Field(1, ge=1)
 
     def assign(self, stragglers, workers, ladder):

@@ -1,1 +1,1 @@
-"""One command a file; `app.__main__` loads a command only when it is called."""
+"""One command a file; `app.cli` loads a command only when it is called."""

@@ -1,4 +1,4 @@
-"""`python -m app compare A.json B.json`: what the second simulation gains over the first, system by system."""
+"""`tailrace compare A.json B.json`: what the second simulation gains over the first, system by system."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.config import first_error
-from app.errors import BadInput
-from app.simulator.report import spread
+from tailrace.app.config import first_error
+from tailrace.app.errors import BadInput
+from tailrace.app.simulator.report import spread
 
 FILE = click.Path(path_type=Path)
 

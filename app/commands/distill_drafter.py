@@ -1,4 +1,4 @@
-"""`python -m app distill-drafter`: a draft model made from its target and the rollouts at hand."""
+"""`tailrace distill-drafter`: a draft model made from its target and the rollouts at hand."""
 
 import json
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from app.errors import BadInput, Failed
+from tailrace.app.errors import BadInput, Failed
 
 SAID = {
     "loss": "KL divergence from the target, nats",
@@ -37,17 +37,17 @@ def command(model, rollouts, out, layers, minutes, steps, temperature, max_token
     The figures are of prompts that were held out, before and after. Where --minutes is ample, the same seed gives the
     same model.
     """
-    from app.model import resolve_model
+    from tailrace.app.model import resolve_model
 
     if not out.resolve().parent.is_dir():
         raise BadInput(f"--out {out}: its folder does not exist")
     if out.exists():
         raise BadInput(f"--out {out}: is there already; remove it or choose another")
     folder = resolve_model(model)
-    from app.distill.drafter import Course, make_drafter
-    from app.distill.texts import read_texts
-    from deployments.engine.vocabulary import outputs
-    from deployments.prompts import Prompts
+    from tailrace.app.distill.drafter import Course, make_drafter
+    from tailrace.app.distill.texts import read_texts
+    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.vllm_exact.tokenizer_check import outputs
 
     texts = read_texts(list(rollouts), Prompts(str(folder), 0).encode, outputs(folder), max_tokens, seed)
     click.echo(f"{len(texts.taught)} answers to learn from, {len(texts.held_out)} held out", err=True)

@@ -1,4 +1,4 @@
-"""`python -m app drafts ...`: what drafts are made from."""
+"""`tailrace drafts ...`: what drafts are made from."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from app.errors import BadInput, Failed
+from tailrace.app.errors import BadInput, Failed
 
 
 @click.group()
@@ -33,15 +33,15 @@ def inspect(group, address, history_dir, as_json):
 
 
 def _ask(group: str, address: str) -> dict | None:
-    from app.cluster import connect
+    from tailrace.app.cluster import connect
 
     return asyncio.run(connect(address).inspect_group(group))
 
 
 def _offline(group: str, history_dir: Path) -> dict | None:
     """As a shard says it, from the files alone."""
-    from deployments.context.archive import EVERY, Archive
-    from deployments.context.config import ContextConfig
+    from tailrace.deployments.context.archive import EVERY, Archive
+    from tailrace.deployments.context.config import ContextConfig
 
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute())), EVERY)
     try:

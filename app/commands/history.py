@@ -1,4 +1,4 @@
-"""`python -m app history ...`: answers of earlier epochs, from which later ones draft: import, list, forget."""
+"""`tailrace history ...`: answers of earlier epochs, from which later ones draft: import, list, forget."""
 
 import json
 import sqlite3
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from app.errors import BadInput, Failed
-from deployments.context.archive import EVERY, Archive
-from deployments.context.config import ContextConfig
+from tailrace.app.errors import BadInput, Failed
+from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.config import ContextConfig
 
 BOUNDS = ContextConfig()
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
@@ -40,9 +40,9 @@ def import_(files, history_dir, tokenizer, epoch, weights_version, most_epochs, 
         if not path.is_file():
             raise BadInput(f"{path}: no such file")
     archive = _archive(history_dir, history_epochs=most_epochs, history_mib=most_mib)
-    from app.history_import import HistoryImport
-    from app.model import resolve_model
-    from deployments.prompts import Prompts
+    from tailrace.app.files.history_import import HistoryImport
+    from tailrace.app.model import resolve_model
+    from tailrace.deployments.coordinator.prompts import Prompts
 
     folder = resolve_model(tokenizer)
     work = HistoryImport(archive, Prompts(str(folder), max_model_len=0), epoch, weights_version)

@@ -1,11 +1,11 @@
-"""`python -m app model`: make the demo model, or say where it is."""
+"""`tailrace model`: make the demo model, or say where it is."""
 
 import json
 from pathlib import Path
 
 import click
 
-from app.model import GGUF_SHA256, PACKAGE, make_demo_model
+from tailrace.app.model import GGUF_SHA256, PACKAGE, make_demo_model
 
 
 @click.command()

@@ -1,11 +1,11 @@
-"""`python -m app policies`: families of scheduling policies, their members and knobs."""
+"""`tailrace policies`: families of scheduling policies, their members and knobs."""
 
 import json
 
 import click
 from pydantic_core import to_jsonable_python
 
-from policies.bundle import FAMILIES, members
+from tailrace.policies.families.registry import FAMILIES, members
 
 
 def catalogue() -> dict:

@@ -1,4 +1,4 @@
-"""`python -m app pool ...`: what the KV pool holds, emptying it; nothing is left behind, nothing lost with it."""
+"""`tailrace pool ...`: what the KV pool holds, emptying it; nothing is left behind, nothing lost with it."""
 
 import asyncio
 import json
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from app.config import DEFAULT_CONFIG, load_config
-from app.demo import PROMPTS
-from app.errors import BadInput, Failed
-from app.prompts_file import read_prompts
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.demo import PROMPTS
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.prompts import read_prompts
 
 ADDRESS = click.option("--address", default="auto", show_default=True, help="A running cluster: auto, or host:port.")
 CHAOS_PROMPTS = 8
@@ -54,7 +54,7 @@ def verify(prompts, samples, max_tokens, config, as_json):
     if file.application.args.pool is None:
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to verify")
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": {}})
-    from app.certificates.leftovers import measure
+    from tailrace.app.verification.leftovers import measure
 
     result = measure(file, wanted, lambda text: click.echo(text, err=True))
     click.echo(json.dumps(result) if as_json else "\n".join(f"{key:24} {value}" for key, value in result.items()))
@@ -77,8 +77,8 @@ def chaos(prompts, samples, max_tokens, config, names, as_json):
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to disturb")
     defaults = {"samples": samples, "max_tokens": max_tokens, "sampling": {"temperature": 1.0}}
     wanted = read_prompts(prompts, defaults)[: CHAOS_PROMPTS if prompts == PROMPTS else None]
-    from app.certificates.chaos import DISTURBANCES, measure
-    from deployments.messages import RolloutBatch
+    from tailrace.app.verification.chaos import DISTURBANCES, measure
+    from tailrace.deployments.messages.rollout import RolloutBatch
 
     known = [disturbance.name for disturbance in DISTURBANCES]
     if unknown := next((name for name in names if name not in known), None):
@@ -106,7 +106,7 @@ def _print_chaos(result: dict) -> None:
 
 
 def _ask(address: str, question):
-    from app.cluster import connect
+    from tailrace.app.cluster import connect
 
     answer = asyncio.run(question(connect(address)))
     if answer is None:

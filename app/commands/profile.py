@@ -1,12 +1,12 @@
-"""`python -m app profile`: what a step of the configured engine, or of its draft model, costs on this machine."""
+"""`tailrace profile`: what a step of the configured engine, or of its draft model, costs on this machine."""
 
 import json
 from pathlib import Path
 
 import click
 
-from app.config import DEFAULT_CONFIG, load_config
-from app.errors import BadInput
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.errors import BadInput
 
 
 @click.command()
@@ -28,8 +28,8 @@ def command(config, drafter, context, out, as_json):
         raise BadInput(f"--out {out}: its folder does not exist")
     if drafter and args.drafter is None:
         raise BadInput(f"{config}: args.drafter is null: name a draft model there")
-    from app.bench.stepcost import DRAFTS, measure, planner_step
-    from app.model import resolve_model
+    from tailrace.app.model import resolve_model
+    from tailrace.app.step_profile import DRAFTS, measure, planner_step
 
     engine = args.drafter.engine(args.engine) if drafter else args.engine
     engine = engine.model_copy(update={"model": str(resolve_model(engine.model))})

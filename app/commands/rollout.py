@@ -1,4 +1,4 @@
-"""`python -m app rollout`: prompts from a file in, grouped samples out; run again, it does only what is missing."""
+"""`tailrace rollout`: prompts from a file in, grouped samples out; run again, it does only what is missing."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-from app.config import DEFAULT_CONFIG, load_config
-from app.errors import BadInput, Failed
-from app.prompts_file import read_prompts
-from app.results_file import ResultsFile
-from app.summary import summarise, table
-from policies.actions import SampleEnd
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.prompts import read_prompts
+from tailrace.app.files.results import ResultsFile
+from tailrace.app.summary import summarise, table
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 @click.command()
@@ -61,9 +61,9 @@ def _check_writable(option: str, path: Path | None) -> None:
 
 def _run(file, address, prompts, results, seed, step, keep_trace, journal):
     """Roll out `prompts`; returns the groups, and the spans of the run if they are kept."""
-    from app.client import RolloutRejected
-    from app.cluster import service
-    from deployments.messages import RolloutBatch
+    from tailrace.app.client import RolloutRejected
+    from tailrace.app.cluster import service
+    from tailrace.deployments.messages.rollout import RolloutBatch
 
     batch = RolloutBatch(
         batch_id=f"rollout-{uuid.uuid4().hex[:8]}", groups=prompts, seed=seed, step=step, keep_trace=keep_trace
@@ -84,9 +84,9 @@ def _check_lengths(file, batch, address) -> None:
     """Reject prompts the model cannot take before a cluster is started for them."""
     if address is not None:
         return
-    from app.model import resolve_model
-    from deployments.messages import Rejected
-    from deployments.prompts import Prompts
+    from tailrace.app.model import resolve_model
+    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.messages.rollout import Rejected
 
     engine = file.application.args.engine
     prepared = Prompts(str(resolve_model(engine.model)), engine.max_model_len).prepare(batch)
@@ -95,7 +95,7 @@ def _check_lengths(file, batch, address) -> None:
 
 
 async def _drive(client, batch, results, journal: Path | None):
-    from app.progress import RolloutProgress
+    from tailrace.app.progress import RolloutProgress
 
     if journal is not None:
         await client.journal(True)

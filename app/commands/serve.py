@@ -1,4 +1,4 @@
-"""`python -m app serve`: a local Ray head with token authentication and the service on it, until Ctrl-C.
+"""`tailrace serve`: a local Ray head with token authentication and the service on it, until Ctrl-C.
 
 Ray and its dashboard listen on loopback. What is started here is stopped here, by its id.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import click
 
-from app.cluster import LOOPBACK_ONLY
-from app.config import DEFAULT_CONFIG, load_config
-from app.errors import BadInput, Failed
+from tailrace.app.cluster import LOOPBACK_ONLY
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.errors import BadInput, Failed
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
@@ -28,7 +28,7 @@ START_S = 60.0
 @click.option("--dashboard-port", type=click.IntRange(1, 65_535), default=8265, show_default=True)
 def command(config, port, dashboard_port):
     """Start a local cluster, deploy the service on it, and keep both until Ctrl-C."""
-    from app.model import resolve_model
+    from tailrace.app.model import resolve_model
 
     file = load_config(config)
     for option, number in (("--port", port), ("--dashboard-port", dashboard_port)):

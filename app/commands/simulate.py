@@ -1,15 +1,16 @@
-"""`python -m app simulate`: the policies of a configuration, and the papers' systems, over a modelled cluster."""
+"""`tailrace simulate`: the policies of a configuration, and the papers' systems, over a modelled cluster."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
-from app.config import DEFAULT_CONFIG, load_config
-from app.errors import BadInput
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.errors import BadInput
 
 CONFIGURED = "config"
 """The name of the system whose policies the configuration names."""
@@ -22,6 +23,16 @@ TRACE_CLUSTER = "das-7b-16k"
 
 SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
 """Columns of the table: what fits a terminal. All figures are in the JSON and on the page."""
+
+
+class ExtraSystems(NamedTuple):
+    """Systems beyond the product's own. `systems`: by name, each with an `about`; `run` simulates one of them."""
+
+    systems: Mapping[str, Any]
+    run: Callable | None = None
+
+
+NO_EXTRA = ExtraSystems({})
 
 
 @click.command()
@@ -42,15 +53,22 @@ SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Also write the JSON to this file.")
 @click.option("--list", "listing", is_flag=True, help="What there is to choose from, and what a workload assumes.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, check, report, out, listing,
-            as_json):  # fmt: skip
+def command(**options):
     """Roll out a paper's workload by several systems on a modelled cluster, with the live decision code.
 
     Ratios are to the first system, seed by seed: [mean, least, greatest]. `config` is the policies of --config.
     Of recorded rollouts the last checkpoint is rolled out, with those before it as history. By `--acceptance replay`
     every draft is really made and compared, which takes 0.1 to 0.2 ms a verification on this side of the model.
     """
-    from app.simulator.report import ratios
+    run(NO_EXTRA, **options)
+
+
+def run(
+    extra: ExtraSystems, *, workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, check,
+    report, out, listing, as_json,
+):  # fmt: skip
+    """Run the command, with `extra` systems to compare beside the product's own."""
+    from tailrace.app.simulator.report import ratios
 
     trace = Path(workload) if workload.endswith(TRACES) else None
     if trace is None and (cluster is not None or acceptance == "replay"):
@@ -58,16 +76,16 @@ def command(workload, acceptance, cluster, tokenizer, compare, config, seeds, st
         raise BadInput(f"{given}: for recorded rollouts only; give one by --workload FILE.jsonl, or leave it out")
     scenario = _scenario(workload) if trace is None else _scenario(cluster or TRACE_CLUSTER, "--cluster")
     if listing:
-        _list(scenario, as_json)
+        _list(scenario, extra, as_json)
         return
     for path in (report, out):
         if path is not None and not path.resolve().parent.is_dir():
             raise BadInput(f"{path}: its folder does not exist")
-    systems = _systems(compare, config)
-    _check_methods(scenario, systems, trace, steps)
+    systems = _systems(compare, config, extra)
+    _check_methods(scenario, systems, extra, trace, steps)
     scenario = scenario.scaled(scale) if scale < 1 else scenario
     setup_of = _papers(scenario, steps) if trace is None else _traces(trace, scenario, scale, tokenizer, acceptance)
-    summaries, pages = _run(scenario, setup_of, systems, seeds, steps, check, report is not None)
+    summaries, pages = _run(scenario, setup_of, systems, extra, seeds, steps, check, report is not None)
     result = ratios(summaries, next(iter(systems)))
     result |= {"claims": {key: list(claim.value) for key, claim in scenario.claims.items() if trace is None}}
     if out is not None:
@@ -82,7 +100,7 @@ def command(workload, acceptance, cluster, tokenizer, compare, config, seeds, st
 
 
 def _scenario(name: str, option: str = "--workload"):
-    from app.simulator.scenario import load_scenario
+    from tailrace.app.simulator.scenario import load_scenario
 
     try:
         return load_scenario(name)
@@ -92,21 +110,21 @@ def _scenario(name: str, option: str = "--workload"):
 
 def _papers(scenario, steps: int) -> Callable:
     """The set-up of a seed."""
-    from app.simulator.systems import Setup
+    from tailrace.app.simulator.systems import Setup
 
     return lambda seed: Setup.of(scenario, seed, steps)
 
 
 def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str) -> Callable:
     """The same for every seed: nothing of the workload is drawn."""
-    from app.trace_file import read_trace
+    from tailrace.app.files.traces import read_trace
 
     lines = read_trace(trace)
     lines = lines[: max(1, round(scale * len(lines)))]
-    from app.model import resolve_model
-    from app.replay.recorded import of_trace
-    from app.replay.setup import TraceSetup
-    from deployments.prompts import Prompts
+    from tailrace.app.model import resolve_model
+    from tailrace.app.replay.recorded import of_trace
+    from tailrace.app.replay.setup import TraceSetup
+    from tailrace.deployments.coordinator.prompts import Prompts
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
     found = of_trace(lines, encode, scenario.samples.value, scenario.max_tokens.value)
@@ -114,9 +132,8 @@ def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str
     return lambda seed: setup
 
 
-def _systems(compare: str, config: Path) -> dict:
-    from app.simulator import specactor
-    from app.simulator.systems import system
+def _systems(compare: str, config: Path, extra: ExtraSystems) -> dict:
+    from tailrace.app.simulator.systems import system
 
     names = list(dict.fromkeys(name.strip() for name in compare.split(",") if name.strip()))
     if not names:
@@ -126,18 +143,18 @@ def _systems(compare: str, config: Path) -> dict:
         if name == CONFIGURED:
             found[name] = _configured(config)
             continue
-        if name in specactor.SYSTEMS:
-            found[name] = specactor.SYSTEMS[name]
+        if name in extra.systems:
+            found[name] = extra.systems[name]
             continue
         try:
             found[name] = system(name)
         except ValueError as error:
-            raise BadInput(f"--compare: {error}, {', '.join(specactor.SYSTEMS)}, {CONFIGURED}") from error
+            raise BadInput(f"--compare: {error}, {', '.join((*extra.systems, CONFIGURED))}") from error
     return found
 
 
 def _configured(config: Path):
-    from app.simulator.systems import System
+    from tailrace.app.simulator.systems import System
 
     policies = load_config(config).application.of("Coordinator").user_config.policies.model_dump()
     del policies["chunking"]  # sized for this machine's models; the workload has its own, and its own draft methods
@@ -147,10 +164,9 @@ def _configured(config: Path):
     return System(f"the policies of {config.name}", policies, races=racing != "off")
 
 
-def _check_methods(scenario, systems: dict, trace: Path | None, steps: int) -> None:
-    from app.simulator import specactor
+def _check_methods(scenario, systems: dict, extra: ExtraSystems, trace: Path | None, steps: int) -> None:
 
-    asking = [name for name, chosen in systems.items() if name in specactor.SYSTEMS or chosen.races]
+    asking = [name for name, chosen in systems.items() if name in extra.systems or chosen.races]
     if asking and trace is not None:
         raise BadInput(f"--compare {asking[0]}: has draft models, whose drafts no trace records; name others")
     if steps > 1 and trace is not None:
@@ -159,13 +175,14 @@ def _check_methods(scenario, systems: dict, trace: Path | None, steps: int) -> N
         raise BadInput(f"--compare {asking[0]}: {scenario.name} names no draft model (`methods`); dapo-32b does")
 
 
-def _run(scenario, setup_of, systems: dict, seeds: int, steps: int, check: bool, spans: bool) -> tuple[dict, dict]:
+def _run(
+    scenario, setup_of, systems: dict, extra: ExtraSystems, seeds: int, steps: int, check: bool, spans: bool
+) -> tuple[dict, dict]:
     """Summaries of every system by seed, and the first seed's runs, with spans if a page is wanted."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from app.simulator import specactor
-    from app.simulator.report import summary
+    from tailrace.app.simulator.report import summary
 
     summaries, pages = {name: [] for name in systems}, {}
     console = Console(stderr=True)
@@ -176,8 +193,8 @@ def _run(scenario, setup_of, systems: dict, seeds: int, steps: int, check: bool,
                 task = bar.add_task(f"{name}, seed {seed}", total=None)
                 how = {"spans": spans and not seed, "check": check, "progress": partial(_show, bar, task)}
                 began_s = time.monotonic()
-                if name in specactor.SYSTEMS:
-                    run = specactor.run(scenario, name, seed, steps, **how)
+                if name in extra.systems:
+                    run = systems.run(scenario, name, seed, steps, **how)
                 else:
                     run = setup.run(name, chosen, seed, **how)
                 bar.remove_task(task)
@@ -195,18 +212,17 @@ def _show(bar, task, ended: int, samples: int) -> None:
 
 
 def _page(title: str, scenario, pages: dict, result: dict) -> str:
-    from app.simulator.page import page
+    from tailrace.app.report.simulation_page import page
 
     assumed = [f"Assumed: {key} = {value}. {text}" for key, value, kind, text in scenario.notes() if kind == "assumed"]
     return page(title, pages, result, assumed)
 
 
-def _list(scenario, as_json: bool) -> None:
-    from app.simulator import specactor
-    from app.simulator.scenario import scenario_names
-    from app.simulator.systems import SYSTEMS
+def _list(scenario, extra: ExtraSystems, as_json: bool) -> None:
+    from tailrace.app.simulator.scenario import scenario_names
+    from tailrace.app.simulator.systems import SYSTEMS
 
-    systems = {name: chosen.about for name, chosen in (SYSTEMS | specactor.SYSTEMS).items()}
+    systems = {name: chosen.about for name, chosen in (SYSTEMS | extra.systems).items()}
     systems[CONFIGURED] = "the policies of --config"
     notes = [dict(zip(("key", "value", "kind", "why"), note, strict=True)) for note in scenario.notes()]
     if as_json:
@@ -228,7 +244,7 @@ def _print(result: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from app.simulator.report import rows
+    from tailrace.app.simulator.report import rows
 
     header, *body = rows(result)
     shown = [header.index(name) for name in SHOWN]

@@ -1,4 +1,4 @@
-"""`python -m app timeline`: what every replica did in a recorded run, as a page, a picture or figures."""
+"""`tailrace timeline`: what every replica did in a recorded run, as a page, a picture or figures."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from app.errors import BadInput
+from tailrace.app.errors import BadInput
 
 KINDS = (".html", ".png")
 
@@ -21,9 +21,9 @@ def command(run, out, as_json):
 
     RUN is what `rollout --journal` wrote, or that gzipped. Without --out only the figures are shown.
     """
-    from app.timeline.figures import figures
-    from app.timeline.record import record
-    from app.timeline.roles import bands
+    from tailrace.app.timeline.figures import figures
+    from tailrace.app.timeline.record import record
+    from tailrace.app.timeline.replica_states import bands
 
     if out is not None and (out.suffix not in KINDS or not out.resolve().parent.is_dir()):
         raise BadInput(f"--out {out}: give a file of an existing folder, ending in {' or '.join(KINDS)}")
@@ -61,11 +61,11 @@ def _lines(run: Path) -> Iterator[str]:
 
 def _draw(out: Path, title: str, recorded, found, said: dict) -> None:
     if out.suffix == ".html":
-        from app.timeline.page import page
+        from tailrace.app.timeline.page import page
 
         out.write_text(page(title, recorded, found, said), encoding="utf-8")
     else:
-        from app.timeline.picture import picture
+        from tailrace.app.timeline.picture import picture
 
         picture(out, title, recorded, found)
 
@@ -74,7 +74,7 @@ def _print(said: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from app.simulator.report import number, percent
+    from tailrace.app.simulator.report import number, percent
 
     table = Table(
         "replica", "up s", "busy", "tokens", title=f"{number(said['makespan_s'])} s, {said['samples']} samples"

@@ -1,14 +1,14 @@
-"""`python -m app verify`: exit 0 when scheduling changed no token, 1 with sample and position when it did."""
+"""`tailrace verify`: exit 0 when scheduling changed no token, 1 with sample and position when it did."""
 
 import json
 from pathlib import Path
 
 import click
 
-from app.config import DEFAULT_CONFIG, load_config
-from app.demo import PROMPTS
-from app.errors import BadInput, Failed
-from app.prompts_file import read_prompts
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.demo import PROMPTS
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.prompts import read_prompts
 
 
 @click.command()
@@ -39,8 +39,8 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     file = load_config(config)
     sampling = {"temperature": 1.0}
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": sampling})
-    from app.certificates.tokens import certificate, corrupt, roll_all
-    from deployments.messages import RolloutBatch
+    from tailrace.app.verification.tokens import certificate, corrupt, roll_all
+    from tailrace.deployments.messages.rollout import RolloutBatch
 
     runs = _chosen(names)
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
@@ -67,7 +67,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
 
 def _chosen(names: tuple[str, ...]) -> list:
     """The runs of these names behind the reference; all when none is named."""
-    from app.certificates.runs import RUNS
+    from tailrace.app.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
     unknown = next((name for name in names if name not in known), None)
@@ -80,8 +80,8 @@ def _update(file, batch, kv_on_update, say) -> dict:
     """The update certificate, over a change to weights made from the configured ones."""
     import tempfile
 
-    from app.certificates.update import measure
-    from app.model import perturbed, resolve_model
+    from tailrace.app.model import perturbed, resolve_model
+    from tailrace.app.verification.weights_update import measure
 
     with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as folder:
         say("making other weights")

@@ -14,7 +14,7 @@ DRAWS = 4
 """Of the noise at each place: with 1,000 places the mean is right within 0.01."""
 
 
-class Acceptance(NamedTuple):
+class DistillAcceptance(NamedTuple):
     """Means over places. `loss`: the forward KL divergence, nats."""
 
     loss: float
@@ -23,16 +23,16 @@ class Acceptance(NamedTuple):
     shared: float
 
     @classmethod
-    def mean(cls, parts: "list[tuple[int, Acceptance]]") -> "Acceptance":
+    def mean(cls, parts: "list[tuple[int, DistillAcceptance]]") -> "DistillAcceptance":
         """Of parts, each with how many places it is the mean of."""
         whole = sum(count for count, _ in parts)
         return cls(*(sum(n * value[field] for n, value in parts) / whole for field in range(len(cls._fields))))
 
 
-def acceptance(target: torch.Tensor, drafter: torch.Tensor, seed: int, draws: int = DRAWS) -> Acceptance:
+def acceptance(target: torch.Tensor, drafter: torch.Tensor, seed: int, draws: int = DRAWS) -> DistillAcceptance:
     """Of log probabilities float32[places, vocabulary] of target and drafter. The same seed gives the same noise."""
     p, q = target.exp(), drafter.exp()
-    return Acceptance(
+    return DistillAcceptance(
         loss=float((p * (target - drafter)).sum(1).mean()),
         greedy=float((p.argmax(1) == q.argmax(1)).float().mean()),
         independent=float(torch.minimum(p, q).sum(1).mean()),

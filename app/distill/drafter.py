@@ -13,9 +13,9 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from app.distill.texts import Texts
-from app.errors import BadInput, Failed
-from deployments.engine.vocabulary import vocabulary_refusal
+from tailrace.app.distill.texts import Texts
+from tailrace.app.errors import BadInput, Failed
+from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 PLACES = 1000
 """Held out, for the figures before and after."""
@@ -43,8 +43,8 @@ def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Cal
     """
     import torch
 
-    from app.distill.layers import cut
-    from app.distill.teaching import Teaching
+    from tailrace.app.distill.layers import cut
+    from tailrace.app.distill.teaching import Teaching
 
     began_s = time.monotonic()
     torch.manual_seed(course.seed)

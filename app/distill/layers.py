@@ -7,7 +7,7 @@ drafter.py.
 import re
 from copy import deepcopy
 
-from app.errors import BadInput
+from tailrace.app.errors import BadInput
 
 LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from app.distill.acceptance import Acceptance, acceptance
-from app.distill.texts import Text
-from app.errors import BadInput
+from tailrace.app.distill.acceptance import DistillAcceptance, acceptance
+from tailrace.app.distill.texts import Text
+from tailrace.app.errors import BadInput
 
 LIKELIEST, OTHERS = 64, 2048
 """Tokens of the target's at a place, and of the rest by chance in a step."""
@@ -45,7 +45,7 @@ class Said(NamedTuple):
     steps: int
     done: float
     loss: float
-    held_out: Acceptance
+    held_out: DistillAcceptance
 
 
 class Teaching:
@@ -58,7 +58,7 @@ class Teaching:
         self._learned = _learned(drafter)
         self._hints: dict[Text, Hint] = {}
 
-    def measure(self, texts: list[Text], places: int) -> Acceptance:
+    def measure(self, texts: list[Text], places: int) -> DistillAcceptance:
         """Over the first places of these texts, at most so many in all."""
         parts, left = [], places
         self._drafter.eval()
@@ -70,7 +70,7 @@ class Teaching:
                 left -= len(p)
                 if not left:
                     break
-        return Acceptance.mean(parts)
+        return DistillAcceptance.mean(parts)
 
     def teach(self, texts: list[Text], held_out: list[Text], steps: int, budget_s: float) -> Iterator[Said]:
         """Runs as it is read, a text a step; ends after `steps` steps or `budget_s` seconds."""

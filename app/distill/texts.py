@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from app.dump_file import read_dump
-from app.errors import BadInput
+from tailrace.app.errors import BadInput
+from tailrace.app.files.dumps import read_dump
 
 HELD_OUT = 0.1
 """Share of the prompts, one at least."""

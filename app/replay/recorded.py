@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.errors import BadInput
-from deployments.context.types import PastAnswer
-from deployments.messages import PromptGroup
+from tailrace.app.errors import BadInput
+from tailrace.deployments.messages.context import PastAnswer
+from tailrace.deployments.messages.rollout import PromptGroup
 
 END_TOKEN = 1 << 24
 """Of an answer that ends by itself: beyond every vocabulary, and like an end-of-sequence token the same in all."""

@@ -1,4 +1,4 @@
-"""Recorded rollouts on a paper's cluster: what `app simulate` does with a trace for its workload.
+"""Recorded rollouts on a paper's cluster: what `tailrace simulate` does with a trace for its workload.
 
 The last checkpoint is rolled out, those before it are history: their lengths for the policies, and for drafts either
 the set-up's acceptance table or all their tokens (`app.replay.speculation`). Invariant: both are of the same workload,
@@ -8,19 +8,19 @@ and drafts see what a system's `evidence` says. Called by the simulate command.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from app.replay.recorded import Recorded
-from app.replay.speculation import replaying
-from app.simulator.hardware import replica_model
-from app.simulator.scenario import Scenario, trace_workload
-from app.simulator.systems import Setup, System
-from app.simulator.types import Cluster, Group, Run
-from deployments.context.settings import IndexSettings
+from tailrace.app.replay.recorded import Recorded
+from tailrace.app.replay.speculation import replaying
+from tailrace.app.simulator.hardware import replica_model
+from tailrace.app.simulator.scenario import Scenario, trace_workload
+from tailrace.app.simulator.systems import Setup, System
+from tailrace.app.simulator.types import Cluster, SimulatedRun, WorkloadGroup
+from tailrace.deployments.draft_index.settings import IndexSettings
 
 
 class _Always:
     """Drafts that are always right."""
 
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         return 1.0
 
 
@@ -56,7 +56,7 @@ class TraceSetup:
         spans: bool = False,
         check: bool = False,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Run:
+    ) -> SimulatedRun:
         """One system. Nobody knows how right an index can be, so the bounds of a replay that drafts are those of drafts
         that always are."""
         setup, policies, evidence = self.setup, chosen.bundle(self.setup.chunk_tokens), chosen.evidence

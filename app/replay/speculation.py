@@ -1,9 +1,10 @@
 """Speculation by replay: modelled replicas draft with an engine's own code; recorded tokens say what of it is right.
 
-Each replica has the `Drafts` of a live one: index, evidence, policy, measured step costs, counts; a `Wire` between
-them stands for the group context. Every step is a pace of its own: propose, budget, compare, one token more. So a run
-is exact, and the same each time; but it takes 0.1 to 0.2 ms a verification: time grows with tokens, not with chunks.
-Invariant: no draft is made from a token that nobody has made yet. Called by `app simulate` and `bench calibrate`.
+Each replica has the `EngineDrafts` of a live one: index, evidence, policy, measured step costs, counts; a `Wire`
+between them stands for the group context. Every step is a pace of its own: propose, budget, compare, one token more. So
+a run is exact, and the same each time; but it takes 0.1 to 0.2 ms a verification: time grows with tokens, not with
+chunks. Invariant: no draft is made from a token that nobody has made yet. Called by `tailrace simulate` and `bench
+calibrate`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,27 +13,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.replay.recorded import Recorded
-from app.replay.wire import Wire, WireEnd
-from app.simulator.chunks import Chunk
-from app.simulator.speculation import Pace
-from app.simulator.types import StepModel, Workload
-from deployments.context.plan import DraftPlan
-from deployments.context.settings import IndexSettings
-from deployments.context.types import GroupRef
-from deployments.engine.config import DraftConfig
-from deployments.engine.drafts import Drafts, agreed
-from deployments.engine.rehearsal import VERIFIED
-from deployments.messages import ChunkRequest, SamplingParams
-from policies.drafting import Drafting
+from tailrace.app.replay.recorded import Recorded
+from tailrace.app.replay.wire import Wire, WireEnd
+from tailrace.app.simulator.chunks import SimulatedChunk
+from tailrace.app.simulator.speculation import Pace
+from tailrace.app.simulator.types import StepModel, Workload
+from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.drafting.drafts import EngineDrafts
+from tailrace.deployments.drafting.guesses import agreed
+from tailrace.deployments.engine.warmup import VERIFIED
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.policies.families.drafting import Drafting
 
 MODEL_LEN = 1 << 20
 """The workload ends samples; no modelled replica does before."""
 
 
 @dataclass(slots=True)
-class _Request:
-    """What `Drafts` reads and writes of vLLM's request."""
+class _StandInRequest:
+    """What `EngineDrafts` reads and writes of vLLM's request."""
 
     num_tokens: int
     spec_token_ids: list[int] = field(default_factory=list)
@@ -42,7 +45,7 @@ class _Request:
 class _Running:
     """A chunk here, which makes tokens [at, end) of the answer."""
 
-    request: _Request
+    request: _StandInRequest
     answer: list[int]
     at: int
     end: int
@@ -59,7 +62,7 @@ class Replayed:
 
     methods = ()
 
-    def __init__(self, drafts: Drafts, wire: Wire, policy: Drafting, step: StepModel, max_tokens: int):
+    def __init__(self, drafts: EngineDrafts, wire: Wire, policy: Drafting, step: StepModel, max_tokens: int):
         self._drafts, self._recorded, self._policy, self._step = drafts, wire.recorded, policy, step
         self._max_tokens = max_tokens
         self.most = min(policy.most, DraftConfig().draft_tokens)
@@ -71,7 +74,7 @@ class Replayed:
     def stale(self, changes: int, running: int) -> bool:
         return changes > 0
 
-    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+    def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         """What the coming step makes; asked twice before the same step, it says the same of those it knows."""
         running = [self._running.get(chunk.chunk_id) or self._open(chunk) for chunk in chunks]
         for chunk, one in zip(chunks, running, strict=True):
@@ -86,12 +89,12 @@ class Replayed:
         self._cost = computed, self._step.seconds(computed, context_tokens)
         return Pace(rates, costs, steps=1)
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: SimulatedChunk) -> None:
         if (running := self._running.pop(chunk.chunk_id, None)) is not None:
             self._settle(chunk, running)
             self._drafts.close(chunk.chunk_id)
 
-    def _open(self, chunk: Chunk) -> _Running:
+    def _open(self, chunk: SimulatedChunk) -> _Running:
         sample, at = chunk.sample, chunk.generated
         group_id = sample.family.group.group_id
         prompt, answers, _ = recorded = self._recorded[group_id]
@@ -103,14 +106,14 @@ class Replayed:
             group, sample.index, recorded.epoch, chunk.expected_tokens, chunk.class_starts, self._policy
         )  # fmt: skip
         context = np.concatenate([prompt, answer[:at]])
-        request = _Request(len(context))
+        request = _StandInRequest(len(context))
         what = chunk.chunk_id, 0, context, len(prompt), until - at, SamplingParams(), 0
         self._drafts.open(ChunkRequest(*what, draft=plan), request)
         self._drafts.settle()
         running = self._running[chunk.chunk_id] = _Running(request, answer.tolist(), at, end)
         return running
 
-    def _settle(self, chunk: Chunk, running: _Running) -> None:
+    def _settle(self, chunk: SimulatedChunk, running: _Running) -> None:
         """Tell what the chunk has made since."""
         tokens = running.answer[running.at : chunk.generated]
         if tokens:
@@ -143,7 +146,7 @@ def replaying(
     wire, started = Wire(recorded), []
 
     def replayed(index: int) -> Replayed:
-        started.append(drafts := Drafts(DraftConfig(index=settings), MODEL_LEN, WireEnd(wire, index)))
+        started.append(drafts := EngineDrafts(DraftConfig(index=settings), MODEL_LEN, WireEnd(wire, index)))
         return Replayed(drafts, wire, policy, step, workload.max_tokens)
 
     try:

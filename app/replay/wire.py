@@ -7,8 +7,8 @@ have made, once and in order, and at its first look at a group all there is. Use
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from app.replay.recorded import Recorded
-from deployments.context.types import Fetched, GroupRef, Piece
+from tailrace.app.replay.recorded import Recorded
+from tailrace.deployments.messages.context import Fetched, GroupRef, Piece
 
 
 class Wire:

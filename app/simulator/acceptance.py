@@ -4,7 +4,7 @@ A draft token is right with the same chance given that those before it are, so w
 verification on average; measured tokens per verification are turned into chances by that. An answer of an earlier
 epoch counts as `answer_share` of a group mate, and they add: on the trace one smooth curve then passes through all
 measurements, of mates, of history and of both. Invariant: more evidence is never worse, and nothing is claimed beyond
-what was measured. Called by the simulator's speculation (`chance`), its races (`Method`) and its lower bounds.
+what was measured. Called by the simulator's speculation (`chance`), its races (`ModelledMethod`) and its lower bounds.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from app.simulator.types import Group
+from tailrace.app.simulator.types import WorkloadGroup
 
 HISTORY_SHARE = 0.8
 """A past answer as a share of a mate's. 8 and 16 of them do on the trace what 6.8 and 12.7 mates would, and 16 with
@@ -35,11 +35,11 @@ class Chances(Protocol):
     It has `generated` tokens, `mates` other samples of its group have some too, `epochs` earlier epochs are known.
     """
 
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float: ...
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float: ...
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceTable:
     """Chances from a measured table at `drafts` drafts. `branches` are (paths, tokens per verification) of several
     paths verified at once, with the most mates of the table.
 
@@ -76,7 +76,7 @@ class Acceptance:
             value = odds[min(n, len(at) - 1)]
         return 1 / (1 + math.exp(-value) / factor)
 
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         """See Chances. What the sample itself has does not count: the table's figures are means over whole samples."""
         answers = sum(len(lengths) for lengths in group.past_lengths[:epochs])
         return self.mean_chance(self.evidence(mates, answers), group.predictability)
@@ -101,7 +101,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Method:
+class ModelledMethod:
     """A way to draft (SpecActor 4.2): its acceptance, and what a draft token costs: base_s + token_s * batch.
 
     Indexes cost nothing that counts; a draft model's D(b) = b D' + a has a = base_s, D' = token_s, in seconds.
@@ -121,9 +121,9 @@ class Method:
 class BestOf:
     """Fastest-of-N as a chance: what the best of several methods offers. For bounds, where drafting is free."""
 
-    methods: Sequence[Method]
+    methods: Sequence[ModelledMethod]
 
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         return max(m.acceptance.chance(group, index, generated, mates, epochs) for m in self.methods)
 
 
@@ -162,11 +162,11 @@ def _log_odds(chance: float) -> float:
     return math.log(chance / (1 - chance))
 
 
-AMC_TRACE = Acceptance(
+AMC_TRACE = AcceptanceTable(
     table=(
         Measured(0, 0, 1.759), Measured(1, 0, 2.135), Measured(3, 0, 2.452), Measured(7, 0, 2.746),
         Measured(15, 0, 3.016), Measured(0, 8, 2.736), Measured(0, 16, 2.951), Measured(7, 16, 3.104),
     ),
     branches=((4, 3.821),),
 )  # fmt: skip
-"""Measured by `python -m app bench drafts` with this project's draft index: AMC-2023 rollouts at temperature 0.6."""
+"""Measured by `tailrace bench drafts` with this project's draft index: AMC-2023 rollouts at temperature 0.6."""

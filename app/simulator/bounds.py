@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.simulator.acceptance import Chances
-from app.simulator.types import Cluster, Group, ReplicaModel, StepModel
+from tailrace.app.simulator.acceptance import Chances
+from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 HEAD_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """How much of what a step takes by itself is shared out by head rather than by room; each gives a bound."""
@@ -58,7 +58,7 @@ class Samples:
 
 
 def bounds(
-    groups: Sequence[Group], cluster: Cluster, acceptance: Chances | None = None, most_drafts: int = 0
+    groups: Sequence[WorkloadGroup], cluster: Cluster, acceptance: Chances | None = None, most_drafts: int = 0
 ) -> dict[str, float]:
     """Lower bounds in seconds of the time from submission of `groups` to the end of their last sample.
 
@@ -101,7 +101,7 @@ def _work_s(samples: Samples, model: ReplicaModel) -> float:
     )
 
 
-def _samples(groups: Sequence[Group], acceptance: Chances | None, most_drafts: int) -> Samples:
+def _samples(groups: Sequence[WorkloadGroup], acceptance: Chances | None, most_drafts: int) -> Samples:
     """With all mates' tokens and all history known, since more evidence is never worse."""
     rows = [(group, index) for group in groups for index in range(len(group.lengths))]
     made = np.ones((len(rows), 1))

@@ -5,9 +5,9 @@ are beaten. Invariant: it reads no book of the core, of the host or of a replica
 checked.
 """
 
-from app.simulator.types import Workload
-from policies.actions import EndSample, SampleEnd, StartChunk
-from policies.events import ChunkEnd, ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
+from tailrace.app.simulator.types import Workload
+from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
+from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
 
 
 class LawBroken(AssertionError):

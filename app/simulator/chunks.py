@@ -6,19 +6,19 @@ and for the oracle. Written by `Host` and `Replica`, read by `Speculation`.
 
 from typing import NamedTuple
 
-from app.simulator.types import Group
+from tailrace.app.simulator.types import WorkloadGroup
 
 
-class Family:
+class GroupProgress:
     """A group of a step, and how many of its samples have begun to run."""
 
     __slots__ = ("begun", "group", "step")
 
-    def __init__(self, group: Group, step: int):
+    def __init__(self, group: WorkloadGroup, step: int):
         self.group, self.step, self.begun = group, step, 0
 
 
-class Mark(NamedTuple):
+class FreedKv(NamedTuple):
     """Where a sample's KV lies freed: on the replica of this index, which had written `written` tokens of KV by then
     and writes over `slack` more before it comes to these."""
 
@@ -27,24 +27,24 @@ class Mark(NamedTuple):
     slack: float
 
 
-class Sample:
+class SimulatedSample:
     """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds."""
 
     __slots__ = ("begun", "chunks", "drafted", "draws", "family", "index", "length", "made", "mark", "moves",
                  "preemptions", "recomputed", "replica", "sample_id", "stored", "submitted_s",
                  "verifications")  # fmt: skip
 
-    def __init__(self, family: Family, index: int, submitted_s: float):
+    def __init__(self, family: GroupProgress, index: int, submitted_s: float):
         self.family, self.index, self.submitted_s = family, index, submitted_s
         self.sample_id = f"{family.group.group_id}#{index}"
         self.length = family.group.lengths[index]
         self.begun = False
         self.made = self.stored = self.chunks = self.moves = self.preemptions = self.recomputed = self.draws = 0
         self.verifications = self.drafted = 0.0
-        self.mark: Mark | None = None
+        self.mark: FreedKv | None = None
         self.replica = None  # where its last chunk ran, or runs
 
-    def take(self, chunk: "Chunk") -> None:
+    def take(self, chunk: "SimulatedChunk") -> None:
         """A chunk of it has stopped, and counts."""
         self.made += int(chunk.made)
         self.stored, self.mark, self.replica = chunk.stored, chunk.mark, chunk.replica
@@ -52,7 +52,7 @@ class Sample:
         self.drafted += chunk.drafted
 
 
-class Chunk:
+class SimulatedChunk:
     """A chunk that is to make `tokens` tokens, as a replica runs it.
 
     As of virtual step `since` it has made `made`; from there it makes `rate` tokens a step, of which it computes
@@ -67,7 +67,9 @@ class Chunk:
                  "method", "over", "part", "prefill", "pulled", "rate", "replica", "running", "sample", "serial",
                  "since", "slot", "start", "stored", "tokens", "verifications", "verified")  # fmt: skip
 
-    def __init__(self, chunk_id: str, sample: Sample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]):
+    def __init__(
+        self, chunk_id: str, sample: SimulatedSample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]
+    ):
         self.chunk_id, self.sample, self.tokens = chunk_id, sample, tokens
         self.expected_tokens, self.class_starts = expected_tokens, class_starts
         self.start, self.stored, self.replica = sample.made, sample.stored, sample.replica
@@ -81,7 +83,7 @@ class Chunk:
         self.method: str | None = None
         self.running = self.aborted = self.over = False
         self.keeps = True
-        self.mark: Mark | None = None  # set while it waits to compute again what it lost
+        self.mark: FreedKv | None = None  # set while it waits to compute again what it lost
 
     @property
     def generated(self) -> int:

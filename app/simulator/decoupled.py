@@ -4,8 +4,8 @@ All samples of a replica share its rounds. A round verifies V seconds; the draft
 window times D(b). Where nobody drafts ahead, drafts come first and the times add; else they run beside and the longer
 counts. A sample that drafts ahead has tau_exact tokens a round, and sits out the round after a wrong window. One that
 waits, beside others that do not, is verified every second round, drafted in the other. Alone, a sample that drafts
-ahead waits for nobody (`policies.decoupled`). Invariant: chances are a function of (seed, method, sample), and methods
-differ by sample; only the replica knows them. Called by `Replica`.
+ahead waits for nobody (`policies.models.spec_cost_model`). Invariant: chances are a function of (seed, method, sample),
+and methods differ by sample; only the replica knows them. Called by `Replica`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,21 @@ from math import exp
 from statistics import NormalDist
 from typing import NamedTuple
 
-from app.simulator.acceptance import Method
-from app.simulator.chunks import Chunk, Sample
-from app.simulator.speculation import CHANGES, FOREVER, Pace
-from app.simulator.types import Group, StepModel
-from policies.chance import fraction
-from policies.decoupled import Drafter, Verifier, coupled_tokens_s, keeps_up, renewal_tokens_s, tau_exact, verified
-from policies.planning import Decoupled, Plan
+from tailrace.app.simulator.acceptance import ModelledMethod
+from tailrace.app.simulator.chunks import SimulatedChunk, SimulatedSample
+from tailrace.app.simulator.speculation import CHANGES, FOREVER, Pace
+from tailrace.app.simulator.types import StepModel, WorkloadGroup
+from tailrace.policies.families.hashed_random import fraction
+from tailrace.policies.models.spec_cost_model import (
+    DrafterCost,
+    VerifierCost,
+    coupled_tokens_s,
+    keeps_up,
+    renewal_tokens_s,
+    tau_exact,
+    verified,
+)
+from tailrace.policies.models.specactor_planner import Decoupled, Plan
 
 METHOD_SPREAD = 0.5
 """Assumed: standard deviation of a sample's log odds with one method about its group's. SpecActor 5.2: n-gram drafts
@@ -36,10 +44,10 @@ MOST_WINDOW = 16
 """Longest window that a copy may race with."""
 
 
-class Way(NamedTuple):
+class DraftSetup(NamedTuple):
     """How one sample is drafted: `window` tokens by `method`, ahead of verification or not; 0: plain decoding."""
 
-    method: Method
+    method: ModelledMethod
     window: int
     ahead: bool
 
@@ -63,10 +71,10 @@ class Odds:
     spread: float = METHOD_SPREAD
     _known: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def of(self, method: Method, sample: Sample) -> float:
+    def of(self, method: ModelledMethod, sample: SimulatedSample) -> float:
         return self.chance(method, sample.family.group, sample.index)
 
-    def chance(self, method: Method, group: Group, index: int) -> float:
+    def chance(self, method: ModelledMethod, group: WorkloadGroup, index: int) -> float:
         name = f"{method.name}\0{group.group_id}#{index}"
         if (name, group.predictability) not in self._known:
             p = method.acceptance.chance(group, index, 0, 0, 0)
@@ -74,7 +82,7 @@ class Odds:
             self._known[name, group.predictability] = p * factor / (1 - p + p * factor)
         return self._known[name, group.predictability]
 
-    def facing(self, method: Method) -> Method:
+    def facing(self, method: ModelledMethod) -> ModelledMethod:
         """It with each sample's own chances, for bounds."""
         return replace(method, acceptance=Faces(self, method))
 
@@ -84,13 +92,13 @@ class Faces:
     """`Odds` of one method, as a Chances."""
 
     odds: Odds
-    method: Method
+    method: ModelledMethod
 
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         return self.odds.chance(self.method, group, index)
 
 
-class Drafted:
+class DraftModelSpeculation:
     """The `Speculation` of a replica whose own samples are drafted by `way`, and copies by the way of their method.
 
     With `policy`, Algorithm 2 every RECONFIGURE_STEPS: acceptance is then known to a hundredth, so the chance itself is
@@ -98,12 +106,12 @@ class Drafted:
     """
 
     def __init__(
-        self, way: Way, odds: Odds, step: StepModel, races: Mapping[str, Way] | None = None,
+        self, way: DraftSetup, odds: Odds, step: StepModel, races: Mapping[str, DraftSetup] | None = None,
         plan: Plan | None = None, policy: Decoupled | None = None,
     ):  # fmt: skip
         self._way, self._odds, self._step, self._races = way, odds, step, races or {}
         self._plan, self._policy = plan, policy
-        self._own: dict[str, Way] = {}  # by Algorithm 2
+        self._own: dict[str, DraftSetup] = {}  # by Algorithm 2
         self._next = RECONFIGURE_STEPS if policy else FOREVER
         windows = [way.window, *(other.window for other in self._races.values()), policy.most_window if policy else 0]
         self.most = max(windows)
@@ -112,10 +120,10 @@ class Drafted:
     def stale(self, changes: int, running: int) -> bool:
         return changes * CHANGES > running
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: SimulatedChunk) -> None:
         self._own.pop(chunk.sample.sample_id, None)
 
-    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+    def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         now = chunks[0].since
         if now >= self._next:
             self._reconfigure(chunks)
@@ -131,12 +139,12 @@ class Drafted:
             return Pace(list(rates), list(costs), added_s, steps, parts=parts)
         return Pace(list(rates), list(costs), 0.0, steps, added_s)
 
-    def _way_of(self, chunk: Chunk) -> Way:
+    def _way_of(self, chunk: SimulatedChunk) -> DraftSetup:
         if chunk.method is not None:
             return self._races[chunk.method]
         return self._own.get(chunk.sample.sample_id, self._way)
 
-    def _alone(self, way: Way, p: float, context_tokens: float, steps: int) -> Pace:
+    def _alone(self, way: DraftSetup, p: float, context_tokens: float, steps: int) -> Pace:
         """Windows start w D or V apart, whichever is longer, after a right one, and w D + V after a wrong one."""
         draft_s = way.window * way.method.draft_s(1)
         verify_s = self._step.seconds(way.window + 1, context_tokens)
@@ -144,16 +152,16 @@ class Drafted:
         round_s = right * max(draft_s, verify_s) + (1 - right) * (draft_s + verify_s)
         return Pace([verified(p, way.window)], [way.window + 1.0], 0.0, steps, round_s - verify_s)
 
-    def _reconfigure(self, chunks: Sequence[Chunk]) -> None:
+    def _reconfigure(self, chunks: Sequence[SimulatedChunk]) -> None:
         method = self._way.method
         measured = {c.sample.sample_id: self._odds.of(method, c.sample) for c in chunks if c.method is None}
         plans = self._policy.reconfigure(measured, self._plan)
-        self._own = {sample_id: Way(method, plan.window, not plan.coupled) for sample_id, plan in plans.items()}
+        self._own = {sample_id: DraftSetup(method, plan.window, not plan.coupled) for sample_id, plan in plans.items()}
 
 
-def drafts_s(ways: Sequence[Way]) -> float:
+def drafts_s(ways: Sequence[DraftSetup]) -> float:
     """One draft model after the other, each over all of its samples, until the longest window is full."""
-    batches: dict[str, tuple[Method, int, int]] = {}
+    batches: dict[str, tuple[ModelledMethod, int, int]] = {}
     for way in ways:
         if way.window:
             _, count, window = batches.get(way.method.name, (way.method, 0, 0))
@@ -162,11 +170,11 @@ def drafts_s(ways: Sequence[Way]) -> float:
 
 
 def best_way(
-    method: Method, p: float, verifier: Verifier, samples: int, may_run_ahead: bool = True
-) -> tuple[Way, float]:
+    method: ModelledMethod, p: float, verifier: VerifierCost, samples: int, may_run_ahead: bool = True
+) -> tuple[DraftSetup, float]:
     """Of all windows, coupled or ahead where a drafter has to be waited for, the most tokens a second of each of
     `samples` samples; and that."""
-    drafter = Drafter(1, method.token_s, method.base_s)
+    drafter = DrafterCost(1, method.token_s, method.base_s)
     rated = [(coupled_tokens_s(p, drafter, verifier, samples, w), -w, False) for w in range(MOST_WINDOW + 1)]
     if may_run_ahead and method.draft_s(1):
         rated += [
@@ -175,4 +183,4 @@ def best_way(
             if keeps_up(p, drafter, verifier, samples, w)
         ]
     tokens_s, window, ahead = max(rated)
-    return Way(method, -window, ahead), tokens_s
+    return DraftSetup(method, -window, ahead), tokens_s

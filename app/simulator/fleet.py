@@ -6,12 +6,12 @@ Invariant: what is told is what a live replica could have measured by then. Call
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from app.simulator.chunks import Chunk
-from app.simulator.replica import Replica
-from app.simulator.speculation import Speculation
-from app.simulator.types import Cluster, Span
-from policies.board import stop_order
-from policies.events import ReplicaJoined, ReplicaLeft, ReplicaMeasured
+from tailrace.app.simulator.chunks import SimulatedChunk
+from tailrace.app.simulator.replica import ModelledReplica
+from tailrace.app.simulator.speculation import Speculation
+from tailrace.app.simulator.types import Cluster, Span
+from tailrace.policies.core.replica_table import stop_order
+from tailrace.policies.protocol.events import ReplicaJoined, ReplicaLeft, ReplicaMeasured
 
 BLOCK_TOKENS = 16
 """vLLM's default on GPUs."""
@@ -23,7 +23,7 @@ MEASURE_S = 60.0
 """Between two reports of a replica's speeds, of which each costs an event: batches change over minutes."""
 
 
-class Fleet:
+class ModelledFleet:
     """`cluster.replicas` of them, by id in `by_id`; `order`: those that are up, as they joined; `starting`: those that
     will be."""
 
@@ -32,7 +32,7 @@ class Fleet:
         ways = [speculation(index) for index in range(cluster.replicas)]
         most = max(way.most for way in ways)
         self.draft_tokens = most + 1 if most else 0  # expectations overshoot a chunk's end by a fraction
-        self.replicas = [Replica(self.model, index, way, spans) for index, way in enumerate(ways)]
+        self.replicas = [ModelledReplica(self.model, index, way, spans) for index, way in enumerate(ways)]
         width = len(str(cluster.replicas))
         self._ids = [f"r{index:0{width}}" for index in range(cluster.replicas)]
         self.by_id = dict(zip(self._ids, self.replicas, strict=True))
@@ -85,14 +85,14 @@ class Fleet:
     def _node(self, index: int) -> str:
         return f"n{index // self._per_node}"
 
-    def measured(self, replica: Replica, now: float) -> list[ReplicaMeasured]:
+    def measured(self, replica: ModelledReplica, now: float) -> list[ReplicaMeasured]:
         """A report of its speeds, where the last one is old."""
         if now < self._measured_s[replica.index] + MEASURE_S:
             return []
         self._measured_s[replica.index] = now
         return [self._measure(replica, now)]
 
-    def _measure(self, replica: Replica, now: float) -> ReplicaMeasured:
+    def _measure(self, replica: ModelledReplica, now: float) -> ReplicaMeasured:
         """A step as base + per chunk * chunks, through what the replica's step takes now."""
         model, chunks = self.model, len(replica.running)
         base_s = model.step.seconds(0, 0)
@@ -102,7 +102,7 @@ class Fleet:
             max(0.0, per_chunk_s), now,
         )  # fmt: skip
 
-    def crowd(self, replica: Replica, now: float) -> list[Replica]:
+    def crowd(self, replica: ModelledReplica, now: float) -> list[ModelledReplica]:
         """A replica has had its turn: those of its node that run something, now that this may have begun or ended."""
         if self.model.alone_share == 1.0:
             return []
@@ -117,7 +117,7 @@ class Fleet:
         running = sum(len(replica.running) for replica in self.replicas)
         return running, round(sum(replica.context_at(now) for replica in self.replicas))
 
-    def bring(self, chunk: Chunk, min_pull_tokens: int | None, now: float) -> float:
+    def bring(self, chunk: SimulatedChunk, min_pull_tokens: int | None, now: float) -> float:
         """How a chunk that starts comes by the KV of its context: what its replica still has, or shares with a mate;
         then the pool's, if enough to be worth it; the rest it computes. Returns the seconds of the pull."""
         sample, replica, model = chunk.sample, chunk.replica, self.model
@@ -134,6 +134,6 @@ class Fleet:
             sample.recomputed += chunk.prefill
         return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
 
-    def save_s(self, chunk: Chunk) -> float:
+    def save_s(self, chunk: SimulatedChunk) -> float:
         """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may go on."""
         return self.model.fetch_base_s + (chunk.context + int(chunk.made) - chunk.stored) / self.model.fetch_tokens_s

@@ -1,4 +1,4 @@
-"""What a replica of a model on some GPUs can do, from published figures; or from `app profile` on this machine.
+"""What a replica of a model on some GPUs can do, from published figures; or from `tailrace profile` on this machine.
 
 GPUS and MODELS hold datasheet and model card figures. What no datasheet tells is under "assumed", each with its
 reason, and none is fitted to any result. A step is the sum of what it reads, computes and sends: no overlap, so no
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from app.simulator.types import ReplicaModel, StepModel
+from tailrace.app.simulator.types import ReplicaModel, StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def replica_model(
 def from_profile(
     profile: dict, kv_capacity_tokens: int, max_running: int, fetch_tokens_s: float, fetch_base_s: float
 ) -> ReplicaModel:
-    """The engine that `python -m app profile --json` has measured; the pool's speeds come from `bench kvpool`.
+    """The engine that `tailrace profile --json` has measured; the pool's speeds come from `bench kvpool`.
 
     Steps by the profile's fit; prefill by the slope of its least-squares line over prompt lengths.
     """

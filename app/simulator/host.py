@@ -1,28 +1,36 @@
 """The simulated shell of `RolloutCore`: the core that a live coordinator drives, on a clock that jumps.
 
-One turn reads observe, decide, act, as `deployments.rollouts` does. Events of one instant are all observed before the
-core decides once. Invariant: the core hears no more than a live shell would tell it (law 3), and a run is a function of
-its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, by which nothing is gained here),
-where in the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once nothing runs of
-the last one, copies that were beaten included. Called by `app simulate` by way of `simulate`.
+One turn reads observe, decide, act, as `deployments.coordinator.rollouts` does. Events of one instant are all observed
+before the core decides once. Invariant: the core hears no more than a live shell would tell it (law 3), and a run is a
+function of its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, by which nothing is
+gained here), where in the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once
+nothing runs of the last one, copies that were beaten included. Called by `tailrace simulate` by way of `simulate`.
 """
 
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
-from app.simulator.checks import Checks, check_step
-from app.simulator.chunks import Chunk, Family, Sample
-from app.simulator.fleet import Fleet
-from app.simulator.moments import Moments
-from app.simulator.replica import Replica
-from app.simulator.speculation import Acceptance, Speculation, by_policy
-from app.simulator.types import Cluster, Ended, Moment, Run, Span, Workload
-from policies import events as ev
-from policies.actions import AbortChunk, Action, EndSample, ReleaseKv, SampleEnd, SetReplicas, StartChunk
-from policies.bundle import Policies
-from policies.rollout import RolloutCore
-from policies.scaling import Limits
+from tailrace.app.simulator.checks import Checks, check_step
+from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.app.simulator.fleet import ModelledFleet
+from tailrace.app.simulator.occupancy_series import OccupancySeries
+from tailrace.app.simulator.replica import ModelledReplica
+from tailrace.app.simulator.speculation import AcceptanceSource, Speculation, by_policy
+from tailrace.app.simulator.types import Cluster, Ended, Moment, SimulatedRun, Span, Workload
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import (
+    AbortChunk,
+    Action,
+    EndSample,
+    ReleaseKv,
+    SampleEnd,
+    SetReplicas,
+    StartChunk,
+)
 
 TICK_S = 1.0
 """Between ticks at which nothing has come, where the core looks around by itself: a live one looks more often, and
@@ -36,7 +44,7 @@ def simulate(
     *,
     seed: int = 0,
     admission: bool = True,
-    acceptance: Acceptance | None = None,
+    acceptance: AcceptanceSource | None = None,
     speculation: Callable[[int], Speculation] | None = None,
     spans: bool = False,
     check: bool = False,
@@ -44,7 +52,7 @@ def simulate(
     elastic: Limits | None = None,
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
-) -> Run:
+) -> SimulatedRun:
     """Roll the workload out, step by step, each submitted when the last one has ended.
     `admission`: the core reserves KV; without it replicas queue and preempt as vLLM does. Drafts are made by
     `policies.drafting` with chances by `acceptance`, or by what `speculation` gives for a replica's index; with neither
@@ -60,7 +68,7 @@ def simulate(
             )
         speculation = by_policy(policies.drafting, acceptance, cluster.replica.step, seed)
     kept = [] if spans else None
-    fleet = Fleet(cluster, speculation, kept)
+    fleet = ModelledFleet(cluster, speculation, kept)
     host = _Host(workload, fleet, policies, admission, reveal, elastic, kept, check, progress)
     host.run()
     return host.result(system, seed)
@@ -76,10 +84,10 @@ class _Host:
         self._inbox: list[ev.Event] = []
         self._now, self._number, self._events = 0.0, 0, 0
         self._step, self._samples = -1, {}
-        self._running: dict[str, Chunk] = {}
+        self._running: dict[str, SimulatedChunk] = {}
         self._total = sum(len(group.lengths) for step in workload.steps for group in step)
         self._ended: list[Ended] = []
-        self._moments = Moments(self._moment)
+        self._moments = OccupancySeries(self._moment)
         self._checks = Checks(admission) if check else None
         self._looks = elastic is not None or policies.racing.room > 0
         self._ticks, self._ticked = False, False  # whether the next one stands in the heap; whether one is due now
@@ -157,9 +165,9 @@ class _Host:
         groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
         check_step(self._workload, self._step, self._fleet.room_tokens())
         for group in groups:
-            family = Family(group, self._step)
+            family = GroupProgress(group, self._step)
             for index in range(len(group.lengths)):
-                sample = Sample(family, index, self._now)
+                sample = SimulatedSample(family, index, self._now)
                 self._samples[sample.sample_id] = sample
         lengths = {sample.sample_id: sample.length for sample in self._samples.values()}
         if self._checks:
@@ -178,12 +186,12 @@ class _Host:
             sample.moves += sample.replica not in (None, replica)
             sample.replica = replica
         tokens = min(action.max_tokens, sample.length - sample.made)
-        chunk = Chunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
+        chunk = SimulatedChunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
         chunk.replica, chunk.method = replica, action.method
         self._running[action.chunk_id] = chunk
         self._send(chunk, action.min_pull_tokens, touched)
 
-    def _send(self, chunk: Chunk, min_pull_tokens: int | None, touched: dict[int, None]) -> None:
+    def _send(self, chunk: SimulatedChunk, min_pull_tokens: int | None, touched: dict[int, None]) -> None:
         replica = chunk.replica
         fetch_s = self._fleet.bring(chunk, min_pull_tokens, self._now)
         if fetch_s:
@@ -196,7 +204,7 @@ class _Host:
             replica.submit(chunk, self._now)
             touched[replica.index] = None
 
-    def _arrive(self, chunk: Chunk) -> None:
+    def _arrive(self, chunk: SimulatedChunk) -> None:
         if not chunk.over:  # stopped on its way
             chunk.replica.submit(chunk, self._now)
             self._book(chunk.replica)
@@ -208,12 +216,12 @@ class _Host:
             chunk.replica.abort(chunk, self._now)
             touched[chunk.replica.index] = None
 
-    def _book(self, replica: Replica) -> None:
+    def _book(self, replica: ModelledReplica) -> None:
         if replica.due_s < inf and replica.due_s != self._booked[replica.index]:
             self._booked[replica.index] = replica.due_s
             self._at(replica.due_s, self._turn, replica)
 
-    def _turn(self, replica: Replica) -> None:
+    def _turn(self, replica: ModelledReplica) -> None:
         if replica.due_s != self._now:
             return  # it was booked anew since
         self._booked[replica.index] = inf
@@ -223,7 +231,7 @@ class _Host:
         for mate in self._fleet.crowd(replica, self._now):
             self._book(mate)
 
-    def _stopped(self, chunk: Chunk) -> None:
+    def _stopped(self, chunk: SimulatedChunk) -> None:
         """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
         chunk.over = True
         goes_on = chunk.keeps and chunk.generated < chunk.sample.length
@@ -237,10 +245,10 @@ class _Host:
         else:
             self._finish(chunk)
 
-    def _saved(self, chunk: Chunk) -> None:  # an engine looks between two steps, and hands over its result
+    def _saved(self, chunk: SimulatedChunk) -> None:  # an engine looks between two steps, and hands over its result
         self._at(chunk.replica.boundary_s(self._now) + self._fleet.model.handover_s, self._finish, chunk)
 
-    def _finish(self, chunk: Chunk) -> None:
+    def _finish(self, chunk: SimulatedChunk) -> None:
         end = ev.ChunkEnd.ABORTED if chunk.aborted else ev.ChunkEnd.LENGTH
         if chunk.generated == chunk.sample.length < self._workload.max_tokens:
             end = ev.ChunkEnd.STOP
@@ -288,7 +296,9 @@ class _Host:
         running = min(chunks, len(self._samples))  # of a race, one counts
         return Moment(now, running, len(self._samples) - running, kv_tokens, self._fleet.occupying(now))
 
-    def result(self, system: str, seed: int) -> Run:
+    def result(self, system: str, seed: int) -> SimulatedRun:
         makespan_s = max(ended.ended_s for ended in self._ended)
         moments, spans = self._moments.all(makespan_s), tuple(self._spans or ())
-        return Run(system, self._workload.name, seed, makespan_s, tuple(self._ended), moments, spans, self._events, {})
+        return SimulatedRun(
+            system, self._workload.name, seed, makespan_s, tuple(self._ended), moments, spans, self._events, {}
+        )

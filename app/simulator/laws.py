@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from app.simulator.types import Group
+from tailrace.app.simulator.types import WorkloadGroup
 
 NORMAL = NormalDist()
 LEAST_SPREAD, MOST_SPREAD = 0.02, 3.0
@@ -130,21 +130,23 @@ def _root(excess, low: float, high: float, what: str) -> float:
     return (low + high) / 2
 
 
-def draw(law: Law, groups: int, samples: int, epochs: int, seed: int, prompt_tokens: int = 0) -> tuple[Group, ...]:
+def draw(
+    law: Law, groups: int, samples: int, epochs: int, seed: int, prompt_tokens: int = 0
+) -> tuple[WorkloadGroup, ...]:
     """`groups` prompts with `samples` answers each, and those of `epochs` earlier epochs, newest first."""
     return draw_steps(law, groups, samples, 1, 0.0, seed, epochs, prompt_tokens)[0]
 
 
 def draw_steps(
     law: Law, groups: int, samples: int, steps: int, drift: float, seed: int, epochs: int = 1, prompt_tokens: int = 0
-) -> tuple[tuple[Group, ...], ...]:
+) -> tuple[tuple[WorkloadGroup, ...], ...]:
     """The same prompts in `steps` steps, each an epoch later; log lengths grow by `drift` a step (0.007 in RhymeRL's
     figure 3a). Each step knows the lengths of the `epochs` epochs before it, newest first; the law holds at step 0."""
     rows = [_group_steps(law, f"g{n:05d}", samples, steps, drift, seed, epochs, prompt_tokens) for n in range(groups)]
     return tuple(zip(*rows, strict=True))
 
 
-def _group_steps(law: Law, group_id, samples, steps, drift, seed, epochs, prompt_tokens) -> list[Group]:
+def _group_steps(law: Law, group_id, samples, steps, drift, seed, epochs, prompt_tokens) -> list[WorkloadGroup]:
     streams = {epoch: _stream(seed, f"{group_id}/{epoch}") for epoch in range(-epochs, steps)}
     levels = dict(_levels(law.persist, {epoch: float(stream.standard_normal()) for epoch, stream in streams.items()}))
     between, own = math.sqrt(1 - law.within), math.sqrt(law.within)
@@ -154,7 +156,7 @@ def _group_steps(law: Law, group_id, samples, steps, drift, seed, epochs, prompt
     }
     odds = math.exp(law.predictability_spread * _stream(seed, f"{group_id}/predictability").standard_normal())
     return [
-        Group(group_id, prompt_tokens, lengths[n], tuple(lengths[n - k] for k in range(1, epochs + 1)), odds)
+        WorkloadGroup(group_id, prompt_tokens, lengths[n], tuple(lengths[n - k] for k in range(1, epochs + 1)), odds)
         for n in range(steps)
     ]
 

@@ -11,12 +11,12 @@ from collections import deque
 from heapq import heapify, heappop, heappush
 from math import ceil, inf, sqrt
 
-from app.simulator.chunks import ROUNDING, Chunk, Family, Mark
-from app.simulator.speculation import FOREVER, Speculation
-from app.simulator.types import ReplicaModel, Span
+from tailrace.app.simulator.chunks import ROUNDING, FreedKv, GroupProgress, SimulatedChunk
+from tailrace.app.simulator.speculation import FOREVER, Speculation
+from tailrace.app.simulator.types import ReplicaModel, Span
 
 
-class Replica:
+class ModelledReplica:
     """`clock_s`: when virtual step `step` begins; everything else is as of then.
 
     Invariant: `turn` is called at `due_s`, neither earlier nor later; `submit` and `abort` at any time before.
@@ -26,9 +26,9 @@ class Replica:
         self.model, self.index, self._speculation, self._spans = model, index, speculation, spans
         self.methods = speculation.methods
         self.clock_s, self.step, self.due_s = 0.0, 0, inf
-        self.running: dict[str, Chunk] = {}  # in order of admission
-        self.waiting: deque[Chunk] = deque()
-        self.prompts: set[Family] = set()  # whose prompt it has computed: mates share its KV
+        self.running: dict[str, SimulatedChunk] = {}  # in order of admission
+        self.waiting: deque[SimulatedChunk] = deque()
+        self.prompts: set[GroupProgress] = set()  # whose prompt it has computed: mates share its KV
         self.context = 0.0  # tokens of KV that running chunks hold
         self._written = 0.0  # tokens of KV ever, each over what lay freed for longest
         self._made, self._computed = 0.0, 0.0  # tokens per step of all running chunks
@@ -36,18 +36,18 @@ class Replica:
         self._floor_s, self._added_s, self._reads = 0.0, 0.0, 1.0  # and for all: `reads` is the share of context read
         self._first_s, self._growth_s = 0.0, 0.0  # seconds of the next step, and by how much each one is longer
         self._share = 1.0  # of the model's time that a step takes
-        self._ends: list[tuple[int, int, Chunk]] = []  # (end step, serial, chunk), dead entries among them
+        self._ends: list[tuple[int, int, SimulatedChunk]] = []  # (end step, serial, chunk), dead entries among them
         self._due_step, self._until, self._changes, self._serial = 0, FOREVER, 0, 0
-        self._aborted: list[Chunk] = []
+        self._aborted: list[SimulatedChunk] = []
 
     # ---- what the host tells it ----------------------------------------------------------------------
 
-    def submit(self, chunk: Chunk, now: float) -> None:
+    def submit(self, chunk: SimulatedChunk, now: float) -> None:
         """The chunk joins after the step that runs at `now`, or when there is room."""
         self.waiting.append(chunk)
         self._wake(now)
 
-    def abort(self, chunk: Chunk, now: float) -> None:
+    def abort(self, chunk: SimulatedChunk, now: float) -> None:
         """Stop a chunk, here or on its way, after the step that runs at `now`; its whole tokens so far are good."""
         chunk.aborted = True
         self._aborted.append(chunk)
@@ -60,7 +60,7 @@ class Replica:
             if self.running:
                 self._wake(now)
 
-    def turn(self) -> list[Chunk]:
+    def turn(self) -> list[SimulatedChunk]:
         """At `due_s`: those that have ended leave and are returned, room is made, others join; then a new `due_s`."""
         self._advance()
         ended = self._leave()
@@ -77,7 +77,7 @@ class Replica:
         """Tokens of KV that running chunks hold after the step that runs at `now`."""
         return self.context + self._made * self._steps_until(now)
 
-    def cached(self, context: float, mark: Mark | None, now: float) -> int:
+    def cached(self, context: float, mark: FreedKv | None, now: float) -> int:
         """Of a context that was freed here, tokens whose KV is not overwritten by then: what lay freed for longest
         goes first, and of one context its end (vLLM's free queue; KV that others take up again is not counted)."""
         if mark is None or mark.replica != self.index:
@@ -102,7 +102,7 @@ class Replica:
         self.context += tokens
         self._written += tokens
 
-    def _leave(self) -> list[Chunk]:
+    def _leave(self) -> list[SimulatedChunk]:
         ended, self._aborted = self._aborted, []
         for chunk in ended:
             if chunk.running:
@@ -115,7 +115,7 @@ class Replica:
             ended.append(end)
         return ended
 
-    def _stop(self, chunk: Chunk) -> None:
+    def _stop(self, chunk: SimulatedChunk) -> None:
         """A chunk leaves, for good or for a while; its tokens are whole from now on."""
         del self.running[chunk.chunk_id]
         chunk.settle(self.step)
@@ -126,7 +126,7 @@ class Replica:
             self.context = self._made = self._computed = 0.0  # what adding fractions has left over
         chunk.made = min(float(int(chunk.made + ROUNDING)), float(chunk.tokens))
         held = chunk.context + chunk.made
-        chunk.mark = Mark(self.index, self._written, max(0.0, self.model.kv_capacity_tokens - self.context - held))
+        chunk.mark = FreedKv(self.index, self._written, max(0.0, self.model.kv_capacity_tokens - self.context - held))
         chunk.running = False
         self._changes += 1
         self._speculation.drop(chunk)
@@ -155,7 +155,7 @@ class Replica:
                 return
             self._join(self.waiting.popleft(), held)
 
-    def _join(self, chunk: Chunk, held: float) -> None:
+    def _join(self, chunk: SimulatedChunk, held: float) -> None:
         sample = chunk.sample
         if not sample.begun:
             sample.begun = True
@@ -244,7 +244,7 @@ class Replica:
         steps = 2 * gone_s / (linear + sqrt(linear * linear + 2 * self._growth_s * gone_s))
         return min(ceil(steps - ROUNDING), self._due_step - self.step)
 
-    def _next_end(self) -> Chunk | None:
+    def _next_end(self) -> SimulatedChunk | None:
         while self._ends:
             _, serial, chunk = self._ends[0]
             if chunk.running and chunk.serial == serial:
@@ -252,5 +252,5 @@ class Replica:
             heappop(self._ends)
         return None
 
-    def _note(self, chunk: Chunk, role: str, begin_s: float, tokens: float, steps: int) -> None:
+    def _note(self, chunk: SimulatedChunk, role: str, begin_s: float, tokens: float, steps: int) -> None:
         self._spans.append(Span(self.index, chunk.sample.sample_id, role, begin_s, self.clock_s, int(tokens), steps))

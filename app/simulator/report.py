@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import ceil
 
-from app.simulator.types import Ended, Moment, Run, Span
+from tailrace.app.simulator.types import Ended, Moment, SimulatedRun, Span
 
 TAIL_SHARE = 0.1
 """The last samples of a step whose time is its tail, as in app/summary.py."""
@@ -16,7 +16,7 @@ TAIL_SHARE = 0.1
 IDENTITY = ("system", "workload", "seed")
 
 
-def summary(run: Run) -> dict:
+def summary(run: SimulatedRun) -> dict:
     """The figures of a run. Times in seconds; samples' times count from their submission.
 
     tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: what was up, integrated;
@@ -59,7 +59,7 @@ def summary(run: Run) -> dict:
     )
 
 
-def compare(runs: Mapping[str, Sequence[Run]], baseline: str) -> dict:
+def compare(runs: Mapping[str, Sequence[SimulatedRun]], baseline: str) -> dict:
     """`ratios` of the runs of each system."""
     return ratios({system: [summary(run) for run in of_system] for system, of_system in runs.items()}, baseline)
 

@@ -13,9 +13,9 @@ from typing import Annotated, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.simulator.acceptance import Acceptance, Measured, Method
-from app.simulator.laws import Law, draw_steps, solve
-from app.simulator.types import Group, Workload
+from tailrace.app.simulator.acceptance import AcceptanceTable, Measured, ModelledMethod
+from tailrace.app.simulator.laws import Law, draw_steps, solve
+from tailrace.app.simulator.types import Workload, WorkloadGroup
 
 FOLDER = Path(__file__).parent / "scenarios"
 T = TypeVar("T")
@@ -26,11 +26,11 @@ NotNegative = Annotated[float, Field(ge=0)]
 Rows = tuple[tuple[NotNegative, NotNegative, Positive], ...]
 
 
-class Strict(BaseModel):
+class ScenarioModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Known(Strict, Generic[T]):
+class Known(ScenarioModel, Generic[T]):
     """A figure with where it is published (paper, section or table), or why this one is assumed."""
 
     value: T
@@ -48,7 +48,7 @@ class Known(Strict, Generic[T]):
         return type(self)(value=value, **reason)
 
 
-class LengthFigures(Strict):
+class LengthFigures(ScenarioModel):
     """What is known of lengths; two of mean, spread and quantiles {share: tokens} fix the law (see laws.Law)."""
 
     mean_tokens: Known[Positive] | None = None
@@ -61,19 +61,19 @@ class LengthFigures(Strict):
     predictability_spread: Known[NotNegative]
 
 
-class AcceptanceFigures(Strict):
+class AcceptanceFigures(ScenarioModel):
     """Rows of (mates, past answers, tokens per verification) at `drafts` drafts; of (paths, tokens) in `branches`."""
 
     drafts: Known[Count]
     table: Known[Rows]
     branches: Known[tuple[tuple[Count, Positive], ...]] | None = None
 
-    def chances(self) -> Acceptance:
+    def chances(self) -> AcceptanceTable:
         table = tuple(Measured(*row) for row in self.table.value)
-        return Acceptance(table, self.drafts.value, branches=self.branches.value if self.branches else ())
+        return AcceptanceTable(table, self.drafts.value, branches=self.branches.value if self.branches else ())
 
 
-class MethodFigures(Strict):
+class MethodFigures(ScenarioModel):
     """A way to draft beside the index: a draft token for each of b samples takes base_s + token_s * b."""
 
     acceptance: AcceptanceFigures
@@ -81,7 +81,7 @@ class MethodFigures(Strict):
     token_s: Known[NotNegative]
 
 
-class Scenario(Strict):
+class Scenario(ScenarioModel):
     """One paper's workload on its cluster. `model` and `gpu` are names in hardware's tables; `claims` are the paper's
     results, each a range, as ratios to its baseline unless the key says otherwise."""
 
@@ -126,13 +126,13 @@ class Scenario(Strict):
             figures["predictability_spread"],
         )  # fmt: skip
 
-    def drafting(self) -> tuple[Method, ...]:
+    def drafting(self) -> tuple[ModelledMethod, ...]:
         """Ways to draft, the index of own sample, mates and history first."""
         others = (
-            Method(name, method.acceptance.chances(), method.base_s.value, method.token_s.value)
+            ModelledMethod(name, method.acceptance.chances(), method.base_s.value, method.token_s.value)
             for name, method in self.methods.items()
         )
-        return Method("index", self.acceptance.chances()), *others
+        return ModelledMethod("index", self.acceptance.chances()), *others
 
     def workload(self, seed: int, steps: int = 1) -> Workload:
         """So many steps over the same prompts, each an epoch after the last and knowing the `epochs` before it."""
@@ -215,5 +215,5 @@ def trace_workload(
         rows = [tuple(min(max(tokens, 1), max_tokens) for tokens in epoch[:samples]) for epoch in epochs]
         if not rows or not rows[-1]:
             raise ValueError(f"{name}: prompt {prompt} has no answer to roll out")
-        groups.append(Group(prompt, prompt_tokens[prompt], rows[-1], tuple(rows[-2::-1])))
+        groups.append(WorkloadGroup(prompt, prompt_tokens[prompt], rows[-1], tuple(rows[-2::-1])))
     return Workload(name, max_tokens, (tuple(groups),))

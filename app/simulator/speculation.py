@@ -1,8 +1,8 @@
 """How fast the running chunks of a replica go: tokens a step, what that costs, between two changes of its batch.
 
-`Policied` asks the live drafting policy, with outcomes drawn from an acceptance model; `NoDrafts` makes one token a
-step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a function of (seed, sample, count), so what
-is drawn for one sample depends on no other. Called by `Replica`.
+`Policied` asks the live drafting policy, with outcomes drawn from an acceptance model; `PlainDecoding` makes one token
+a step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a function of (seed, sample, count), so
+what is drawn for one sample depends on no other. Called by `Replica`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from app.simulator.chunks import Chunk
-from app.simulator.types import Group, StepModel
-from policies.drafting import Drafting
-from policies.stepcost import StepCost
-from policies.views import DraftView
+from tailrace.app.simulator.chunks import SimulatedChunk
+from tailrace.app.simulator.types import StepModel, WorkloadGroup
+from tailrace.policies.families.drafting import Drafting
+from tailrace.policies.protocol.step_cost import StepCost
+from tailrace.policies.protocol.views import DraftView
 
 FOREVER = 1 << 62
 
@@ -30,7 +30,7 @@ DRAWS, LEAST_ROUNDS, MOST_ROUNDS = 64, 2, 8
 learn from outcomes see some of each. Means over few are noisy, and unbiased, since memory goes on from pace to pace."""
 
 FADE = 0.99
-"""Of the replica's acceptance, per verification: the engine's own figure (`deployments.engine.drafts`)."""
+"""Of the replica's acceptance, per verification: the engine's own figure (`deployments.drafting.drafts`)."""
 
 MATCH_TOKENS = 8
 """Context that a proposal rests on: above every policy's least. The acceptance model already counts short matches."""
@@ -38,8 +38,8 @@ MATCH_TOKENS = 8
 MOST_CHANCE = 0.9999
 
 
-class Acceptance(Protocol):
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+class AcceptanceSource(Protocol):
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         """That the next draft token of a sample is right if those before it are. `mates` of its group have begun."""
 
 
@@ -66,14 +66,14 @@ class Speculation(Protocol):
     def stale(self, changes: int, running: int) -> bool:
         """Whether a new pace is due after so many joins and leaves."""
 
-    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+    def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         """Of chunks settled at the present step, `context_tokens` of context together."""
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: SimulatedChunk) -> None:
         """The chunk runs here no more."""
 
 
-class NoDrafts:
+class PlainDecoding:
     """One token a step."""
 
     most = 0
@@ -82,10 +82,10 @@ class NoDrafts:
     def stale(self, changes: int, running: int) -> bool:
         return False
 
-    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+    def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         return Pace([1.0] * len(chunks), [1.0] * len(chunks))
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: SimulatedChunk) -> None:
         pass
 
 
@@ -98,7 +98,7 @@ class Policied:
 
     methods = ()
 
-    def __init__(self, policy: Drafting, acceptance: Acceptance, step: StepModel, seed: int):
+    def __init__(self, policy: Drafting, acceptance: AcceptanceSource, step: StepModel, seed: int):
         self._policy, self._acceptance, self._step, self._seed = policy, acceptance, step, seed
         self.most = policy.most
         self._memory = None
@@ -108,12 +108,12 @@ class Policied:
     def stale(self, changes: int, running: int) -> bool:
         return changes * CHANGES > running
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: SimulatedChunk) -> None:
         if chunk.slot >= 0:
             self._free.append(chunk.slot)
             chunk.slot = -1
 
-    def pace(self, chunks: list[Chunk], context_tokens: float) -> Pace:
+    def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         count, most = len(chunks), self.most
         for chunk in chunks:
             if chunk.slot < 0:
@@ -141,14 +141,14 @@ class Policied:
         steps = max(1, int(REGIME_TOKENS / float(rates.max())))
         return Pace(rates.tolist(), costs.tolist(), 0.0, steps)
 
-    def _take_slot(self, chunk: Chunk) -> None:
+    def _take_slot(self, chunk: SimulatedChunk) -> None:
         if not self._free:
             self._free.append(self._slots)
             self._slots += 1
         chunk.slot = self._free.pop()
         chunk.verified = chunk.drafted_last = chunk.accepted_last = 0
 
-    def _chance(self, chunk: Chunk) -> float:
+    def _chance(self, chunk: SimulatedChunk) -> float:
         sample = chunk.sample
         family = sample.family
         group = family.group
@@ -157,7 +157,7 @@ class Policied:
         )
         return min(max(chance, 0.0), MOST_CHANCE)
 
-    def _outcomes(self, chunks: list[Chunk], chance: np.ndarray, rounds: int) -> np.ndarray:
+    def _outcomes(self, chunks: list[SimulatedChunk], chance: np.ndarray, rounds: int) -> np.ndarray:
         """Right draft tokens before the first wrong one, of endless drafts: float64[chunks, rounds], geometric."""
         noise = b""
         for chunk in chunks:
@@ -184,7 +184,9 @@ class Policied:
             tuple(float(n) for n in tokens), tuple(max(1e-9, self._step.seconds(n, context_tokens)) for n in tokens)
         )
 
-    def _view(self, chunks: list[Chunk], chance: np.ndarray, proposed: np.ndarray, cost: StepCost) -> DraftView:
+    def _view(
+        self, chunks: list[SimulatedChunk], chance: np.ndarray, proposed: np.ndarray, cost: StepCost
+    ) -> DraftView:
         def column(values, kind=np.int32):
             return np.array(values, kind)
 
@@ -207,9 +209,9 @@ class Policied:
 
 
 def by_policy(
-    policy: Drafting, acceptance: Acceptance | None, step: StepModel, seed: int
+    policy: Drafting, acceptance: AcceptanceSource | None, step: StepModel, seed: int
 ) -> Callable[[int], Speculation]:
     """The way of each replica, by its index; without chances, or a policy that drafts, one token a step."""
     if acceptance is None or not policy.most:
-        return lambda index: NoDrafts()
+        return lambda index: PlainDecoding()
     return lambda index: Policied(policy, acceptance, step, seed)

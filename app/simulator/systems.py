@@ -2,7 +2,7 @@
 
 A system is live policy objects with a paper's choices, or ours; nothing in it is a model. The baseline is `verl`: whole
 groups bound to replicas up front, samples in one piece, vLLM's own queue and preemption. Invariant: `reveal` is for the
-oracle alone. Called by `app simulate` and by benchmarks.
+oracle alone. Called by `tailrace simulate` and by benchmarks.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Literal
 
-from app.simulator.acceptance import BestOf, Chances, Method
-from app.simulator.bounds import bounds
-from app.simulator.decoupled import Odds
-from app.simulator.hardware import replica_model
-from app.simulator.host import simulate
-from app.simulator.racers import Beside, Racers, racers
-from app.simulator.scenario import Scenario
-from app.simulator.speculation import Speculation, by_policy
-from app.simulator.types import Cluster, Group, Run, Workload
-from policies.bundle import Policies
-from policies.scaling import Limits
-from policies.tail import Hold
+from tailrace.app.simulator.acceptance import BestOf, Chances, ModelledMethod
+from tailrace.app.simulator.bounds import bounds
+from tailrace.app.simulator.decoupled import Odds
+from tailrace.app.simulator.hardware import replica_model
+from tailrace.app.simulator.host import simulate
+from tailrace.app.simulator.race_methods import RaceMethods, RacingSpeculation, racers
+from tailrace.app.simulator.scenario import Scenario
+from tailrace.app.simulator.speculation import Speculation, by_policy
+from tailrace.app.simulator.types import Cluster, SimulatedRun, Workload, WorkloadGroup
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.families.tail import Hold
 
 Evidence = Literal["own", "group", "history", "all"]
 
@@ -125,14 +125,14 @@ class Sees:
     chances: Chances
     evidence: Evidence
 
-    def chance(self, group: Group, index: int, generated: int, mates: int, epochs: int) -> float:
+    def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
         mates = mates if self.evidence in ("group", "all") else 0
         epochs = epochs if self.evidence in ("history", "all") else 0
         return self.chances.chance(group, index, generated, mates, epochs)
 
 
-def _beside(own: Callable[[int], Speculation], racers: Racers, odds: Odds, index: int) -> Beside:
-    return Beside(own(index), racers.own, racers.ways, odds)
+def _beside(own: Callable[[int], Speculation], racers: RaceMethods, odds: Odds, index: int) -> RacingSpeculation:
+    return RacingSpeculation(own(index), racers.own, racers.ways, odds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Setup:
     cluster: Cluster
     chunk_tokens: int
     chances: Chances | None
-    racers: Racers | None = None
+    racers: RaceMethods | None = None
 
     @classmethod
     def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
@@ -165,7 +165,7 @@ class Setup:
         spans: bool = False,
         check: bool = False,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Run:
+    ) -> SimulatedRun:
         """One system. Its bounds are those of all systems that may draft as it does. `speculation`: of a replica's
         index; drafts are made so, and the chances are for the bounds alone. Raises ValueError where it races and
         nobody can."""
@@ -178,7 +178,7 @@ class Setup:
             policies, ways = policies.model_copy(update={"racing": self.racers.policy}), self.racers.ways
             own = by_policy(policies.drafting, sees, self.cluster.replica.step, seed)
             speculation = partial(_beside, own, self.racers, odds)
-            best = BestOf([Method("own", self.chances), *(odds.facing(way.method) for way in ways.values())])
+            best = BestOf([ModelledMethod("own", self.chances), *(odds.facing(way.method) for way in ways.values())])
             drafts = max(drafts, *(way.window for way in ways.values()))
         run = simulate(
             self.workload, self.cluster, policies, seed=seed, admission=chosen.admission, speculation=speculation,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WorkloadGroup:
     """A prompt, the true lengths of its samples in tokens (each 1 to max_tokens), and those of earlier epochs, newest
     first. `predictability` is how much likelier its drafts are right than the average group's, as a factor of the
     odds."""
@@ -27,7 +27,7 @@ class Workload:
 
     name: str
     max_tokens: int
-    steps: tuple[tuple[Group, ...], ...]
+    steps: tuple[tuple[WorkloadGroup, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """A finished simulation. `moments` are sampled at changes; `spans` are empty where nobody asked for them."""
 
     system: str

@@ -1,1 +1,1 @@
-"""`python -m app timeline`: what a recorded run did, replica by replica, as figures, a page and a picture."""
+"""`tailrace timeline`: what a recorded run did, replica by replica, as figures, a page and a picture."""

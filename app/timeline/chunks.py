@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from app.simulator.types import Span
+from tailrace.app.simulator.types import Span
 
 OWNER = "owner"
 """The draft method of a runner that no copy names one for: it goes on as it did before the race."""
 
 
-class Life(NamedTuple):
+class ReplicaLifetime(NamedTuple):
     """A replica was up from begin_s to end_s. `closing_s`: when it was told that it would go; None: never."""
 
     begin_s: float
@@ -23,7 +23,7 @@ class Life(NamedTuple):
 
 
 @dataclass(slots=True)
-class Chunk:
+class RecordedChunk:
     """One chunk on one replica, which is a number: its place in the order of joining.
 
     `silent_s`: the last look at which it had made no token yet (begin_s: there was none, so that it may have been
@@ -80,16 +80,16 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Race:
+class RecordedRace:
     """Chunks that make the same tokens: the first of `runners` was there before the others; `winner` ended first.
 
     `original`: whose end is the end of the race even if it is told to stop: the first runner or, where that is lost,
     the copy that took its place; None: there is nobody left who could. A copy that is told to stop gives way.
     """
 
-    runners: list[Chunk]
-    original: Chunk | None
-    winner: Chunk | None = None
+    runners: list[RecordedChunk]
+    original: RecordedChunk | None
+    winner: RecordedChunk | None = None
 
     def as_json(self, names: Sequence[str]) -> dict:
         runners = [{"replica": names[chunk.replica], "method": chunk.method or OWNER} for chunk in self.runners]
@@ -104,14 +104,14 @@ class Race:
 
 
 @dataclass(slots=True)
-class Sample:
+class RecordedSample:
     """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number."""
 
     batch: int
     prompt_tokens: int
     submitted_s: float
     where: int | None = None
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[RecordedChunk] = field(default_factory=list)
     moves: int = 0
     ended_s: float | None = None
     end: str = ""

@@ -1,8 +1,8 @@
 """A journal's lines as what a core was told and what it answered, in order, whichever core wrote it.
 
-A replay needs every field to be as this version writes it (`deployments/journal.py`); a timeline needs times, ids and
-tokens. So kinds of entries and fields that nobody asks for are passed on unread, and journals of older and newer cores
-can be drawn. Called by `app/timeline/record.py`.
+A replay needs every field to be as this version writes it (`deployments/coordinator/journal.py`); a timeline needs
+times, ids and tokens. So kinds of entries and fields that nobody asks for are passed on unread, and journals of older
+and newer cores can be drawn. Called by `app/timeline/record.py`.
 """
 
 import json

@@ -1,17 +1,17 @@
 """What a recorded run comes to: one mapping, for `--json`, and rows for tables. Times in seconds.
 
-Called by `python -m app timeline` and by the page.
+Called by `tailrace timeline` and by the page.
 """
 
 from collections import Counter
 from math import inf
 
-from app.simulator.report import busy_seconds, number, summary
-from app.simulator.timelines import Band
-from app.simulator.types import Span
-from app.timeline.chunks import OWNER, Sample
-from app.timeline.record import Record
-from app.timeline.roles import ROLES, role_seconds
+from tailrace.app.report.span_columns import Band
+from tailrace.app.simulator.report import busy_seconds, number, summary
+from tailrace.app.simulator.types import Span
+from tailrace.app.timeline.chunks import OWNER, RecordedSample
+from tailrace.app.timeline.record import Record
+from tailrace.app.timeline.replica_states import ROLES, role_seconds
 
 TAKEN = ("samples", "tokens", "makespan_s", "tail_s", "tail_share", "tokens_per_s", "replica_s", "chunks", "moves")
 """Of what the simulator's report says of a run, in its words."""
@@ -82,7 +82,7 @@ def longest(record: Record) -> list[list[str]]:
     return table
 
 
-def _ran_on(record: Record, sample: Sample) -> str:
+def _ran_on(record: Record, sample: RecordedSample) -> str:
     """Replicas in their order, a stay each; a copy is named with its method behind a `+`."""
     stays: list[str] = []
     for chunk in sample.chunks:

@@ -1,19 +1,19 @@
 """The page of a recorded run: replicas as rows with what each did, samples and replicas over time, the longest samples.
 
-Drawn by the simulator's own parts (`app/simulator/document.py`, `timelines.py`, `pictures.py`), so a live run looks as
-a simulated one does. `python -m app timeline RUN --out x.html` writes it.
+Drawn by the simulator's own parts (`app/report/document.py`, `timelines.py`, `pictures.py`), so a live run looks as
+a simulated one does. `tailrace timeline RUN --out x.html` writes it.
 """
 
 from html import escape
 
-from app.simulator.curves import over_moments
-from app.simulator.document import document, figure, interactive, legend, panel, table
-from app.simulator.pictures import curves
-from app.simulator.report import number, percent, tails
-from app.simulator.timelines import BANDS, Band, Rows, drawable, held_share, timelines
-from app.timeline.figures import longest
-from app.timeline.record import Record
-from app.timeline.roles import ROLES, WORDS
+from tailrace.app.report.curves import over_moments
+from tailrace.app.report.document import document, figure, interactive, legend, panel, table
+from tailrace.app.report.span_columns import BANDS, Band, Rows, drawable, held_share, timelines
+from tailrace.app.report.svg_charts import curves
+from tailrace.app.simulator.report import number, percent, tails
+from tailrace.app.timeline.figures import longest
+from tailrace.app.timeline.record import Record
+from tailrace.app.timeline.replica_states import ROLES, WORDS
 
 ROW = (
     "A row is a replica, in the order of joining, filled by as many lanes as it ran samples; a sample has one colour "

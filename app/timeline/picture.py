@@ -1,20 +1,20 @@
 """The timeline of a recorded run as one picture: replicas as rows above, samples and replicas over time below.
 
-Rows, lanes, colours and signs are those of the page. `python -m app timeline RUN --out x.png` writes it.
+Rows, lanes, colours and signs are those of the page. `tailrace timeline RUN --out x.png` writes it.
 """
 
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
 from pathlib import Path
 
-from app.simulator.curves import over_moments
-from app.simulator.lanes import lanes_of, sources_of
-from app.simulator.report import number, percent, summary, tails
-from app.simulator.timelines import Band, drawable
-from app.simulator.types import Span
-from app.timeline.page import MOST_SPANS, rows_of
-from app.timeline.record import Record
-from app.timeline.roles import WORDS
+from tailrace.app.report.curves import over_moments
+from tailrace.app.report.span_columns import Band, drawable
+from tailrace.app.report.span_lanes import lanes_of, sources_of
+from tailrace.app.simulator.report import number, percent, summary, tails
+from tailrace.app.simulator.types import Span
+from tailrace.app.timeline.page import MOST_SPANS, rows_of
+from tailrace.app.timeline.record import Record
+from tailrace.app.timeline.replica_states import WORDS
 
 COLOURS = {
     "generate": "#2b7bb9",

@@ -2,17 +2,17 @@
 submission and stops as the last sample ends.
 
 Kinds of entries without a handler here say nothing that a timeline shows. Of a single batch, samples go by their names
-within it. `python -m app timeline` calls it.
+within it. `tailrace timeline` calls it.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.simulator.types import Ended, Moment, Run
-from app.timeline.chunks import Chunk, Life, Race, Sample
-from app.timeline.entries import Entry, entries
-from app.timeline.lives import Lives
+from tailrace.app.simulator.types import Ended, Moment, SimulatedRun
+from tailrace.app.timeline.chunks import RecordedChunk, RecordedRace, RecordedSample, ReplicaLifetime
+from tailrace.app.timeline.entries import Entry, entries
+from tailrace.app.timeline.replica_lifetimes import ReplicaLifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Record:
     `asked`: (seconds, replicas that there should be, why). `dropped`: entries that the journal does not hold.
     """
 
-    run: Run
+    run: SimulatedRun
     names: tuple[str, ...]
-    lives: tuple[tuple[Life, ...], ...]
-    samples: dict[str, Sample]
-    chunks: tuple[Chunk, ...]
-    races: tuple[Race, ...]
+    lives: tuple[tuple[ReplicaLifetime, ...], ...]
+    samples: dict[str, RecordedSample]
+    chunks: tuple[RecordedChunk, ...]
+    races: tuple[RecordedRace, ...]
     asked: tuple[tuple[float, int, str], ...]
     dropped: int
 
@@ -48,14 +48,14 @@ class _Reading:
     def __init__(self):
         self._zero: float | None = None  # the first submission
         self._now, self._taken, self._dropped = 0.0, 0, 0
-        self._lives = Lives()
+        self._lives = ReplicaLifetimes()
         self._looks: dict[int, tuple[float, float]] = {}  # the last two
-        self._samples: dict[str, Sample] = {}
+        self._samples: dict[str, RecordedSample] = {}
         self._batches: list[str] = []
-        self._made: list[Chunk] = []
-        self._chunks: dict[str, Chunk] = {}  # by id; a copy may come again under the id of one that gave way
-        self._running: dict[str, Chunk] = {}
-        self._races: dict[str, Race] = {}
+        self._made: list[RecordedChunk] = []
+        self._chunks: dict[str, RecordedChunk] = {}  # by id; a copy may come again under the id of one that gave way
+        self._running: dict[str, RecordedChunk] = {}
+        self._races: dict[str, RecordedRace] = {}
         self._chunks_of: Counter = Counter()  # running, by sample that has not ended
         self._unended = 0
         self._moments: list[Moment] = []
@@ -103,13 +103,13 @@ class _Reading:
         batch = self._batches.index(event.batch_id)
         for group in event.groups:
             for index in range(group["samples"]):
-                self._samples[f"{group['group_id']}#{index}"] = Sample(batch, group["prompt_tokens"], self._now)
+                self._samples[f"{group['group_id']}#{index}"] = RecordedSample(batch, group["prompt_tokens"], self._now)
             self._unended += group["samples"]
 
     def _started(self, action) -> None:
         sample, number = self._samples[action.sample_id], self._lives.names[action.replica_id]
         raced = getattr(action, "copy_of", None)
-        chunk = Chunk(
+        chunk = RecordedChunk(
             action.chunk_id, action.sample_id, number, self._now, action.start, sample.prompt_tokens + action.start,
             action.reason, getattr(action, "method", None),
         )  # fmt: skip
@@ -124,10 +124,10 @@ class _Reading:
         self._chunks_of[action.sample_id] += 1
         self._lives.start(number, self._now)
 
-    def _enter(self, chunk: Chunk, first: Chunk) -> None:
+    def _enter(self, chunk: RecordedChunk, first: RecordedChunk) -> None:
         name = first.race or first.chunk_id  # a copy that took the first one's place is copied in its turn
         first.race = chunk.race = name
-        self._races.setdefault(name, Race([first], first)).runners.append(chunk)
+        self._races.setdefault(name, RecordedRace([first], first)).runners.append(chunk)
 
     def _measured(self, event) -> None:
         """A report of the replica: it lists what runs there, and says of each chunk how far it is."""
@@ -169,14 +169,14 @@ class _Reading:
         if event.chunk_id in self._running:
             self._lose(self._running[event.chunk_id], "failed", event.error)
 
-    def _lose(self, chunk: Chunk, end: str, error: str) -> None:
+    def _lose(self, chunk: RecordedChunk, end: str, error: str) -> None:
         self._stop(chunk, end, error)
         race = self._races.get(chunk.race)
         if race is not None and chunk is race.original:
             heirs = (one for one in race.runners if self._running.get(one.chunk_id) is one and not one.stopping)
             race.original = next(heirs, None)
 
-    def _stop(self, chunk: Chunk, end: str, error: str = "") -> None:
+    def _stop(self, chunk: RecordedChunk, end: str, error: str = "") -> None:
         chunk.end_s, chunk.end, chunk.error = self._now, end, error
         if not chunk.seen:
             chunk.silent_s = max(chunk.begin_s, self._looks.get(chunk.replica, (0.0, 0.0))[1])
@@ -220,14 +220,14 @@ class _Reading:
         for chunk in self._made:
             chunk.sample_id = chunk.sample_id.removeprefix(prefix)
 
-    def _run(self, chunks: tuple[Chunk, ...], until_s: float) -> Run:
+    def _run(self, chunks: tuple[RecordedChunk, ...], until_s: float) -> SimulatedRun:
         spans = tuple(span for chunk in chunks for span in chunk.spans())
         ended = tuple(_ended_of(name, sample) for name, sample in self._samples.items() if sample.ended_s is not None)
         moments = tuple(moment for moment in self._moments if moment.at_s <= until_s)
-        return Run("run", ", ".join(self._batches), 0, until_s, ended, moments, spans, self._taken, {})
+        return SimulatedRun("run", ", ".join(self._batches), 0, until_s, ended, moments, spans, self._taken, {})
 
 
-def _ended_of(sample_id: str, sample: Sample) -> Ended:
+def _ended_of(sample_id: str, sample: RecordedSample) -> Ended:
     return Ended(
         sample_id, sample.batch, sample.tokens, sample.submitted_s, sample.ended_s, len(sample.chunks), sample.moves,
         0, 0, 0.0, 0.0, 0.0,

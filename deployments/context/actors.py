@@ -10,9 +10,9 @@ from hashlib import blake2b
 import ray
 from ray.actor import ActorHandle
 
-from deployments.context.config import ContextConfig
-from deployments.context.shard import ContextShard
-from kvpool.pool import NAMESPACE, application_gone, detached_actor
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.shard import ContextShard
+from tailrace.kvpool.pool import NAMESPACE, application_gone, detached_actor
 
 
 def ensure_context(config: ContextConfig, app_name: str) -> list[ActorHandle]:

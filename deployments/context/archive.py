@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from deployments.context.config import ContextConfig
-from deployments.context.history import History
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.history import History
 
 FILES = 16
 EVERY = range(FILES)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deployments.context.types import PastAnswer
+from tailrace.deployments.messages.context import PastAnswer
 
 APPLICATION_ID = 0x7461696C
 """Marks a SQLite file as ours ("tail"), and with it the version of the tables below."""

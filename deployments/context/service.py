@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Iterable
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from deployments.context.archive import shard_of
-from deployments.context.config import ContextConfig
-from deployments.context.history import Answer, PastLength
-from deployments.context.types import GroupRef
+from tailrace.deployments.context.archive import shard_of
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.history import Answer, PastLength
+from tailrace.deployments.messages.context import GroupRef
 
 CALL_S = 10.0
 """Whoever asks to look at a group, or has told of one, waits no longer for an actor: it is away."""

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from deployments.context.archive import Archive, shards_files
-from deployments.context.config import ContextConfig
-from deployments.context.groups import COORDINATOR, LiveGroups, Packet, Want
-from deployments.context.history import Answer, PastLength
-from deployments.context.log import Cursor
-from deployments.context.types import GroupRef, PastAnswer, Piece
+from tailrace.deployments.context.archive import Archive, shards_files
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.group_log import Cursor
+from tailrace.deployments.context.history import Answer, PastLength
+from tailrace.deployments.context.live_groups import COORDINATOR, LiveGroups, Packet, Want
+from tailrace.deployments.messages.context import GroupRef, PastAnswer, Piece
 
 T = TypeVar("T")
 

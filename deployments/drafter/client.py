@@ -15,13 +15,13 @@ from hashlib import blake2b
 import numpy as np
 import zmq
 
-from deployments.context.proposal import Proposal
-from deployments.context.types import Source
-from deployments.drafter.config import DrafterConfig
-from deployments.drafter.server import Address
-from deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
-from deployments.messages import ChunkRequest
-from policies.actions import Way
+from tailrace.deployments.draft_index.proposal import Proposal
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.server import Address
+from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.context import Source
+from tailrace.policies.protocol.actions import DraftMode
 
 PATIENCE_S = 0.5
 """Longest wait of a sample that takes turns with its drafter; then it goes on alone until a draft comes."""
@@ -38,7 +38,7 @@ class Line:
     """A chunk's line to its drafter. `tokens`: its context and what was made since."""
 
     chunk: ChunkRequest
-    way: Way
+    way: DraftMode
     tokens: list[int]
     address: Address | None = None  # of its drafter; None: there is none
     guess: list[int] = field(default_factory=list)  # for what follows `tokens`
@@ -68,7 +68,7 @@ class Drafters:
 
     # ---- what `Drafts` tells it --------------------------------------------------------------------
 
-    def open(self, chunk: ChunkRequest, way: Way | None) -> None:
+    def open(self, chunk: ChunkRequest, way: DraftMode | None) -> None:
         """A chunk has been added that drafts. Its drafter hears of it before the step that computes the context here:
         it has to compute that too."""
         line = Line(chunk, way or self._config.way, chunk.token_ids.tolist())

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.engine.config import DraftConfig, EngineConfig
-from policies.actions import Way
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.policies.protocol.actions import DraftMode
 
 
 class DrafterConfig(BaseModel):
@@ -24,9 +24,9 @@ class DrafterConfig(BaseModel):
     vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")
 
     @property
-    def way(self) -> Way:
+    def way(self) -> DraftMode:
         """How samples are drafted whose plan does not say."""
-        return Way(self.window, self.mode == "coupled")
+        return DraftMode(self.window, self.mode == "coupled")
 
     def engine(self, target: EngineConfig) -> EngineConfig:
         """The draft model's engine: like the target's, but for what stands here."""

@@ -11,10 +11,10 @@ from typing import Any
 import ray
 from ray import serve
 
-from deployments.drafter.config import DrafterConfig
-from deployments.drafter.server import Address, DrafterServer
-from deployments.engine.config import EngineConfig
-from deployments.engine.vocabulary import vocabulary_refusal
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.server import Address, DrafterServer
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 
 @serve.deployment(name="Drafter", max_ongoing_requests=65_536, health_check_period_s=2)

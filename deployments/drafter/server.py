@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import zmq
 
-from deployments.drafter.sessions import Sessions
-from deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
-from deployments.engine.config import EngineConfig
+from tailrace.deployments.drafter.sessions import Sessions
+from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 IDLE_MS = 50
 """Longest wait for a message when there is nothing to draft."""

@@ -3,7 +3,7 @@
 A sample is one request of vLLM's for as long as its drafts prove right: when its window is full the request is held
 back, with its KV. After a wrong token, or when the verifier has overtaken it, another one begins from the confirmed
 context, most of which the prefix cache knows. Invariant: no draft leaves its window, and each sample is drawn with the
-noise it was opened with (`deployments.engine.sampler`).
+noise it was opened with (`deployments.vllm_exact.sampler`).
 """
 
 import time
@@ -12,15 +12,16 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from deployments.drafter.window import Window
-from deployments.drafter.wire import Confirm, Guess, Open
-from deployments.engine.config import EngineConfig
-from deployments.engine.hold import hold, is_held, let_go
-from deployments.engine.launch import launch
-from deployments.engine.requests import Requests
-from deployments.engine.steptimes import StepTimes
-from deployments.messages import ChunkRequest, SamplingParams
-from policies.actions import Way
+from tailrace.deployments.drafter.window import Window
+from tailrace.deployments.drafter.wire import Confirm, Guess, Open
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.deployments.vllm_exact.launch import launch
+from tailrace.deployments.vllm_exact.pause import is_paused, pause, resume
+from tailrace.deployments.vllm_exact.requests import Requests
+from tailrace.policies.models.step_cost_estimator import StepCostEstimator
+from tailrace.policies.protocol.actions import DraftMode
 
 Key = tuple[Hashable, str]
 """Who asks, and what they call the sample."""
@@ -43,7 +44,7 @@ class Session:
         )  # fmt: skip
         self.chunk = ChunkRequest(wish.name, wish.key, wish.tokens, wish.prompt_tokens, 1, sampling, 0)
         self.tokens: list[int] = wish.tokens.tolist()  # confirmed ones
-        self.window = Window(len(self.tokens), min(wish.end, max_model_len), Way(wish.window, wish.coupled))
+        self.window = Window(len(self.tokens), min(wish.end, max_model_len), DraftMode(wish.window, wish.coupled))
         self.coupled = wish.coupled
         self.request, self.name = None, ""  # vLLM's scheduler-side Request, and the name of its outputs
         self.fresh = False  # has something to tell
@@ -61,7 +62,7 @@ class Sessions:
         self._sessions: dict[Key, Session] = {}
         self._by_request: dict[str, Key] = {}  # by the name of their outputs
         self._counts: Counter[str] = Counter()
-        self._times = StepTimes()
+        self._times = StepCostEstimator()
         self._rehearse()
 
     # ---- what verifiers tell it --------------------------------------------------------------------
@@ -133,7 +134,7 @@ class Sessions:
         """Its request is there and runs, if there is room to draft, and is held back if not."""
         window = session.window
         if session.request is not None:
-            (let_go if window.room else hold)(session.request)
+            (resume if window.room else pause)(session.request)
         elif window.room:
             self._counts["requests"] += 1
             session.name = f"{self._counts['requests']} {session.chunk.chunk_id}"
@@ -149,7 +150,7 @@ class Sessions:
 
     def _decoding(self) -> int:
         """Samples of which the coming step computes one token each, if it prefills nothing; else 0."""
-        running = [s.request for s in self._sessions.values() if s.request is not None and not is_held(s.request)]
+        running = [s.request for s in self._sessions.values() if s.request is not None and not is_paused(s.request)]
         return len(running) if all(request.num_output_tokens for request in running) else 0
 
     def _take(self, output) -> None:

@@ -9,7 +9,7 @@ the first token of the prompt. Pure; owned by `Sessions`, one for each sample.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from policies.actions import Way
+from tailrace.policies.protocol.actions import DraftMode
 
 
 class Judged(NamedTuple):
@@ -28,7 +28,7 @@ class Window:
 
     __slots__ = ("_ahead", "confirmed", "end", "guess", "stopped")
 
-    def __init__(self, confirmed: int, end: int, way: Way):
+    def __init__(self, confirmed: int, end: int, way: DraftMode):
         self.confirmed, self.end = confirmed, end
         self._ahead = way.window if way.coupled else 2 * way.window
         self.guess: list[int] = []  # the tokens from position `confirmed` on

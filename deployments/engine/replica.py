@@ -16,21 +16,21 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaRank
 
-from deployments.context.actors import ensure_context
-from deployments.context.config import ContextConfig
-from deployments.context.feed import Feed
-from deployments.context.plan import DraftReport, by_source
-from deployments.drafter.client import Drafters
-from deployments.drafter.config import DrafterConfig
-from deployments.drafter.directory import watch
-from deployments.engine.config import EngineConfig
-from deployments.engine.launch import rebind
-from deployments.engine.runner import EngineRunner
-from deployments.messages import ChunkRequest, ChunkResult, EngineStats
-from deployments.telemetry import Telemetry
-from kvpool.config import PoolConfig
-from kvpool.pool import join_pool
-from kvpool.status import PoolDown
+from tailrace.deployments.context.actors import ensure_context
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.drafter.client import Drafters
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.discovery import watch
+from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.drafts import DraftReport, by_source
+from tailrace.deployments.telemetry import Telemetry
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.deployments.vllm_exact.launch import rebind
+from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool import join_pool
+from tailrace.kvpool.status import PoolDown
 
 
 @serve.deployment(
@@ -38,7 +38,7 @@ from kvpool.status import PoolDown
     max_ongoing_requests=65_536,
     health_check_period_s=2,
     graceful_shutdown_wait_loop_s=0.2,  # somebody waits for its core; Serve would look every 2 s
-    request_router_config=RequestRouterConfig(request_router_class="deployments.router:AddressedRouter"),
+    request_router_config=RequestRouterConfig(request_router_class="tailrace.deployments.router:AddressedRouter"),
 )
 class Engine:
     """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name.
@@ -68,7 +68,7 @@ class Engine:
         self._config, self._rank = config, here.rank.local_rank
         name, feed = here.replica_id.unique_id, None
         if context is not None and config.draft.method == "group":
-            feed = Feed(ensure_context(context, here.app_name), context, name)
+            feed = ContextClient(ensure_context(context, here.app_name), context, name)
         model = None if drafter is None else Drafters(drafter)
         self._runner = EngineRunner(config, name, weights_version, self._rank, endpoint, feed, model)
         if model is not None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
-from deployments.context.feed import Feed
-from deployments.drafter.client import Drafters
-from deployments.engine.config import EngineConfig
-from deployments.engine.stepper import Stepper
-from deployments.messages import ChunkRequest, ChunkResult, EngineStats
-from kvpool.config import PoolEndpoint
+from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.drafter.client import Drafters
+from tailrace.deployments.engine.stepper import Stepper
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.kvpool.config import PoolEndpoint
 
 OnDone = Callable[[ChunkResult | Exception], None]
 
@@ -42,7 +42,7 @@ class EngineRunner:
         weights_version: int = 0,
         rank: int = 0,
         pool: PoolEndpoint | None = None,
-        feed: Feed | None = None,
+        feed: ContextClient | None = None,
         model: Drafters | None = None,
     ):
         self._inbox: SimpleQueue[tuple] = SimpleQueue()

@@ -6,18 +6,19 @@ refused chunk changes nothing. Tokens are collected step by step, so an abort lo
 
 import time
 
-from deployments.context.feed import Feed
-from deployments.drafter.client import Drafters
-from deployments.engine import rehearsal
-from deployments.engine.config import EngineConfig
-from deployments.engine.forks import Forks
-from deployments.engine.hold import is_held
-from deployments.engine.launch import launch
-from deployments.engine.requests import Requests
-from deployments.engine.running import Running
-from deployments.engine.speeds import Speeds
-from deployments.messages import ChunkEnd, ChunkRequest, ChunkResult, EngineStats
-from kvpool.config import PoolEndpoint
+from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.drafter.client import Drafters
+from tailrace.deployments.drafting.forks import Forks
+from tailrace.deployments.engine import warmup
+from tailrace.deployments.engine.engine_chunk import EngineChunk
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.deployments.vllm_exact.launch import launch
+from tailrace.deployments.vllm_exact.pause import is_paused
+from tailrace.deployments.vllm_exact.requests import Requests
+from tailrace.kvpool.config import PoolEndpoint
+from tailrace.policies.models.speed_estimator import SpeedEstimator
+from tailrace.policies.protocol.events import ChunkEnd
 
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
@@ -32,13 +33,13 @@ class Stepper:
         weights_version: int,
         rank: int,
         pool: PoolEndpoint | None = None,
-        feed: Feed | None = None,
+        feed: ContextClient | None = None,
         model: Drafters | None = None,
     ):
         self.weights_version = weights_version
         self._engine = launch(config, rank, pool)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._running: dict[str, Running] = {}  # by chunk id
+        self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self._steps = 0
         self._past_preemptions = 0
@@ -56,20 +57,20 @@ class Stepper:
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
-        self._speeds = Speeds()
+        self._speeds = SpeedEstimator()
         self._link = None
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; whoever only knows of engines needs none.
-            from deployments.engine.link import PoolLink
+            from tailrace.deployments.engine.pool_client import PoolClient
 
-            self._link = PoolLink(self._engine, pool.config.save_deadline_s, self._speeds)
+            self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._drafts = None
         if config.draft.is_ours:
             # After `launch`: numba counts threads when it is loaded; two on one core wait 1.4 s a step for each other.
-            from deployments.engine.drafts import Drafts
+            from tailrace.deployments.drafting.drafts import EngineDrafts
 
-            self._drafts = Drafts(config.draft, settings.model_config.max_model_len, feed, model)
+            self._drafts = EngineDrafts(config.draft, settings.model_config.max_model_len, feed, model)
         self._forks: Forks | None = None
         draft = config.draft
         if draft.method == "group" and draft.paths > 1:
@@ -78,9 +79,9 @@ class Stepper:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        rehearsal.warm_up(self)
+        warmup.warm_up(self)
         if self._drafts is not None:
-            rehearsal.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
+            warmup.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
         self.reset_cache()
         self._steps = 0
         self._work = dict.fromkeys(self._work, 0)
@@ -105,7 +106,7 @@ class Stepper:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
         kv = self._link.wish(chunk) if self._link is not None else None
         request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
-        self._running[chunk.chunk_id] = Running(chunk, request.request_id, request, submitted_s)
+        self._running[chunk.chunk_id] = EngineChunk(chunk, request.request_id, request, submitted_s)
         if self._drafts is not None:
             self._drafts.open(chunk, request)
 
@@ -163,7 +164,7 @@ class Stepper:
         for running in self._running.values():
             if running.first_token_s is None:
                 return 0
-            if not is_held(running.request):
+            if not is_paused(running.request):
                 tokens += 1 + len(running.request.spec_token_ids)
         return tokens
 
@@ -191,7 +192,7 @@ class Stepper:
         if self._link is not None:
             self._link.forget(request_id)
 
-    def _take(self, running: Running, token_ids: list[int]) -> None:
+    def _take(self, running: EngineChunk, token_ids: list[int]) -> None:
         running.token_ids += token_ids
         running.verifications += bool(token_ids)
         self._work["tokens"] += len(token_ids)
@@ -209,7 +210,7 @@ class Stepper:
         else:
             self._hand_over(running, result)
 
-    def _hand_over(self, running: Running, result: ChunkResult) -> None:
+    def _hand_over(self, running: EngineChunk, result: ChunkResult) -> None:
         """To whoever calls `step`; with a pool, once the saves of its KV have ended."""
         if self._link is None:
             self._ended.append((result.chunk_id, result))

@@ -10,7 +10,7 @@ SMALL = ("--calls", "64", "--keys", "640", "--samples", "1024", "--json")
 
 
 def test_every_part_is_measured_and_reported():
-    command = [sys.executable, "-m", "app", "bench", "control", *SMALL]
+    command = [sys.executable, "-m", "tailrace", "bench", "control", *SMALL]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

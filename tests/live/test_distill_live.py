@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from app.distill.drafter import Course, make_drafter, measured
-from app.distill.layers import cut, kept_layers
-from app.distill.texts import Text, Texts
-from deployments.engine.vocabulary import vocabulary_refusal
+from tailrace.app.distill.drafter import Course, make_drafter, measured
+from tailrace.app.distill.layers import cut, kept_layers
+from tailrace.app.distill.texts import Text, Texts
+from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 pytestmark = pytest.mark.live
 

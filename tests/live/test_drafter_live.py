@@ -14,19 +14,19 @@ import pytest
 import ray
 from ray import serve
 
-from app.bench.decoupled import measure
-from app.client import RolloutClient
-from app.cluster import service
-from app.config import ServeFile
-from app.demo import PROMPTS
-from app.prompts_file import read_prompts
-from deployments.drafter.config import DrafterConfig
-from deployments.engine.config import DraftConfig, EngineConfig
-from deployments.journal import read_journal, replay
-from deployments.messages import RolloutBatch
-from policies.actions import StartChunk
-from policies.bundle import Policies
-from policies.events import ChunkFinished
+from benchmarks.drafting.decoupled import measure
+from tailrace.app.client import RolloutClient
+from tailrace.app.cluster import service
+from tailrace.app.config import ServeFile
+from tailrace.app.demo import PROMPTS
+from tailrace.app.files.prompts import read_prompts
+from tailrace.deployments.coordinator.journal import read_journal, replay
+from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.protocol.events import ChunkFinished
 
 WINDOW = 4
 TARGET_LAYERS, DRAFT_LAYERS = 16, 2

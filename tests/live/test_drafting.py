@@ -5,13 +5,14 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from deployments.context.plan import DraftPlan
-from deployments.context.types import GroupRef, Source
-from deployments.engine.config import DraftConfig, EngineConfig
-from deployments.engine.runner import EngineRunner
-from deployments.messages import ChunkRequest, SamplingParams, sample_key
-from policies.drafting import Fixed
-from policies.goodput import Goodput
+from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.context import GroupRef, Source
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.policies.families.drafting import FixedBudget
+from tailrace.policies.families.goodput import Goodput
 
 TOKENS = 64
 PROMPT = np.tile(np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32), 3)
@@ -46,7 +47,7 @@ def engine(model_dir):
     engine.stop()
 
 
-@pytest.mark.parametrize("policy", [Fixed(tokens=6), Goodput()], ids=lambda policy: policy.type)
+@pytest.mark.parametrize("policy", [FixedBudget(tokens=6), Goodput()], ids=lambda policy: policy.type)
 def test_drafts_and_branches_change_no_token(engine, policy):
     for sampling in (GREEDY, WARM):
         plain = [run(engine, chunk("plain", sample, sampling, None))[0] for sample in (0, 1, 2)]
@@ -62,7 +63,7 @@ def test_drafts_and_branches_change_no_token(engine, policy):
 
 
 def test_every_drafted_token_is_counted_once_by_source_and_position(engine):
-    results = run(engine, *(chunk("counted", sample, WARM, Fixed(tokens=4)) for sample in range(3)))
+    results = run(engine, *(chunk("counted", sample, WARM, FixedBudget(tokens=4)) for sample in range(3)))
     for result in results:
         report = result.drafts
         assert report.drafted.sum() == result.drafted_tokens
@@ -72,7 +73,7 @@ def test_every_drafted_token_is_counted_once_by_source_and_position(engine):
 
 
 def test_a_greedy_sample_is_drafted_from_its_mate(engine):
-    first, second = (run(engine, chunk("mates", sample, GREEDY, Fixed(tokens=8)))[0] for sample in (0, 1))
+    first, second = (run(engine, chunk("mates", sample, GREEDY, FixedBudget(tokens=8)))[0] for sample in (0, 1))
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
     assert first.drafts.accepted[Source.MATE] == 0 < second.drafts.accepted[Source.MATE]
     assert second.verifications <= first.verifications < len(first.token_ids)
@@ -88,7 +89,7 @@ def test_a_chunk_that_goes_on_with_all_its_kv_verifies_no_dummy_draft(engine):
 
 
 def test_what_a_lost_chunk_had_made_is_drafted(engine):
-    (whole,) = run(engine, chunk("lost", 0, WARM, Fixed(tokens=8)))
-    (again,) = run(engine, chunk("lost", 0, WARM, Fixed(tokens=8), done=whole.token_ids[:8]))
+    (whole,) = run(engine, chunk("lost", 0, WARM, FixedBudget(tokens=8)))
+    (again,) = run(engine, chunk("lost", 0, WARM, FixedBudget(tokens=8), done=whole.token_ids[:8]))
     np.testing.assert_array_equal(again.token_ids, whole.token_ids[8:])
     assert again.verifications <= -(-len(again.token_ids) // 9) + 2

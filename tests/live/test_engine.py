@@ -10,9 +10,11 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from deployments.engine.config import DraftConfig, EngineConfig
-from deployments.engine.runner import EngineDown, EngineRunner
-from deployments.messages import ChunkEnd, ChunkRequest, SamplingParams, sample_key
+from tailrace.deployments.engine.runner import EngineDown, EngineRunner
+from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.policies.protocol.events import ChunkEnd
 
 pytestmark = pytest.mark.live
 

@@ -1,11 +1,11 @@
-"""`app ladder` with profiles made before: every look-up method is really timed, vLLM's among them."""
+"""`tailrace bench ladder` with profiles made before: every look-up method is really timed, vLLM's among them."""
 
 import json
 
 import pytest
 
-from app.__main__ import run
-from app.bench.ladder import read_ladder
+from benchmarks.drafting.ladder import read_ladder
+from tailrace.app.cli import run
 
 pytestmark = pytest.mark.live
 

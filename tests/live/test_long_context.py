@@ -4,11 +4,11 @@ import asyncio
 
 import numpy as np
 
-from app.bench.rig import running_pool
-from app.bench.transport import store_client
-from kvpool.config import PoolConfig, PoolEndpoint
-from kvpool.counts import Counts
-from kvpool.store import PoolStore
+from benchmarks.pool.pool_testbed import running_pool
+from benchmarks.pool.transport import store_client
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+from tailrace.kvpool.counts import Counts
+from tailrace.kvpool.store import PoolStore
 
 BLOCKS, PIECES, PIECE_BYTES = 128, 60, 512
 """4,096 tokens of the demo model; the pieces are smaller, which changes nothing."""

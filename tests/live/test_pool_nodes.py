@@ -5,14 +5,14 @@ import os
 
 import pytest
 
-from app.certificates.tokens import with_engine
-from app.client import RolloutClient
-from app.cluster import LOOPBACK_ONLY
-from app.config import load_config
-from app.demo import PROMPTS
-from app.prompts_file import read_prompts
-from deployments.messages import RolloutBatch
-from policies.bundle import Policies
+from tailrace.app.client import RolloutClient
+from tailrace.app.cluster import LOOPBACK_ONLY
+from tailrace.app.config import load_config
+from tailrace.app.demo import PROMPTS
+from tailrace.app.files.prompts import read_prompts
+from tailrace.app.verification.tokens import with_engine
+from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.policies.families.registry import Policies
 
 FEW_SLOTS = {"max_running": 2, "cores": None}
 """Samples have to wait, so that there is time for KV to travel."""
@@ -25,7 +25,7 @@ def client(model_dir):
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from app.build import build_from_file
+    from tailrace.app.build import build_from_file
 
     file = with_engine(load_config(), FEW_SLOTS)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

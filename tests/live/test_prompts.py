@@ -2,8 +2,8 @@
 
 import pytest
 
-from deployments.messages import ChatMessage, PromptGroup, Rejected
-from deployments.prompts import Prompts
+from tailrace.deployments.coordinator.prompts import Prompts
+from tailrace.deployments.messages.rollout import ChatMessage, PromptGroup, Rejected
 
 
 @pytest.fixture(scope="module")

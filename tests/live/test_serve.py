@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.certificates.leftovers import processes_of
+from tailrace.app.verification.leftovers import processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = '{"prompt_id": "a", "text": "One, two,"}\n'
@@ -41,7 +41,7 @@ def pool_processes() -> list[int]:
 def served(model_dir):
     """A service started by the command; its port."""
     port, dashboard = free_port(), free_port()
-    arguments = ("-m", "app", "serve", "--port", str(port), "--dashboard-port", str(dashboard))
+    arguments = ("-m", "tailrace", "serve", "--port", str(port), "--dashboard-port", str(dashboard))
     process = subprocess.Popen((sys.executable, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     said = process.stdout.readline()
     assert f"127.0.0.1:{port}" in said, said
@@ -70,7 +70,7 @@ def test_the_readme_driver_runs(served):
 
 def test_rollout_resumes_and_traces(served, tmp_path):
     prompts, out, trace = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
-    command = ("-m", "app", "rollout", "--prompts", str(prompts), "--out", str(out), "--samples", "3",
+    command = ("-m", "tailrace", "rollout", "--prompts", str(prompts), "--out", str(out), "--samples", "3",
                "--max-tokens", "80", "--address", f"127.0.0.1:{served}", "--json")  # fmt: skip
     prompts.write_text(FIRST)
     first = json.loads(run(served, *command, "--trace", str(trace)).stdout.splitlines()[-1])
@@ -88,13 +88,13 @@ def test_rollout_resumes_and_traces(served, tmp_path):
 
 def test_the_pool_is_seen_and_drained(served):
     address = ("--address", f"127.0.0.1:{served}", "--json")
-    view = json.loads(run(served, "-m", "app", "pool", "status", *address).stdout.splitlines()[-1])
+    view = json.loads(run(served, "-m", "tailrace", "pool", "status", *address).stdout.splitlines()[-1])
     MASTERS.append(view["status"]["master_address"])
     assert view["problems"] == {} and len(view["status"]["store_nodes"]) == 1
     assert view["keys_by_version"] == {} and view["status"]["keys"] == 0, "the rollouts before left nothing"
     assert view["counts"]["recomputed_tokens.new"] > 0
     assert len(pool_processes()) == 2
-    drained = run(served, "-m", "app", "pool", "drain", *address).stdout.splitlines()[-1]
+    drained = run(served, "-m", "tailrace", "pool", "drain", *address).stdout.splitlines()[-1]
     assert json.loads(drained) == {"removed_keys": 0}
 
 
@@ -103,6 +103,6 @@ def test_an_address_without_the_service_is_bad_input(served, tmp_path):
     config.write_text("applications: [{name: elsewhere}]\n")
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(FIRST + SECOND)
-    command = ("-m", "app", "rollout", "--prompts", str(prompts), "--out", str(tmp_path / "o"))
+    command = ("-m", "tailrace", "rollout", "--prompts", str(prompts), "--out", str(tmp_path / "o"))
     error = run(served, *command, "--config", str(config), "--address", f"127.0.0.1:{served}", code=2).stderr
     assert "no application 'elsewhere' there; run `serve deploy serve.yaml` first" in error

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engine import kernel_cpu, kernel_gpu
-from deployments.engine.patches import make_llvmlite_scannable
-from deployments.engine.sampler import ExactRejectionSampler, ExactSampler, extra_args
-from deployments.messages import ChunkRequest, SamplingParams
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact import kernel_cpu, kernel_gpu
+from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable
+from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler, extra_args
 from tests.test_exact_distribution import TARGET, VOCAB, distribution, p_value
 
 pytestmark = pytest.mark.live

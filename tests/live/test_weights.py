@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_engine import SAMPLES, arrays, assert_same, chunk, run
 
-from deployments.engine.config import EngineConfig
-from deployments.engine.runner import EngineDown, EngineRunner
-from deployments.messages import ChunkEnd
+from tailrace.deployments.engine.runner import EngineDown, EngineRunner
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.policies.protocol.events import ChunkEnd
 
 pytestmark = pytest.mark.live
 

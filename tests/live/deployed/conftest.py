@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from waiting import until
 
-from app.certificates.leftovers import processes_of
-from app.cluster import service
-from app.config import load_config
+from tailrace.app.cluster import service
+from tailrace.app.config import load_config
+from tailrace.app.verification.leftovers import processes_of
 
 
 @pytest.fixture(scope="package")

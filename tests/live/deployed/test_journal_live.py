@@ -2,10 +2,10 @@
 
 import asyncio
 
-from deployments.journal import read_journal, replay
-from deployments.messages import PromptGroup, RolloutBatch
-from policies.actions import StartChunk
-from policies.bundle import Policies
+from tailrace.deployments.coordinator.journal import read_journal, replay
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import StartChunk
 
 
 def batch(name: str) -> RolloutBatch:

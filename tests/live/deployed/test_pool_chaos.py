@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 
-from app.__main__ import run
-from app.config import load_config
+from tailrace.app.cli import run
+from tailrace.app.config import load_config
 
 KILLS = ("store_killed_busy", "master_killed")
 
@@ -27,7 +27,7 @@ def runs(client):
 
     only = [part for name in KILLS for part in ("--only", name)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
-        patch.setattr("app.certificates.chaos.service", shared)
+        patch.setattr("tailrace.app.verification.chaos.service", shared)
         run(["pool", "chaos", "--samples", "2", "--max-tokens", "80", "--json", *only])
     result = json.loads(said.getvalue().splitlines()[-1])
     assert result["samples"] == 16

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from app.certificates.runs import RACES
-from app.certificates.tokens import compare, copies
-from app.demo import PROMPTS
-from app.prompts_file import read_prompts
-from deployments.messages import GroupResult, RolloutBatch
-from policies.bundle import Policies
+from tailrace.app.demo import PROMPTS
+from tailrace.app.files.prompts import read_prompts
+from tailrace.app.verification.runs import RACES
+from tailrace.app.verification.tokens import compare, copies
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.policies.families.registry import Policies
 
 PROMPT_COUNT, SAMPLES, MAX_TOKENS = 13, 16, 24
 STOPS = (",", ".", ":", " the", " a", " of", " and", " is", "\n")

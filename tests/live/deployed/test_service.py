@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from app.client import RolloutClient, RolloutRejected
-from app.demo import PROMPTS
-from app.prompts_file import read_prompts
-from deployments.messages import PromptGroup, RolloutBatch, SampleResult
-from policies.actions import SampleEnd
-from policies.bundle import Policies
+from tailrace.app.client import RolloutClient, RolloutRejected
+from tailrace.app.demo import PROMPTS
+from tailrace.app.files.prompts import read_prompts
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SampleResult
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import SampleEnd
 
 CHUNKS = {"type": "fixed", "chunk_tokens": 24}
 

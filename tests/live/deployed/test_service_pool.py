@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from app.certificates.runs import kill_a_replica
-from app.certificates.update import crossing, first_chunks
-from app.client import RolloutClient, WeightsRejected
-from app.demo import PROMPTS
-from app.prompts_file import read_prompts
-from deployments.messages import RolloutBatch
-from policies.bundle import Policies
+from tailrace.app.client import RolloutClient, WeightsRejected
+from tailrace.app.demo import PROMPTS
+from tailrace.app.files.prompts import read_prompts
+from tailrace.app.verification.runs import kill_a_replica
+from tailrace.app.verification.weights_update import crossing, first_chunks
+from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.policies.families.registry import Policies
 
 WAIT_S = 120.0
 """What a save has begun and not ended is kept for a minute."""

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from app.cluster import service
-from app.config import ELASTIC_CONFIG, ServeFile
+from tailrace.app.cluster import service
+from tailrace.app.config import ELASTIC_CONFIG, ServeFile
 
 DRAFTER = {
     "name": "Drafter",

@@ -1,15 +1,15 @@
 """The certificate on a small workload, with its last run corrupted: all others identical, the corruption found.
 
 Of the ways to roll out these are the ones that one service can take and that other live tests do not compare with plain
-decoding (`test_drafter_live.py` does so with draft models); `python -m app verify` takes them all.
+decoding (`test_drafter_live.py` does so with draft models); `tailrace verify` takes them all.
 """
 
 import json
 from contextlib import contextmanager
 
-from app.__main__ import run
-from app.config import ServeFile
-from app.demo import PROMPTS
+from tailrace.app.cli import run
+from tailrace.app.config import ServeFile
+from tailrace.app.demo import PROMPTS
 
 NAMES = ("raced", "scaled_down", "replica_killed")
 
@@ -29,7 +29,7 @@ def test_every_run_is_identical_and_a_corruption_is_named(client, file, monkeypa
         assert without_a_draft_model(wanted) == without_a_draft_model(file) and address is None
         yield client
 
-    monkeypatch.setattr("app.certificates.tokens.service", shared)
+    monkeypatch.setattr("tailrace.app.verification.tokens.service", shared)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:4]))
     what = ["--prompts", str(prompts), "--samples", "3", "--max-tokens", "72", "--only", "runs", "--corrupt", "--json"]

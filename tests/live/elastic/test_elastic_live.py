@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from app.certificates.runs import RACES
-from app.cluster import LOOPBACK_ONLY
-from deployments.journal import read_journal, replay
-from deployments.messages import PromptGroup, RolloutBatch
-from policies.actions import AbortChunk, StartChunk
-from policies.bundle import Policies
-from policies.events import ChunkFinished
+from tailrace.app.cluster import LOOPBACK_ONLY
+from tailrace.app.verification.runs import RACES
+from tailrace.deployments.coordinator.journal import read_journal, replay
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import AbortChunk, StartChunk
+from tailrace.policies.protocol.events import ChunkFinished
 
 TRAINER = """
 import json, os, sys, time

@@ -11,13 +11,13 @@ import ray
 from ray import serve
 from waiting import is_alive, until
 
-from deployments.context.actors import ensure_context
-from deployments.context.archive import shard_of
-from deployments.context.config import ContextConfig
-from deployments.context.feed import Feed
-from deployments.context.history import Answer, prompt_key
-from deployments.context.service import ContextService
-from deployments.context.types import GroupRef
+from tailrace.deployments.context.actors import ensure_context
+from tailrace.deployments.context.archive import shard_of
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.context_client import ContextClient
+from tailrace.deployments.context.history import Answer, prompt_key
+from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.messages.context import GroupRef
 
 APP = "context-test"
 KEYS = [prompt_key(f"prompt {number}") for number in range(8)]
@@ -55,8 +55,8 @@ def shards(application, config):
 def feeds(shards, config):
     with contextlib.ExitStack() as stack:
 
-        def made(writer: str, **knobs) -> Feed:
-            feed = Feed(shards, config.model_copy(update=knobs), writer)
+        def made(writer: str, **knobs) -> ContextClient:
+            feed = ContextClient(shards, config.model_copy(update=knobs), writer)
             stack.callback(feed.close)
             return feed
 
@@ -66,7 +66,7 @@ def feeds(shards, config):
 class Engine:
     """What an engine would know: every token that its feed has brought, by group and sample."""
 
-    def __init__(self, feed: Feed):
+    def __init__(self, feed: ContextClient):
         self.feed = feed
         self.tokens: dict[tuple[str, int], dict[int, int]] = {}
         self.history: dict[str, list] = {}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from waiting import is_alive, until
 
-from kvpool.config import PoolConfig
-from kvpool.status import PoolDown
+from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.status import PoolDown
 
 pytestmark = pytest.mark.live
 
@@ -52,7 +52,7 @@ def joining_app():
     @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0})
     class Joins:
         def __init__(self):
-            from kvpool.pool import join_pool
+            from tailrace.kvpool.pool import join_pool
 
             self.endpoint = join_pool(CONFIG, "pool-test")
 
@@ -81,7 +81,7 @@ def writer(endpoint):
 
 @pytest.fixture
 def master(handle):
-    from kvpool.pool import ensure_pool
+    from tailrace.kvpool.pool import ensure_pool
 
     return ensure_pool(CONFIG, "pool-test")
 
@@ -184,9 +184,9 @@ def test_nothing_is_left_when_the_application_is_deleted(writer, master):
 @contextmanager
 def processes(config: PoolConfig, stores: int):
     """A KvMaster and its stores on an event loop of this process; yields `run` for coroutines, and those objects."""
-    from kvpool.master import KvMaster
-    from kvpool.programs import free_port
-    from kvpool.store_node import KvStoreNode
+    from tailrace.kvpool.master import KvMaster
+    from tailrace.kvpool.programs import free_port
+    from tailrace.kvpool.store_node import KvStoreNode
 
     host = "127.0.0.1"
     with asyncio.Runner() as runner:

@@ -14,7 +14,7 @@ def small_app():
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    addressed = RequestRouterConfig(request_router_class="deployments.router:AddressedRouter")
+    addressed = RequestRouterConfig(request_router_class="tailrace.deployments.router:AddressedRouter")
     common = {
         "ray_actor_options": {"num_cpus": 0},
         "request_router_config": addressed,
@@ -51,7 +51,7 @@ def small_app():
 def caller_deployment():
     from ray import serve
 
-    from deployments.router import poll_all
+    from tailrace.deployments.router import poll_all
 
     @serve.deployment(ray_actor_options={"num_cpus": 0})
     class Caller:

@@ -1,0 +1,85 @@
+"""`tailrace COMMAND`: the command line. Commands load lazily, so `--help` imports no Ray and no vLLM."""
+
+import signal
+import sys
+from difflib import get_close_matches
+from importlib import import_module, metadata
+
+import click
+from click.exceptions import NoArgsIsHelpError
+
+COMMANDS = {
+    "bench": "Benchmarks of a checkout: `bench --help` lists them.",
+    "compare": "Compare two simulations, system by system.",
+    "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
+    "drafts": "Inspect what drafts are made from.",
+    "history": "Import, list and forget the answers of earlier epochs.",
+    "model": "Make the demo model (SmolLM2-135M-Instruct).",
+    "policies": "List policy families, their members and knobs.",
+    "pool": "Show, drain, verify and disturb the shared KV pool.",
+    "profile": "Time the steps of the configured engine on this machine.",
+    "rollout": "Roll out a file of prompts and write the samples.",
+    "schema": "Print the JSON schema of serve.yaml.",
+    "serve": "Start a local cluster and deploy the service on it.",
+    "simulate": "Simulate the papers' workloads with the live decision code.",
+    "timeline": "Draw what every replica did in a recorded run.",
+    "verify": "Show that scheduling never changes a token.",
+}
+
+
+class LazyGroup(click.Group):
+    """A click group whose members live in `tailrace.app.commands.NAME` as an object called `command`."""
+
+    def list_commands(self, ctx):
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx, cmd_name):
+        if cmd_name not in COMMANDS:
+            return None
+        return import_module(f"tailrace.app.commands.{cmd_name.replace('-', '_')}").command
+
+    def resolve_command(self, ctx, args):
+        if args and args[0] not in COMMANDS:
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "`tailrace --help` lists them"
+            raise click.UsageError(f"no such command {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx, formatter):
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+def version() -> str:
+    """The installed version of the package, or `unknown` where it runs uninstalled."""
+    try:
+        return metadata.version("tailrace")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@click.command(cls=LazyGroup)
+@click.version_option(version(), prog_name="tailrace", message="%(prog)s %(version)s")
+def main():
+    """Tailrace: exact, elastic rollouts for LLM reinforcement learning."""
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad input. Every error is one line on stderr."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started is stopped
+    try:
+        return main(arguments, prog_name="tailrace", standalone_mode=False) or 0
+    except NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("error: interrupted", err=True)
+        return 1
+
+
+def main_exit() -> None:
+    """The `tailrace` command."""
+    sys.exit(run())

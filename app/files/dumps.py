@@ -1,0 +1,165 @@
+"""Rollouts that others have dumped, JSONL, plain or gzipped: what each line says, whoever wrote it.
+
+verl's rollout dumps (`trainer.rollout_data_dir`: input, output, score, step), TRL's completions as JSONL (step, prompt,
+completion, rewards; a row a line, or a step's columns), our own results, and traces to replay. Errors are BadInput and
+name file and line; what came before them has been given already. Called by app/files/history_import.py.
+"""
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
+
+from tailrace.app.config import first_error
+from tailrace.app.errors import BadInput
+from tailrace.deployments.messages.rollout import Segment
+from tailrace.policies.protocol.actions import SampleEnd
+
+Tokens = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class Dumped(NamedTuple):
+    """One answer. Prompt and answer are text or token ids; None: the file does not say."""
+
+    prompt: str | Tokens
+    answer: str | Tokens
+    prompt_id: str | None = None
+    sample_index: int | None = None
+    epoch: int | None = None
+    weights_version: int | None = None
+    reward: float | None = None
+    finished: bool = True
+
+
+class VerlLine(BaseModel):
+    input: str
+    output: str
+    score: float | None = None
+    step: int | None = Field(None, ge=0)
+
+    def answers(self) -> Iterator[Dumped]:
+        yield Dumped(self.input, self.output, epoch=self.step, reward=told(self.score))
+
+
+class TrlRow(BaseModel):
+    """`rewards`: the columns that have `reward` in their name; TRL names them after its reward functions."""
+
+    prompt: str
+    completion: str
+    step: int | None = Field(None, ge=0)
+    rewards: dict[str, float | None]
+
+    def answers(self) -> Iterator[Dumped]:
+        known = [value for value in map(told, self.rewards.values()) if value is not None]
+        reward = told(self.rewards.get("reward", sum(known) if known else None))
+        yield Dumped(self.prompt, self.completion, epoch=self.step, reward=reward)
+
+
+class OurSample(BaseModel):
+    sample_index: int = Field(ge=0)
+    token_ids: Tokens
+    finish_reason: SampleEnd
+    segments: list[Segment] = []
+
+
+class OurLine(BaseModel):
+    prompt_id: str
+    prompt_token_ids: Tokens
+    samples: list[OurSample]
+    step: int | None = Field(None, ge=0)
+
+    def answers(self) -> Iterator[Dumped]:
+        for sample in self.samples:
+            version = sample.segments[-1].weights_version if sample.segments else None
+            whole = sample.finish_reason == SampleEnd.STOP
+            place = (self.prompt_id, sample.sample_index, self.step, version)
+            yield Dumped(self.prompt_token_ids, sample.token_ids, *place, finished=whole)
+
+
+class TraceSample(BaseModel):
+    text: str
+    reward: float | None = None
+
+
+class TraceEpoch(BaseModel):
+    policy_step: int = Field(ge=0)
+    samples: list[TraceSample]
+
+
+class TraceLine(BaseModel):
+    prompt_id: str | int
+    prompt: str
+    epochs: list[TraceEpoch]
+
+    def answers(self) -> Iterator[Dumped]:
+        for epoch in self.epochs:
+            for index, sample in enumerate(epoch.samples):
+                place = (str(self.prompt_id), index, epoch.policy_step)
+                yield Dumped(self.prompt, sample.text, *place, reward=told(sample.reward))
+
+
+def told(reward: float | None) -> float | None:
+    """Dumps say NaN where a reward function did not apply."""
+    return None if reward is None or not math.isfinite(reward) else reward
+
+
+def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[list[Dumped]]:
+    """The answers of each line. `seen` is told how many bytes of the file have been read."""
+    number = 0
+    try:
+        with open(path, "rb") as raw:
+            lines = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            for line in lines:
+                number += 1
+                if line.strip():
+                    yield _parse(line)
+                seen(raw.tell())
+    except (ValueError, ValidationError) as error:
+        problem = first_error(error) if isinstance(error, ValidationError) else str(error)
+        raise BadInput(f"{path} line {number}: {problem}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+
+
+def _parse(line: bytes) -> list[Dumped]:
+    """Raises ValueError, or ValidationError, with what is wrong."""
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(item, dict):
+        raise ValueError(f"a JSON object is needed, not {type(item).__name__}")
+    if "prompt_token_ids" in item:
+        return list(OurLine.model_validate(item).answers())
+    if "epochs" in item:
+        return list(TraceLine.model_validate(item).answers())
+    if "input" in item and "output" in item:
+        return list(VerlLine.model_validate(item).answers())
+    if "prompt" in item and "completion" in item:
+        rows = _rows(item) if isinstance(item["prompt"], list) else [item]
+        return [answer for row in rows for answer in _trl_row(row).answers()]
+    raise ValueError(
+        "no rollout that is known here: verl's have input and output, TRL's prompt and completion, ours "
+        "prompt_token_ids and samples, traces prompt and epochs"
+    )
+
+
+def _rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """A step's columns as rows; a value that is no list is that of every row."""
+    count = len(columns["prompt"])
+    wrong = next((name for name, of in columns.items() if isinstance(of, list) and len(of) != count), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong}: has {len(columns[wrong])} values for {count} prompts")
+    return [{name: of[place] if isinstance(of, list) else of for name, of in columns.items()} for place in range(count)]
+
+
+def _trl_row(row: dict[str, Any]) -> TrlRow:
+    rewards = {name: value for name, value in row.items() if "reward" in name}
+    return TrlRow.model_validate(
+        {name: row.get(name) for name in ("prompt", "completion", "step")} | {"rewards": rewards}
+    )

@@ -1,0 +1,56 @@
+"""Real rollouts to replay: JSONL, one prompt a line with the samples of one or more checkpoints ("epochs").
+
+`{prompt_id, prompt, answer, epochs: [{policy_step, samples: [{text, reward}]}]}`, plain or gzipped. The engine computes
+every step of a replay for real; the trace decides the tokens. Errors are BadInput and name file and line.
+"""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tailrace.app.errors import BadInput
+from tailrace.deployments.messages.rollout import PromptGroup
+
+
+def read_trace(path: Path) -> list[dict]:
+    """The lines of a trace, each with `prompt_id`, `prompt` and `epochs`."""
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            item = json.loads(line)
+            lines.append({key: item[key] for key in ("prompt_id", "prompt", "epochs")})
+            _ = [sample["text"] for epoch in item["epochs"] for sample in epoch["samples"]]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} line {number}: not a trace line: {error!r}") from error
+    if not lines:
+        raise BadInput(f"{path}: holds no prompt")
+    return lines
+
+
+def replay_groups(
+    lines: list[dict], encode: Callable[[str], list[int]], *, prompts: int, samples: int, max_tokens: int
+) -> tuple[PromptGroup, ...]:
+    """The first `prompts` lines as groups that replay `samples` of the last checkpoint's, `max_tokens` at most each.
+
+    `max_tokens` is the same for all, as in a real step: no group says how long its samples are (law 3).
+    """
+    groups = []
+    for line in lines[:prompts]:
+        texts = [sample["text"] for sample in line["epochs"][-1]["samples"][:samples]]
+        forced = tuple(tuple(encode(text)[: max_tokens - 1]) for text in texts)
+        groups.append(
+            PromptGroup(
+                prompt_id=str(line["prompt_id"]),
+                token_ids=tuple(encode(line["prompt"])),
+                samples=len(forced),
+                max_tokens=max_tokens,
+                forced_token_ids=forced,
+            )
+        )
+    return tuple(groups)

@@ -1,0 +1,77 @@
+"""What each replica did over time, as bands of one role each that follow each other without a gap while it is up.
+
+Of what it does at once the first of ROLES counts: a replica that makes tokens of one sample and computes the prompt of
+another generates. Figures, page and picture read these.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from tailrace.app.report.span_columns import Band
+from tailrace.app.timeline.chunks import RecordedChunk, ReplicaLifetime
+from tailrace.app.timeline.record import Record
+
+ROLES = ("closing", "generate", "race", "prefill", "idle")
+"""closing: told to go; generate: makes tokens of a sample that runs nowhere else, or that others copy; race: copies
+only; prefill: no chunk has made a token yet; idle: up without a chunk."""
+
+WORDS = {
+    "closing": "closing",
+    "generate": "generates",
+    "race": "races: copies only",
+    "prefill": "prefills or waits",
+    "idle": "idle",
+}
+
+
+def bands(record: Record) -> list[Band]:
+    """By replica, then by time."""
+    by_replica: list[list[RecordedChunk]] = [[] for _ in record.names]
+    for chunk in record.chunks:
+        by_replica[chunk.replica].append(chunk)
+    return [
+        band
+        for number, lives in enumerate(record.lives)
+        for life in lives
+        for band in _of_life(number, life, by_replica[number])
+    ]
+
+
+def role_seconds(found: Iterable[Band]) -> Counter:
+    """Seconds by (replica, role)."""
+    seconds: Counter = Counter()
+    for band in found:
+        seconds[band.replica, band.role] += band.end_s - band.begin_s
+    return seconds
+
+
+def _of_life(number: int, life: ReplicaLifetime, chunks: Sequence[RecordedChunk]) -> list[Band]:
+    changes = [(life.begin_s, "idle", 1), (life.end_s, "idle", 0)]
+    if life.closing_s is not None:
+        changes.append((life.closing_s, "closing", 1))
+    for chunk in chunks:
+        if life.begin_s <= chunk.begin_s and chunk.end_s <= life.end_s:
+            for role, begin_s, end_s in _doings(chunk):
+                changes += [(begin_s, role, 1), (end_s, role, -1)]
+    changes.sort(key=lambda change: change[0])
+    now: Counter = Counter()
+    found: list[Band] = []
+    for (at_s, role, by), (until_s, *_) in pairwise(changes):
+        now[role] += by
+        if until_s > at_s:
+            _append(found, Band(number, next(role for role in ROLES if now[role] > 0), at_s, until_s))
+    return found
+
+
+def _doings(chunk: RecordedChunk) -> list[tuple[str, float, float]]:
+    if chunk.is_copy:
+        return [("race", chunk.begin_s, chunk.end_s)]
+    return [("prefill", chunk.begin_s, chunk.silent_s), ("generate", chunk.silent_s, chunk.end_s)]
+
+
+def _append(found: list[Band], band: Band) -> None:
+    if found and found[-1].role == band.role:
+        found[-1] = found[-1]._replace(end_s=band.end_s)
+    else:
+        found.append(band)

@@ -1,0 +1,201 @@
+"""The same-tokens certificate: one workload, rolled out in every way that must not matter, compared token by token.
+
+Law 2: a sample's tokens are a function of weights, prompt, sampling parameters and sample key, and of nothing else.
+Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). Called by `tailrace verify`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.cluster import DEPLOY_S, service
+from tailrace.app.config import ServeFile
+from tailrace.app.progress import RolloutProgress
+from tailrace.app.summary import summarise
+from tailrace.app.verification.runs import RUNS, SHOWN, VerificationRun
+from tailrace.deployments.coordinator.journal import read_journal
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import StartChunk
+
+TOLERANCE = 1e-4
+
+REPORTED_S = 1.5
+"""The coordinator has heard of everything that its replicas counted before: three polls."""
+
+
+async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, replicas: int) -> dict:
+    """Roll out the workload once, on so many replicas: its groups, what was done to it, tokens pulled, and races."""
+    journaled = "races" in run.shows
+    if journaled:
+        await client.journal(True)
+    await client.set_policies(Policies(**run.policies))
+    await whole(client, replicas)
+    await client.forget_history()
+    if run.after_an_epoch:
+        earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
+        await groups_of(client, batch.model_copy(update=earlier))
+    await client.reset_caches()
+    before = await pulled_tokens(client)
+    batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
+    disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
+    groups = await groups_of(client, batch)
+    note = disturbed.result() if disturbed and disturbed.done() else None
+    if disturbed:
+        disturbed.cancel()
+    await asyncio.sleep(REPORTED_S)
+    races = copies(await client.journal(False)) if journaled else 0
+    return {"groups": groups, "note": note, "pulled_tokens": await pulled_tokens(client) - before, "races": races}
+
+
+async def whole(client: RolloutClient, replicas: int) -> None:
+    """Until so many take chunks: one may have been killed, or given back."""
+    async with asyncio.timeout(DEPLOY_S):
+        while sum(one.ready and not one.closing for one in (await client.status()).replicas) < replicas:
+            await client.reserve(replicas)
+            await asyncio.sleep(0.5)
+
+
+async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
+    """What comes of a batch; its progress is shown meanwhile."""
+    progress = RolloutProgress(client, batch.batch_id, sum(group.samples for group in batch.groups))
+    following = asyncio.create_task(progress.follow())
+    try:
+        return [group async for group in client.rollout(batch)]
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+
+
+async def pulled_tokens(client: RolloutClient) -> int:
+    """Tokens whose KV replicas have pulled from the pool so far; 0 without a pool."""
+    pool = await client.pool_status()
+    return 0 if pool is None else pool.counts.get("pool_tokens", 0)
+
+
+def copies(journal: str) -> int:
+    """Chunks that raced with another."""
+    decisions = (getattr(entry, "actions", ()) for entry in read_journal(journal.splitlines()).entries)
+    return sum(isinstance(action, StartChunk) and action.copy_of is not None for of in decisions for action in of)
+
+
+def roll_all(
+    file: ServeFile, batch: RolloutBatch, runs: Sequence[VerificationRun], say: Callable[[str], None]
+) -> dict[str, dict]:
+    """Every run's groups and note by run name. Services are started and stopped as the runs need them."""
+    rolled: dict[str, dict] = {}
+    with TemporaryDirectory(prefix="tailrace-drafter-") as folder:
+        for kind in dict.fromkeys(run.service for run in runs):
+            wanted = kind.of(with_engine(file, dict(kind.engine)), Path(folder))
+            ours = [run for run in runs if run.service == kind]
+            say(f"starting a service for {', '.join(run.name for run in ours)}")
+            with service(wanted, None) as client:
+                for run in ours:
+                    began_s = time.monotonic()
+                    done = asyncio.run(roll(client, run, batch, wanted.application.of("Engine").most_replicas))
+                    rolled[run.name] = done
+                    say(f"{len(rolled)}/{len(runs)} {run.name}: {line(done)}; {time.monotonic() - began_s:.0f} s")
+    return rolled
+
+
+def line(done: dict) -> str:
+    note = f", {done['note']}" if done["note"] else ""
+    return f"{summarise(done['groups'])['tokens']} tokens, {done['pulled_tokens']} pulled{note}"
+
+
+def with_engine(file: ServeFile, changes: dict) -> ServeFile:
+    """The configuration with other engine settings, and with history in memory only: nobody's answers are forgotten."""
+    application = file.application
+    args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
+    if args.context is not None:
+        args = args.model_copy(update={"context": args.context.model_copy(update={"history_dir": None})})
+    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})
+
+
+def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
+    """One token of one sample made another: what the certificate must find."""
+    group = groups[0]
+    sample = group.samples[-1]
+    position = len(sample.token_ids) // 2
+    tokens = (*sample.token_ids[:position], sample.token_ids[position] ^ 1, *sample.token_ids[position + 1 :])
+    wrong = group.model_copy(update={"samples": (*group.samples[:-1], sample.model_copy(update={"token_ids": tokens}))})
+    return [wrong, *groups[1:]]
+
+
+def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
+    """Whether two rollouts are the same; `first_difference` names prompt, sample and position.
+
+    The logprob differences are over all tokens that agree, sampling and raw ones: the floating-point noise seen.
+    """
+    theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
+    first, noise = None, [np.zeros(1)]
+    for group in sorted(expected, key=lambda g: g.prompt_id):
+        for sample in group.samples:
+            difference, gaps = _difference(sample, theirs.get((group.prompt_id, sample.sample_index)))
+            noise.append(gaps)
+            if difference and first is None:
+                first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **difference}
+    seen = np.concatenate(noise)
+    return {
+        "identical": first is None,
+        "first_difference": first,
+        "max_logprob_difference": float(seen.max()),
+        "mean_logprob_difference": float(seen.mean()),
+    }
+
+
+def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np.ndarray]:
+    """What differs first, and the logprob differences of the tokens before it."""
+    if b is None:
+        return {"position": 0, "what": "missing"}, np.zeros(0)
+    pairs = zip(a.token_ids, b.token_ids, strict=False)
+    common = min(len(a.token_ids), len(b.token_ids))
+    end = next((position for position, (x, y) in enumerate(pairs) if x != y), common)
+    kinds = ("logprobs", "raw_logprobs")
+    gaps = {kind: np.abs(np.subtract(getattr(a, kind)[:end], getattr(b, kind)[:end])) for kind in kinds}
+    for what, gap in gaps.items():
+        for position in np.flatnonzero(~(gap <= TOLERANCE)):
+            return {"position": int(position), "what": what, "gap": float(gap[position])}, np.zeros(0)
+    noise = np.concatenate(list(gaps.values()))
+    if end < common:
+        return {"position": end, "what": "token", "expected": a.token_ids[end], "got": b.token_ids[end]}, noise
+    ends = [(len(sample.token_ids), str(sample.finish_reason)) for sample in (a, b)]
+    if ends[0] != ends[1]:
+        return {"position": end, "what": "end", "expected": ends[0], "got": ends[1]}, noise
+    return None, noise
+
+
+def certificate(rolled: dict[str, dict]) -> dict:
+    """Every run against the first. One that has not shown what it is there for is as bad as one that differs."""
+    runs = [run for run in RUNS if run.name in rolled]
+    reference = rolled[runs[0].name]["groups"]
+    rows = []
+    for run in runs:
+        same, figures = compare(reference, rolled[run.name]["groups"]), figures_of(rolled[run.name])
+        lacks = next((key for key in (*run.shows, *["note"] * bool(run.disturb)) if not figures[key]), None)
+        if lacks and same["identical"]:
+            first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": SHOWN[lacks]}
+            same |= {"identical": False, "first_difference": first}
+        rows.append({"name": run.name, "drafting": Policies(**run.policies).drafting.type, **same, **figures})
+    return {
+        "identical": all(row["identical"] for row in rows),
+        "tokens": rows[0]["tokens"],
+        "samples": rows[0]["samples"],
+        "runs": rows,
+    }
+
+
+def figures_of(done: dict) -> dict:
+    """What is told of a run."""
+    summary = summarise(done["groups"])
+    kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
+    by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)
+    of_run = {key: done[key] for key in ("pulled_tokens", "races", "note")}
+    return {key: summary[key] for key in kept} | {"model_tokens": by_model} | of_run

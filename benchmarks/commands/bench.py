@@ -1,0 +1,256 @@
+"""`tailrace bench ...`: benchmarks that can be run again."""
+
+import json
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from benchmarks.commands.calibrate import command as calibrate
+from benchmarks.commands.control import command as control
+from benchmarks.commands.decoupled import command as decoupled
+from benchmarks.commands.ladder import command as ladder
+from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.tail import command as tail
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.errors import BadInput
+
+LEAST_LENGTH, MOST_LENGTH = 64, 8064
+"""Two blocks of KV, of which one is always computed again, and what the models of `bench kvpool` can hold."""
+
+WORDS_AND_MARKS = re.compile(r"\w+|[^\w\s]")
+
+RESEARCH = {"pipeline": "research.histopipe.command", "specactor": "research.specactor.command"}
+"""Commands that reproduce a paper: each lives beside what it runs."""
+
+
+class Benches(click.Group):
+    """The benchmarks, and the commands of `research`, loaded when they are called."""
+
+    def list_commands(self, ctx):
+        return sorted((*super().list_commands(ctx), *RESEARCH))
+
+    def get_command(self, ctx, cmd_name):
+        if cmd_name in RESEARCH:
+            return import_module(RESEARCH[cmd_name]).command
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=Benches)
+def command():
+    """Benchmarks; every figure stands beside its baseline of the same run."""
+
+
+command.add_command(calibrate)
+command.add_command(decoupled)
+command.add_command(control)
+command.add_command(ladder)
+command.add_command(tail)
+
+
+@command.command()
+@click.option("--requests", type=click.IntRange(min=1024), default=16_384, show_default=True, help="Samples.")
+@click.option("--replicas", type=click.IntRange(min=1), default=512, show_default=True)
+@AS_JSON
+def scheduler(requests, replicas, as_json):
+    """Decisions a second of the rollout core, and how their cost grows."""
+    from benchmarks.control_plane.scheduler import measure
+
+    print_result(measure(requests, replicas), as_json)
+
+
+@command.command()
+@click.option("--samples", type=click.IntRange(min=1_024), default=16_384, show_default=True)
+@click.option("--replicas", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=16), default=20_000, show_default=True, help="Mean of an answer.")
+@click.option(
+    "--drafting", default="off", show_default=True, help="A drafting policy, as `tailrace policies` lists them."
+)
+@AS_JSON
+def simulator(samples, replicas, tokens, drafting, as_json):
+    """Seconds and memory of a large simulation, and the cost of an event there over that in a small one."""
+    from tailrace.policies.families.registry import Policies
+
+    try:
+        Policies(drafting=drafting)
+    except ValueError as error:
+        raise BadInput(f"--drafting {drafting}: no such policy; `tailrace policies` lists them") from error
+    from benchmarks.control_plane.simulator import measure
+
+    print_result(measure(samples, replicas, tokens, drafting), as_json)
+
+
+@command.command()
+@AS_JSON
+def sampler(as_json):
+    """Milliseconds a row of the exact sampling kernels, beside plain torch."""
+    from benchmarks.engine.sampler import measure
+
+    print_result(measure(), as_json)
+
+
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--prompts", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of our run.")
+@click.option("--oracle", is_flag=True, help="Also true longest first: what the best order could bring.")
+@click.option("--drafts", is_flag=True, help="Instead: every draft budget, against none and vLLM's own drafters.")
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="With --drafts: a picture, .png or .svg.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="The best of each counts.")
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@AS_JSON
+def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot, repeats, config, as_json):
+    """Replay real rollouts on two replicas: static groups against the configured policies, without drafts."""
+    _check_plot(plot, drafts)
+    from tailrace.app.files.traces import read_trace, replay_groups
+    from tailrace.app.model import resolve_model
+
+    file = load_config(config)
+    lines = read_trace(trace)
+    from benchmarks.live.static_baseline import measure, runs
+    from tailrace.deployments.coordinator.prompts import Prompts
+
+    engine = file.application.args.engine
+    encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
+    groups = replay_groups(lines, encode, prompts=prompts, samples=samples, max_tokens=max_tokens)
+    if drafts:
+        from benchmarks.live.speculation import measure as measure_drafts
+
+        print_result(measure_drafts(file, groups, repeats, say, plot), as_json)
+        return
+    named = runs(file, chunk_tokens, oracle)
+    print_result(measure(file, groups, named, repeats, say), as_json)
+
+
+@command.command()
+@click.option("--lengths", default="256,1024,4096", show_default=True, help="Context lengths in tokens.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="The best of each counts.")
+@AS_JSON
+def kvpool(lengths, repeats, as_json):
+    """Move a sample's KV between two engines: against staying, computing it again, memcpy and a loopback socket."""
+    wanted = _lengths(lengths)
+    from benchmarks.pool.kvpool import measure, tables
+
+    result = measure(wanted, repeats, say)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    from rich.console import Console
+
+    Console().print(*tables(result))
+
+
+@command.command()
+@click.option("--moves", type=click.IntRange(min=150), default=2000, show_default=True)
+@AS_JSON
+def soak(moves, as_json):
+    """Move samples between two engines at every chunk end, and watch the memory of every process."""
+    from benchmarks.pool.soak import measure
+
+    print_result(measure(moves, say), as_json)
+
+
+def _check_plot(plot: Path | None, drafts: bool) -> None:
+    if plot is None:
+        return
+    if not drafts:
+        raise BadInput("--plot: only with --drafts; add it, or leave --plot out")
+    check_picture(plot)
+
+
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--samples", type=click.IntRange(min=9), default=16, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=4096, show_default=True, help="Per sample.")
+@click.option("--tokenizer", help="A model's folder, or demo: lengths in its tokens, else in words and marks.")
+@AS_JSON
+def lengths(trace, samples, max_tokens, tokenizer, as_json):
+    """Who has most left to make, by every length policy: the last checkpoint of a trace, with the others as history."""
+    from tailrace.app.files.traces import read_trace
+
+    lines = read_trace(trace)
+    from benchmarks.drafting.lengths import measure, read_batches
+
+    print_result(measure(read_batches(lines, _counter(tokenizer), samples, max_tokens), max_tokens), as_json)
+
+
+def _counter(tokenizer: str | None) -> Callable[[str], int]:
+    """How many tokens a text has."""
+    if tokenizer is None:
+        return lambda text: len(WORDS_AND_MARKS.findall(text))
+    from tailrace.app.model import resolve_model
+    from tailrace.deployments.coordinator.prompts import Prompts
+
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    return lambda text: len(encode(text))
+
+
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--tokenizer", default="demo", show_default=True, help="A model's folder, or demo.")
+@click.option(
+    "--ablation", is_flag=True, help="Ratios instead: each of the index's parts against the index without it."
+)
+@click.option("--fit", type=click.Path(path_type=Path), help="Fit the evidence's prior to the trace instead; to FILE.")
+@AS_JSON
+def drafts(trace, tokenizer, ablation, fit, as_json):
+    """Tokens per verification that the draft index brings, beside Arctic's rule; what its service takes and gives."""
+    from tailrace.app.files.traces import read_trace
+    from tailrace.app.model import resolve_model
+
+    lines = read_trace(trace)
+    from benchmarks.drafting.drafts import measure, read_rollouts
+    from tailrace.deployments.coordinator.prompts import Prompts
+
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    if fit:
+        from benchmarks.drafting import drafts_fit
+
+        drafts_fit.write(drafts_fit.fit(drafts_fit.earlier_rollouts(lines, encode), say), fit)
+        return
+    rollouts = read_rollouts(lines, encode)
+    if ablation:
+        from benchmarks.drafting.drafts_ablation import measure as measure_ablation
+
+        print_result(measure_ablation(rollouts, say), as_json)
+        return
+    result = measure(rollouts, say)
+    from benchmarks.control_plane.context import measure as measure_context
+
+    print_result(result | measure_context([mate for prompt in rollouts for mate in prompt.mates]), as_json)
+
+
+@command.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
+@click.option("--tokenizer", default="demo", show_default=True, help="A model's folder, or demo.")
+@click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--running", type=click.IntRange(min=1), default=16, show_default=True, help="Most samples at once.")
+@click.option("--profile", type=click.Path(path_type=Path), default=None, help="A file of `tailrace profile --out`.")
+@AS_JSON
+def budgets(trace, tokenizer, prompts, running, profile, as_json):
+    """Every draft budget on one modelled replica: its own drafting code over recorded rollouts, no engine, no noise."""
+    from tailrace.app.files.traces import read_trace
+    from tailrace.app.model import resolve_model
+
+    lines = read_trace(trace)[:prompts]
+    from benchmarks.drafting.budgets import CPU, cost_of, measure
+    from benchmarks.drafting.drafts import read_rollouts
+    from tailrace.deployments.coordinator.prompts import Prompts
+
+    cost = CPU if profile is None else cost_of(profile)
+    encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
+    print_result(measure(read_rollouts(lines, encode), cost, running, say), as_json)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = []
+    if not lengths or lengths[0] < LEAST_LENGTH or lengths[-1] > MOST_LENGTH:
+        raise BadInput(f"--lengths {text}: give numbers from {LEAST_LENGTH} to {MOST_LENGTH} with commas between")
+    return tuple(lengths)

@@ -1,0 +1,33 @@
+"""The output of benchmark commands: progress on stderr, figures on stdout as lines or as one JSON object."""
+
+import json
+from pathlib import Path
+
+import click
+
+from tailrace.app.errors import BadInput
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
+
+
+def check_picture(plot: Path) -> None:
+    if plot.suffix not in (".png", ".svg", ".pdf"):
+        raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
+    if not plot.resolve().parent.is_dir():
+        raise BadInput(f"--plot {plot}: its folder does not exist")
+
+
+def say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def print_result(result: dict, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    for key, value in result.items():
+        if not isinstance(value, dict):
+            click.echo(f"{key:24} {value}")
+            continue
+        for name, inner in value.items():
+            click.echo(f"{key:24} {name}: {json.dumps(inner)}")

@@ -1,0 +1,1 @@
+"""Benchmarks of the control plane: decisions, calls, messages, the group context."""

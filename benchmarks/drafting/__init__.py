@@ -1,0 +1,1 @@
+"""Benchmarks of drafts: proposals, budgets, lengths, draft models."""

@@ -1,0 +1,206 @@
+"""The draft ladder (SpecActor 4.2): what each draft method gains over plain decoding, by how often drafts are right.
+
+The target's tokens are not asked for: a draft token counts as right with a given chance, and each step takes what this
+machine measured, drafting included. Drafts and verification come in turn. Ladders stand for one sample, as in the tail,
+and for a full engine, as when a step starts. Invariant: what is written reads back as the same `MethodTable`. Called by
+`tailrace bench ladder`; `read_ladder` by whoever races.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.app.errors import BadInput
+from tailrace.policies.families.racing import MethodProfile, MethodTable
+from tailrace.policies.models.spec_cost_model import verified
+from tailrace.policies.protocol.step_cost import StepCost
+
+RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+CONTEXT_TOKENS, MATES, REPEATS = 512, 7, 200
+PROMPT_TOKENS = 64
+NGRAM = (2, 4)
+"""Shortest and longest that is looked up, as in `engine.draft`."""
+
+USUAL = {"group": 0.60, "history": 0.63, "ngram": 0.40}
+"""Mean chance of a draft token, from AMC23 at checkpoint 800 with 8 drafts (`bench drafts`): 2.52 tokens a verification
+with 7 mates, 2.68 with 16 earlier answers, 1.65 of the sample itself. --acceptance gives your own."""
+
+
+class Method(NamedTuple):
+    """`draft_s(samples, window)`: seconds in which a window is drafted for each of so many samples. `rates`: how often
+    its drafts were right, sample by sample."""
+
+    name: str
+    draft_s: Callable[[int, int], float]
+    rates: tuple[float, ...]
+
+
+def rung(method: Method, cost: StepCost, samples: int, most: int) -> tuple[MethodProfile, tuple[int, ...]]:
+    """Its rung where so many samples decode together, each point at the best window of 1 to `most` tokens, and those.
+
+    A step brings 1 + p + ... + p^w tokens of each sample in the time of w drafts and a step of w + 1 tokens of each;
+    below 1, plain decoding is faster at every window.
+    """
+    plain_s = float(cost.at(samples))
+    took_s = {w: method.draft_s(samples, w) + float(cost.at(samples * (w + 1))) for w in range(1, most + 1)}
+    points, windows = [], []
+    for rate in RATES:
+        gains = {w: verified(rate, w + 1) * plain_s / step_s for w, step_s in took_s.items()}
+        windows.append(max(gains, key=gains.get))
+        points.append((rate, round(gains[windows[-1]], 4)))
+    return MethodProfile(method.name, tuple(points), method.rates), tuple(windows)
+
+
+def ladders(methods: list[Method], cost: StepCost, most_running: int, most: int) -> dict:
+    """What `tailrace bench ladder` prints and writes: of one sample and of `most_running`, every rung and the first
+    choice."""
+    found = {}
+    for samples in sorted({1, most_running}):
+        rungs = [rung(method, cost, samples, most) for method in methods]
+        ladder = MethodTable(tuple(made for made, _ in rungs))
+        found[str(samples)] = {
+            "rungs": [
+                {"method": made.method, "curve": made.curve, "profile": made.profile, "windows": windows}
+                for made, windows in rungs
+            ],
+            "first_choice": ladder.first_choice(),
+        }
+    draft_us = {
+        method.name: {str(w): round(1e6 * method.draft_s(1, w), 1) for w in (1, 4, most) if w <= most}
+        for method in methods
+    }
+    steps = {"tokens": cost.tokens, "ms": [round(1e3 * took_s, 3) for took_s in cost.seconds]}
+    return {"ladders": found, "draft_us": draft_us, "steps": steps}
+
+
+def read_ladder(path: Path, samples: int = 1) -> MethodTable:
+    """From what `tailrace bench ladder --out` wrote: that of the most samples up to `samples`. Raises BadInput, in one
+    line."""
+    try:
+        found = {int(key): value for key, value in json.loads(path.read_text())["ladders"].items()}
+        chosen = found[max((count for count in found if count <= samples), default=min(found))]
+        return MethodTable(
+            tuple(
+                MethodProfile(
+                    row["method"], tuple((float(p), float(gain)) for p, gain in row["curve"]), tuple(row["profile"])
+                )
+                for row in chosen["rungs"]
+            )
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path}: not what `tailrace bench ladder --out` writes: {error!r}") from error
+
+
+# ---- what drafting costs here ------------------------------------------------------------------------------
+
+
+def index_methods(rates: Mapping[str, tuple[float, ...]], say: Callable[[str], None]) -> list[Method]:
+    """The drafters that look tokens up, timed over made-up answers that repeat each other as a group's do."""
+    from tailrace.deployments.draft_index.group_index import warm_up
+
+    warm_up()
+    timed = {"group": _group_s, "history": _history_s, "ngram": _ngram_s}
+    methods = []
+    for name, seconds in timed.items():
+        took_s = {window: seconds(window) for window in (1, 16)}
+        say(f"{name}: {1e6 * took_s[1]:.0f} us for one draft token, {1e6 * took_s[16]:.0f} us for 16")
+        methods.append(Method(name, _line(took_s), rates.get(name, (USUAL[name],))))
+    return methods
+
+
+def model_method(cost: StepCost, rate: float) -> Method:
+    """A draft model beside its target: w steps of one token for each sample (D(b) of SpecActor 4.1, w times)."""
+    return Method("model", lambda samples, window: window * float(cost.at(samples)), (rate,))
+
+
+def _line(took_s: Mapping[int, float]) -> Callable[[int, int], float]:
+    (short, low), (wide, high) = took_s.items()
+    return lambda samples, window: samples * (low + max(0.0, high - low) * (window - short) / (wide - short))
+
+
+def _answers() -> list[np.ndarray]:
+    """One answer and others like it: in every stretch of 20 tokens, 5 are another's."""
+    chance = np.random.default_rng(0)
+    first = chance.integers(0, 2000, CONTEXT_TOKENS).astype(np.int32)
+    answers = [first]
+    for _ in range(MATES):
+        mate, at = first.copy(), np.arange(CONTEXT_TOKENS) % 20 < 5
+        mate[at] = chance.integers(0, 2000, int(at.sum()))
+        answers.append(mate)
+    return answers
+
+
+def _group_s(window: int) -> float:
+    return _index_s(window, MATES, 0)
+
+
+def _history_s(window: int) -> float:
+    return _index_s(window, 0, MATES)
+
+
+def _index_s(window: int, mates: int, past: int) -> float:
+    """Of one proposal by the engine's own index, the sample's newest token taken in."""
+    from tailrace.deployments.draft_index.group_index import GroupIndex, HistoryIndex
+    from tailrace.deployments.draft_index.scorer import CandidateScorer
+    from tailrace.deployments.messages.context import PastAnswer
+
+    own, *others = _answers()
+    evidence, prompt = CandidateScorer(), np.arange(PROMPT_TOKENS, dtype=np.int32)
+    index = GroupIndex(evidence, prompt)
+    if past:
+        answers = [PastAnswer("", 0, 0, None, tokens) for tokens in others[:past]]
+        index.attach(HistoryIndex.build(answers, 1, prompt, evidence.settings))
+    for number, tokens in enumerate(others[:mates], start=1):
+        index.extend(number, 0, tokens)
+    begun = CONTEXT_TOKENS - REPEATS
+    index.extend(0, 0, own[:begun])
+    return _median_s(lambda turn: (index.extend(0, begun + turn, own[begun + turn :][:1]), index.propose(0, window)))
+
+
+def _ngram_s(window: int) -> float:
+    own, begun = _answers()[0], CONTEXT_TOKENS - REPEATS
+    look_up(own, window)  # compiles
+    return _median_s(lambda turn: look_up(own[: begun + turn], window))
+
+
+def look_up(tokens: np.ndarray, most: int) -> np.ndarray:
+    """vLLM's own n-gram drafts after `tokens`, int32, by the function; its class wants an engine around it."""
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as find
+
+    return find(tokens, *NGRAM, len(tokens) + most, most)
+
+
+def _median_s(act: Callable[[int], object]) -> float:
+    took_s = []
+    for turn in range(REPEATS):
+        began_s = time.perf_counter()
+        act(turn)
+        took_s.append(time.perf_counter() - began_s)
+    return median(took_s)
+
+
+# ---- the picture -------------------------------------------------------------------------------------------
+
+
+def picture(path: Path, result: dict) -> None:
+    """Curves by method, one panel for each number of samples; a dot where the method's drafts are on average."""
+    from matplotlib.figure import Figure
+
+    found = result["ladders"]
+    figure = Figure(figsize=(6 * len(found), 4.5), layout="constrained")
+    for axes, (samples, of) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        for row in of["rungs"]:
+            (line,) = axes.plot(*zip(*row["curve"], strict=True), label=row["method"])
+            mean = sum(row["profile"]) / len(row["profile"])
+            axes.plot([mean], [MethodProfile("", row["curve"], (mean,)).speedup(mean)], "o", color=line.get_color())
+        choice = of["first_choice"] or "plain decoding"
+        axes.set(xlabel="share of draft tokens that are right", ylabel="times as fast as plain decoding")
+        axes.set_title(f"{samples} at once, first choice {choice}")
+        axes.legend()
+    figure.savefig(path)

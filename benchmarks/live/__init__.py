@@ -1,0 +1,1 @@
+"""Benchmarks of a running service on real replicas."""

@@ -1,0 +1,248 @@
+"""How fast replicas of a running service are, from rollouts made for the purpose: steps, prompts, a chunk's hand-over.
+
+A probe replays made-up tokens on all replicas at once, as many chunks on each, so that they slow each other down as
+they do at work, and everything between two steps counts. Invariant: no probe holds a token of what is to be predicted.
+Called by `bench calibrate` and `bench tail`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.simulator.hardware import from_profile
+from tailrace.app.simulator.host import simulate
+from tailrace.app.simulator.types import Cluster, ReplicaModel, Workload, WorkloadGroup
+from tailrace.app.step_profile import fit
+from tailrace.deployments.coordinator.journal import Journal, read_journal
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
+
+Ladder = Sequence[tuple[int, int]]
+
+STEPS = 60
+LADDER = ((1, 40), (2, 40), (4, 40), (8, 40), (16, 40), (1, 240), (1, 960), (8, 960))
+"""(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out."""
+
+CHECK = ((1, 40), (4, 40), (8, 40))
+"""Enough to see how fast the machine is now, in some seconds."""
+
+ALONE = ((1, 40), (8, 40))
+"""Rungs of both ladders, run on one replica while the others have nothing to do."""
+
+HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
+PROMPT_TOKENS = 40
+
+BUSY_CHUNKS = (8, 4, 160)
+"""Samples on each replica, tokens by which their prompts differ, and of their answers: no two hand over at once."""
+
+FIRST_TOKEN, TOKENS = 300, 9_000
+"""Of made-up prompts: ordinary words in any tokenizer's vocabulary."""
+
+
+def bound(chunk_tokens: int | None) -> Policies:
+    """Whole groups to replicas up front, so that each replica runs one probe group."""
+    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
+    return Policies(ordering="group_static", placement="pinned", chunking=chunking, drafting="off")
+
+
+def probe(name: str, replicas: int, chunks: int, prompt_tokens: int, answer_tokens: int) -> RolloutBatch:
+    """One group for each replica, no two with the same prompt."""
+    forced = (tuple(FIRST_TOKEN + step % TOKENS for step in range(answer_tokens - 1)),) * chunks
+    groups = []
+    for index in range(replicas):
+        prompt = tuple(FIRST_TOKEN + (7 * position + 101 * index) % TOKENS for position in range(prompt_tokens))
+        groups.append(
+            PromptGroup(
+                prompt_id=f"p{index}", token_ids=prompt, samples=chunks, max_tokens=answer_tokens,
+                forced_token_ids=forced,
+            )
+        )  # fmt: skip
+    return RolloutBatch(batch_id=name, groups=tuple(groups))
+
+
+async def climb(client: RolloutClient, name: str, replicas: int, max_running: int, ladder: Ladder = LADDER) -> dict:
+    """`steps` and `prefill`, each a list of what was run and the milliseconds it took, one for each rung."""
+    await client.set_policies(bound(None))
+    steps, prefill = [], []
+    for chunks, prompt_tokens in (rung for rung in ladder if rung[0] <= max_running):
+        batch = probe(f"{name}-{chunks}x{prompt_tokens}", replicas, chunks, prompt_tokens, STEPS + 1)
+        await client.reset_caches()
+        groups = [group async for group in client.rollout(batch)]
+        context = prompt_tokens + STEPS // 2
+        took_ms = round(step_ms(groups), 3)
+        steps.append({"chunks": chunks, "draft_tokens": 0, "context_tokens": context, "step_ms": took_ms})
+        if chunks == 1:
+            took_ms = 1e3 * mean(sample.timings.prefill_s for group in groups for sample in group.samples)
+            prefill.append({"tokens": prompt_tokens, "prefill_ms": round(took_ms, 3)})
+    return {"steps": steps, "prefill": prefill}
+
+
+async def alone(client: RolloutClient, name: str, ladder: dict) -> float:
+    """The share of a step's time in the ladder just climbed that it takes while no other replica runs anything."""
+    together = {(step["chunks"], step["context_tokens"]): step["step_ms"] for step in ladder["steps"]}
+    shares = []
+    for chunks, prompt_tokens in ALONE:
+        if (rung := (chunks, prompt_tokens + STEPS // 2)) in together:
+            await client.reset_caches()
+            batch = probe(f"{name}-{chunks}x{prompt_tokens}", 1, chunks, prompt_tokens, STEPS + 1)
+            shares.append(step_ms([group async for group in client.rollout(batch)]) / together[rung])
+    return mean(shares)
+
+
+async def drafted_steps(client: RolloutClient) -> list[dict]:
+    """What steps cost that verify many tokens, as engines have measured: like `climb`'s `steps`, of one chunk each."""
+    costs = [replica.step_cost for replica in (await client.status()).replicas if replica.step_cost is not None]
+    return [
+        {"chunks": 1, "draft_tokens": tokens - 1, "context_tokens": 0, "step_ms": 1e3 * took_s}
+        for cost in costs
+        for tokens, took_s in zip(*cost, strict=True)
+    ]
+
+
+async def stepped(client: RolloutClient) -> tuple[int, float]:
+    """Steps of all replicas since they started, and the seconds that these took; at most a second old."""
+    work = [replica.work for replica in (await client.status()).replicas]
+    return sum(one.get("steps", 0) for one in work), sum(one.get("step_us", 0) for one in work) / 1e6
+
+
+def step_ms(groups: Sequence[GroupResult]) -> float:
+    """Milliseconds of a step that all chunks of a group share: the median chunk's, mean over groups."""
+    return 1e3 * mean(median(s.timings.decode_s / (len(s.token_ids) - 1) for s in g.samples) for g in groups)
+
+
+async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
+    """Seconds between two chunks of a sample alone on its replica, on which it stays: while no step computes it."""
+    await client.set_policies(bound(HANDOVER_CHUNK_TOKENS))
+    idle_s = []
+    for chunks in (1, 1 + HANDOVERS):
+        await client.reset_caches()
+        batch = probe(f"{name}-{chunks}", replicas, 1, PROMPT_TOKENS, chunks * HANDOVER_CHUNK_TOKENS)
+        timings = [group.samples[0].timings async for group in client.rollout(batch)]
+        idle_s.append(mean(t.finished_s - t.started_s - t.prefill_s - t.decode_s for t in timings))
+    return (idle_s[1] - idle_s[0]) / HANDOVERS
+
+
+def crowd(name: str, replicas: int) -> RolloutBatch:
+    """Groups of one sample, as many on each replica, with prompts of different lengths and of other tokens."""
+    samples, apart, answer_tokens = BUSY_CHUNKS
+    one_by_one = (
+        probe(name, replicas, 1, PROMPT_TOKENS + apart * number, answer_tokens).groups for number in range(samples)
+    )
+    groups = []
+    for number, of in enumerate(one_by_one):
+        for index, group in enumerate(of):
+            own = {"prompt_id": f"p{number}-{index}", "token_ids": tuple(t + 11 * number for t in group.token_ids)}
+            groups.append(group.model_copy(update=own))
+    return RolloutBatch(batch_id=name, groups=tuple(groups))
+
+
+async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> float:
+    """Seconds by which chunks make the rollout of a `crowd` longer: while some hand over, the others go on."""
+    took_s = []
+    for chunk_tokens in (None, HANDOVER_CHUNK_TOKENS):
+        await client.set_policies(bound(chunk_tokens))
+        await client.reset_caches()
+        batch = crowd(f"{name}-{chunk_tokens or 'whole'}", replicas)
+        groups = [group async for group in client.rollout(batch)]
+        took_s.append(max(group.samples[0].timings.finished_s for group in groups))
+    return took_s[1] - took_s[0]
+
+
+async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[ReplicaMeasured]]:
+    """What each replica has told the core of itself, latest measures; run after something else was."""
+    await client.journal(True)
+    await client.set_policies(bound(None))
+    _ = [group async for group in client.rollout(probe("engines", 1, 1, PROMPT_TOKENS, 2 * STEPS))]
+    journal: Journal = read_journal((await client.journal(False)).splitlines())
+    found = {kind: {} for kind in (ReplicaJoined, ReplicaMeasured)}
+    for entry in journal.entries:
+        if type(entry) in found:
+            found[type(entry)][entry.replica_id] = entry
+    return list(found[ReplicaJoined].values()), list(found[ReplicaMeasured].values())
+
+
+def model_of(
+    profile: dict, joined: Sequence[ReplicaJoined], measured: Sequence[ReplicaMeasured], handover_s: float
+) -> ReplicaModel:
+    """A replica by its profile, its own reports, and what a hand-over takes: the save, as modelled, and a rest."""
+    pools = [one for one in measured if one.fetch_tokens_s]
+    model = from_profile(
+        profile,
+        kv_capacity_tokens=joined[0].kv_capacity_blocks * joined[0].block_tokens,
+        max_running=joined[0].max_running,
+        fetch_tokens_s=mean(one.fetch_tokens_s for one in pools) if pools else 0.0,
+        fetch_base_s=mean(one.fetch_base_s for one in pools) if pools else 0.0,
+    )
+    save_s = model.fetch_base_s + HANDOVER_CHUNK_TOKENS / model.fetch_tokens_s if pools else 0.0
+    return replace(model, block_tokens=joined[0].block_tokens, handover_s=max(0.0, handover_s - save_s))
+
+
+def joining(model: ReplicaModel, replicas: int, busy_s: float) -> ReplicaModel:
+    """With the time of its replica that a joining chunk takes: what `busy_hand_overs` found, `busy_s`, beyond what the
+    model without it says of the same crowd, by hand-overs of a replica."""
+    samples, _, answer_tokens = BUSY_CHUNKS
+    groups = crowd("crowd", replicas).groups
+    work = Workload(
+        "crowd", answer_tokens, (tuple(WorkloadGroup(g.prompt_id, len(g.token_ids), (answer_tokens,)) for g in groups),)
+    )
+    whole_s, chunked_s = (
+        simulate(work, Cluster(model, replicas, replicas), bound(tokens)).makespan_s
+        for tokens in (None, HANDOVER_CHUNK_TOKENS)
+    )
+    hand_overs = samples * (-(-answer_tokens // HANDOVER_CHUNK_TOKENS) - 1)
+    return replace(model, join_s=max(0.0, (busy_s - chunked_s + whole_s) / hand_overs))
+
+
+def pooled(ladders: Sequence[Mapping]) -> dict:
+    """One profile of several ladders, as `tailrace profile` writes it; prompts take their mean over the ladders."""
+    steps = [step for ladder in ladders for step in ladder["steps"]]
+    by_tokens: dict[int, list[float]] = {}
+    for one in (one for ladder in ladders for one in ladder["prefill"]):
+        by_tokens.setdefault(one["tokens"], []).append(one["prefill_ms"])
+    return {"steps": steps, "prefill_ms": {n: round(mean(took), 3) for n, took in by_tokens.items()}, "fit": fit(steps)}
+
+
+@dataclass
+class Probes:
+    """What was found of the replicas, each list in order of time; `told`: what they say of themselves."""
+
+    client: RolloutClient
+    replicas: int
+    say: Callable[[str], None]
+    told: tuple
+    ladders: list[dict] = field(default_factory=list)
+    handovers: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+
+    async def climb(self, ladder: Ladder) -> None:
+        number = len(self.ladders)
+        found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
+        found["drafted"] = await drafted_steps(self.client)
+        self.ladders.append(found)
+        took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
+        self.say(f"probes: steps of {took} ms")
+
+    async def hand_over(self) -> None:
+        """What chunks and a busy neighbour cost, beside the ladder just climbed."""
+        number, client = len(self.ladders), self.client
+        self.alone.append(round(await alone(client, f"alone-{number}", self.ladders[-1]), 4))
+        self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
+        self.busy.append(await busy_hand_overs(client, f"crowd-{number}", self.replicas))
+        self.say(
+            f"probes: steps take {self.alone[-1]:.2f} of it alone, a hand-over {self.handovers[-1]:.3f} s; chunks of "
+            f"{HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
+        )
+
+    def drafting(self, profile: dict) -> dict:
+        """A profile with the fit of steps that verify drafts among the others."""
+        return profile | {"fit": fit([step for found in self.ladders for step in (*found["steps"], *found["drafted"])])}
+
+    def models(self, profile: dict) -> tuple[ReplicaModel, ReplicaModel]:
+        """A replica whose steps are as in `profile`, and one that verifies drafts."""
+        handover_s, share = median(self.handovers), min(1.0, median(self.alone))
+        plain, drafting = (model_of(one, *self.told, handover_s) for one in (profile, self.drafting(profile)))
+        join_s = joining(plain, self.replicas, median(self.busy)).join_s
+        return tuple(replace(model, join_s=join_s, alone_share=share) for model in (plain, drafting))

@@ -1,0 +1,137 @@
+"""The groups in flight of one shard: their logs, and what travels between a shard and the engines' feeds.
+
+Invariant: memory is bounded. A group that nobody has touched for `ttl_s` is forgotten, and beyond `most_bytes` the one
+longest untouched goes first; whoever reads on in a forgotten group starts again from what is there then. A plain
+object whose clock is an argument, `now_s`. Called by ContextShard.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.deployments.context.group_log import NO_ENTRIES, NO_TOKENS, Cursor, GroupLog
+from tailrace.deployments.messages.context import GroupRef, Piece
+
+COORDINATOR = ""
+"""The writer of answers that are whole."""
+
+
+class Packet(NamedTuple):
+    """Pieces as they travel: row i is (place in `groups`, sample index, start, length), its tokens in that order."""
+
+    groups: list[GroupRef]
+    rows: np.ndarray
+    tokens: np.ndarray
+
+    @classmethod
+    def of(cls, pieces: list[Piece]) -> "Packet":
+        places: dict[GroupRef, int] = {}
+        rows = [(places.setdefault(p.group, len(places)), p.sample_index, p.start, len(p.tokens)) for p in pieces]
+        tokens = np.concatenate([p.tokens for p in pieces]) if pieces else ()
+        return cls(list(places), np.array(rows, np.int32).reshape(-1, 4), np.asarray(tokens, np.int32))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Their tokens are parts of one array, which is this process's own and may be written to."""
+        tokens = self.tokens if self.tokens.flags.writeable else self.tokens.copy()
+        at = 0
+        for place, sample_index, start, length in self.rows.tolist():
+            yield Piece(self.groups[place], sample_index, start, tokens[at : at + length])
+            at += length
+
+
+class Want(NamedTuple):
+    """A group that a reader runs, and how far it has read."""
+
+    group: GroupRef
+    cursor: Cursor
+
+
+class LiveGroups:
+    """`first_era`: a positive number above every one that an earlier object under the same name can have used."""
+
+    def __init__(self, ttl_s: float, most_bytes: float, first_era: int):
+        self._ttl_s, self._most_bytes, self._era = ttl_s, most_bytes, first_era
+        self._logs: OrderedDict[GroupRef, tuple[GroupLog, float]] = OrderedDict()  # with when each was last touched
+        self._writers = {COORDINATOR: 0}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def append(self, writer: str, packet: Packet, now_s: float) -> None:
+        """Every piece of a packet; see GroupLog.append."""
+        number = self._writers.setdefault(writer, len(self._writers))
+        logs = [self._touch(group, now_s) for group in packet.groups]
+        self.nbytes -= sum(log.nbytes for log in logs)
+        tokens, at = memoryview(packet.tokens), 0
+        for place, sample_index, start, length in packet.rows.tolist():
+            logs[place].append(number, sample_index, start, tokens[at : at + length])
+            at += length
+        self.nbytes += sum(log.nbytes for log in logs)
+        self.sweep(now_s)
+
+    def fetch(self, reader: str, wants: list[Want], now_s: float) -> tuple[Packet, list[Cursor]]:
+        """What is new in each group since its cursor, and the cursors after it. `reader` gets nothing that it wrote
+        itself as `writer`, but for a first look."""
+        number = self._writers.setdefault(reader, len(self._writers))
+        looks = [self._touch(want.group, now_s).since(want.cursor) for want in wants]
+        counts = [len(entries) for entries, _, _ in looks]
+        places = np.repeat(np.arange(len(wants), dtype=np.int32), counts)
+        entries = np.concatenate([NO_ENTRIES, *(entries for entries, _, _ in looks)])
+        tokens = np.concatenate([NO_TOKENS, *(tokens for _, tokens, _ in looks)])
+        offsets = np.cumsum(entries[:, 3]) - entries[:, 3]
+        wanted = entries[:, 0] != number
+        entries[:, 0] = places
+        joined = _joined(entries[wanted], offsets[wanted], tokens)
+        return Packet([want.group for want in wants], *joined), [cursor for _, _, cursor in looks]
+
+    def finish(self, group: GroupRef, lengths: dict[int, int], now_s: float) -> None:
+        """These samples have ended, at these lengths in tokens."""
+        log = self._touch(group, now_s)
+        for sample_index, length in lengths.items():
+            log.finish(sample_index, length)
+
+    def forget(self, group: GroupRef) -> None:
+        """Nobody runs a sample of this group any more."""
+        if group in self._logs:
+            self.nbytes -= self._logs.pop(group)[0].nbytes
+
+    def sweep(self, now_s: float) -> None:
+        """Forget what is too old or too much, longest untouched first."""
+        while self._logs:
+            group, (_, touched_s) = next(iter(self._logs.items()))
+            if self.nbytes <= self._most_bytes and touched_s + self._ttl_s > now_s:
+                return
+            self.forget(group)
+
+    def find(self, name: str) -> tuple[GroupRef, GroupLog] | None:
+        """The youngest group of this group id, prompt id or prompt key."""
+        for group in reversed(self._logs):
+            if name in (group.group_id, group.prompt_key) or group.group_id.endswith(f"/{name}"):
+                return group, self._logs[group][0]
+        return None
+
+    def _touch(self, group: GroupRef, now_s: float) -> GroupLog:
+        if group not in self._logs:
+            self._era += 1
+            self._logs[group] = GroupLog(self._era), now_s
+        log = self._logs[group][0]
+        self._logs[group] = log, now_s
+        self._logs.move_to_end(group)
+        return log
+
+
+def _joined(rows: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as in a Packet, and their tokens in that order: sorted, those of a sample that follow each other as one."""
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
+    rows, offsets = rows[order], offsets[order]
+    lengths = rows[:, 3]
+    ends = np.cumsum(lengths)
+    picked = tokens[np.repeat(offsets - (ends - lengths), lengths) + np.arange(lengths.sum())]
+    same, follows = (rows[1:, :2] == rows[:-1, :2]).all(axis=1), rows[1:, 2] == rows[:-1, 2] + lengths[:-1]
+    first = np.flatnonzero(np.concatenate(([True], ~(same & follows)))[: len(rows)])
+    joined = rows[first]
+    joined[:, 3] = np.add.reduceat(lengths, first) if len(rows) else 0
+    return joined, picked

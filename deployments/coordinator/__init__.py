@@ -1,0 +1,1 @@
+"""The coordinator: the only ingress, a live shell around `RolloutCore`."""

@@ -1,0 +1,120 @@
+"""The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.client`.
+
+`user_config: {policies: {...}, replicas: {least, most}}` in `serve.yaml` changes both without a restart.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from tailrace.deployments.context.actors import ensure_context
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.coordinator.engine_client import EngineClient
+from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
+from tailrace.deployments.coordinator.prompts import Prompts
+from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
+from tailrace.deployments.telemetry import Telemetry
+from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.pool import ensure_pool
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies
+
+
+@serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
+class Coordinator:
+    """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
+
+    `pool`, `context`: None: there is none.
+    """
+
+    def __init__(
+        self,
+        engines: DeploymentHandle,
+        model: str,
+        max_model_len: int,
+        otlp: bool,
+        pool: PoolConfig | None = None,
+        context: ContextConfig | None = None,
+    ):
+        app_name = serve.get_replica_context().app_name
+        telemetry = Telemetry("tailrace-coordinator", otlp)
+        self._keeper = keeper = None
+        if pool is not None:
+            self._keeper = keeper = KvPoolManager(ensure_pool(pool, app_name))
+        self._context = None
+        if context is not None:
+            self._context = ContextService(ensure_context(context, app_name), context)
+        prompts = Prompts(model, max_model_len)
+        self._rollouts = Rollouts(EngineClient(engines), prompts, Policies(), telemetry, keeper, self._context)
+        loops = [self._rollouts.run(), self._rollouts.poll()]
+        if keeper is not None:
+            loops += [self._rollouts.poll_pool(), keeper.work()]
+        self._loops = list(map(asyncio.get_running_loop().create_task, loops))
+
+    async def reconfigure(self, user_config: dict) -> None:
+        replicas = user_config.get("replicas")
+        self._rollouts.cores.set_limits(Limits(**replicas) if replicas else None)
+        self._rollouts.cores.set_policies(Policies(**user_config.get("policies", {})))
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, and carried to `deployments.autoscaler`."""
+        return self._rollouts.elastic.metrics()
+
+    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
+        async for change in self._rollouts.elastic.changes():
+            yield change
+
+    async def reserve(self, replicas: int) -> None:
+        self._rollouts.reserve(replicas)
+
+    async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
+        async for group in self._rollouts.rollout(message):
+            yield group
+
+    async def cancel(self, batch_id: str) -> bool:
+        return await self._rollouts.cancel(batch_id)
+
+    async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
+        return await self._rollouts.update_weights(version, source)
+
+    async def status(self) -> ServiceStatus:
+        return self._rollouts.status()
+
+    async def set_policies(self, policies: Policies) -> None:
+        self._rollouts.cores.set_policies(policies)
+
+    async def journal(self, on: bool) -> str | None:
+        return self._rollouts.cores.journal(on)
+
+    async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
+        if self._context is not None:
+            self._context.reward(prompt_key, epoch, rewards)
+
+    async def forget_history(self) -> int:
+        return 0 if self._context is None else await self._context.forget_history()
+
+    async def inspect_group(self, name: str) -> dict | None:
+        return None if self._context is None else await self._context.inspect(name)
+
+    async def pool_detail(self) -> PoolView | None:
+        return None if self._keeper is None else await self._keeper.detail()
+
+    async def drain_pool(self) -> int | None:
+        return None if self._keeper is None else await self._keeper.drain()
+
+    async def take_spans(self, trace_id: str) -> list[dict]:
+        return await self._rollouts.take_spans(trace_id)
+
+    async def reset_caches(self) -> None:
+        await self._rollouts.reset_caches()
+
+    async def check_health(self) -> None:
+        """A loop that has ended has raised: Serve replaces the coordinator, and the drivers' calls end in errors."""
+        for loop in self._loops:
+            if loop.done():
+                raise RuntimeError("the coordinator's loop has stopped") from loop.exception()

@@ -1,0 +1,43 @@
+"""The core that decides now, and what the next one will decide by: policies, limits, whether it writes a journal.
+
+Invariant: a core is exchanged only while no batch is in flight, and the next one starts from the same weights and
+replicas. Called by `Rollouts`.
+"""
+
+from collections.abc import Iterable
+
+from tailrace.deployments.coordinator.journal import JournaledCore
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.events import ReplicaJoined
+
+
+class CoreHolder:
+    """`present` decides; `exchange` puts the next one in its place, if something was set since."""
+
+    def __init__(self, policies: Policies):
+        self.present = RolloutCore(policies)
+        self._policies, self._limits, self._kind = policies, None, RolloutCore
+        self._due = False
+
+    def set_policies(self, policies: Policies) -> None:
+        self._policies, self._due = policies, True
+
+    def set_limits(self, limits: Limits | None) -> None:
+        """How many engine replicas there may be, where that may change."""
+        self._limits, self._due = limits, True
+
+    def journal(self, on: bool) -> str | None:
+        """Have the next core write down what it is told and answers, or not; what the present one has written."""
+        self._kind, self._due = JournaledCore if on else RolloutCore, True
+        return self.present.journal() if isinstance(self.present, JournaledCore) else None
+
+    def exchange(self, joined: Iterable[ReplicaJoined]) -> None:
+        """`joined`: the replicas that are there, as they joined last."""
+        if not self._due:
+            return
+        self._due = False
+        self.present = self._kind(self._policies, self.present.board.weights_version, self._limits)
+        for event in joined:
+            self.present.observe(event)

@@ -1,0 +1,94 @@
+"""The engine replicas as the coordinator sees them: who is there, what they run, and calls to one of them.
+
+Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; what ran there must run again) or in
+`ChunkError` (the replica lives, this chunk failed); every poll has a deadline. Called by the coordinator.
+"""
+
+import asyncio
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from tailrace.deployments.engine.runner import EngineDown
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.router import ReplicaGone, poll_all
+
+POLL_TIMEOUT_S = 10.0
+"""A replica answers from a snapshot; one that takes longer hangs, and Serve's health check will replace it."""
+
+CHECK_S = 60.0
+"""Reading the headers of large checkpoints from a network folder takes seconds."""
+
+
+class ReplicaLost(ConnectionError):
+    """The replica is not there any more."""
+
+
+class ChunkError(RuntimeError):
+    """The replica refused or failed this chunk."""
+
+
+class EngineClient:
+    """Thin over the handle of the engine deployment."""
+
+    def __init__(self, handle: DeploymentHandle):
+        self._handle = handle
+        self._known: list[str] = []
+
+    async def stats(self) -> list[EngineStats]:
+        """A report of every replica that answers within POLL_TIMEOUT_S.
+
+        A broadcast finds new replicas, but one that hangs keeps all its answers back: then each is asked by itself.
+        """
+        try:
+            answers = await poll_all(self._handle, "stats", POLL_TIMEOUT_S)
+        except TimeoutError:
+            answers = await asyncio.gather(*map(self._stats_of, self._known), return_exceptions=True)
+        reports = [answer for answer in answers if isinstance(answer, EngineStats)]
+        self._known = [report.replica_id for report in reports]
+        return reports
+
+    async def _stats_of(self, replica_id: str) -> EngineStats:
+        call = self._handle.options(session_id=replica_id, method_name="stats").remote()
+        return await asyncio.wait_for(call, POLL_TIMEOUT_S)
+
+    async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
+        return await self._call(replica_id, "generate_chunk", chunk)
+
+    async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
+        await self._call(replica_id, "abort", chunk_id, keep_kv)
+
+    async def load_weights(self, replica_id: str, version: int, source: str) -> None:
+        """Returns when the replica holds them; ChunkError when it cannot."""
+        await self._call(replica_id, "load_weights", version, source)
+
+    async def weights_refusals(self, source: str) -> list[str | None]:
+        """For every replica that answers, why it cannot load these weights; None: it can."""
+        answers = await poll_all(self._handle, "weights_refusal", CHECK_S, source)
+        return [one_line(answer) if isinstance(answer, Exception) else answer for answer in answers]
+
+    async def take_spans(self, trace_id: str) -> list[dict]:
+        """Spans of a trace from every replica that answers."""
+        try:
+            answers = await poll_all(self._handle, "take_spans", POLL_TIMEOUT_S, trace_id)
+        except TimeoutError:
+            return []
+        return [span for answer in answers if isinstance(answer, list) for span in answer]
+
+    async def reset_caches(self) -> None:
+        """Every replica forgets the KV of chunks that have ended."""
+        await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S)
+
+    async def _call(self, replica_id: str, method: str, *arguments):
+        try:
+            return await self._handle.options(session_id=replica_id, method_name=method).remote(*arguments)
+        except (RayActorError, ReplicaGone, EngineDown) as error:
+            raise ReplicaLost(one_line(error)) from error
+        except RayTaskError as error:
+            raise ChunkError(one_line(error.cause or error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The last line of an error's text, with its kind: what a reason field can hold."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

@@ -1,0 +1,162 @@
+"""What a live core was told and what it answered: JSON lines that a fresh core must answer alike (law 4).
+
+A header with policies and versions, then every event and every tick with its actions, in order: objects by the name of
+their dataclass, enums by value, tuples as lists. Invariant: what is kept is a beginning without gaps, since a core is a
+function of all that it was told; beyond MOST_ENTRIES nothing is kept, and the header says how much was not. `Rollouts`
+drives a `JournaledCore` in place of a plain one while a driver wants a journal; tests and people replay what it wrote.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import Action
+from tailrace.policies.protocol.events import Event, Tick
+
+FORMAT = 1
+
+MOST_ENTRIES = 500_000
+"""Events and ticks; about 200 MB. Two replicas make ten in a second, 512 some thousands."""
+
+_KINDS = {kind.__name__: TypeAdapter(kind) for kind in (*get_args(Event), *get_args(Action), Tick)}
+
+
+class Decision(NamedTuple):
+    """A tick, and what the core then wanted done."""
+
+    tick: Tick
+    actions: tuple[Action, ...]
+
+
+class JournaledCore(RolloutCore):
+    """A core that writes down what it takes in and gives out. An illegal event changes nothing and is not kept."""
+
+    def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
+        super().__init__(policies, weights_version, limits)
+        self._began_at, self._limits, self._entries, self._dropped = weights_version, limits, [], 0
+
+    def observe(self, event: Event) -> None:
+        super().observe(event)
+        self._write(event)
+
+    def decide(self, tick: Tick) -> tuple[Action, ...]:
+        actions = super().decide(tick)
+        self._write(Decision(tick, actions))
+        return actions
+
+    def journal(self) -> str:
+        """All that is kept, a line each."""
+        header = {
+            "journal": FORMAT,
+            "policies": self.policies.model_dump(mode="json"),
+            "weights_version": self._began_at,
+            "limits": self._limits,
+            "dropped": self._dropped,
+        }
+        return "".join(json.dumps(line) + "\n" for line in (header, *map(_line, self._entries)))
+
+    def _write(self, entry: Event | Decision) -> None:
+        if len(self._entries) < MOST_ENTRIES:
+            self._entries.append(entry)
+        else:
+            self._dropped += 1
+
+
+def _line(entry: Event | Decision) -> dict:
+    if isinstance(entry, Decision):
+        return _named(entry.tick) | {"actions": list(map(_named, entry.actions))}
+    return _named(entry)
+
+
+def _named(value: Event | Action | Tick) -> dict:
+    return {type(value).__name__: asdict(value)}
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """A journal read back. `limits`: see `RolloutCore`. `dropped`: entries that came after the last of these and were
+    not kept."""
+
+    policies: Policies
+    weights_version: int
+    limits: Limits | None
+    dropped: int
+    entries: tuple[Event | Decision, ...]
+
+
+def read_journal(lines: Iterable[str]) -> Journal:
+    """Raises ValueError that names the line, if anything about it is not exactly as `JournaledCore` writes it."""
+    header, entries = None, []
+    for number, text in enumerate(lines, start=1):
+        try:
+            data = json.loads(text)
+            if number == 1:
+                header = _header(data)
+            else:
+                entries.append(_entry(data))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number}: not a line of a journal: {str(error).splitlines()[0]}") from error
+    if header is None:
+        raise ValueError("line 1: not a line of a journal: there is none")
+    return Journal(*header, tuple(entries))
+
+
+def _header(data: dict) -> tuple[Policies, int, Limits | None, int]:
+    if set(data) != {"journal", "policies", "weights_version", "limits", "dropped"} or data["journal"] != FORMAT:
+        raise ValueError(f"a header of format {FORMAT} is needed")
+    limits = None if data["limits"] is None else Limits(*map(int, data["limits"]))
+    return Policies(**data["policies"]), int(data["weights_version"]), limits, int(data["dropped"])
+
+
+def _entry(data: dict) -> Event | Decision:
+    named = {name: fields for name, fields in data.items() if name != "actions"}
+    first = _object(named)
+    if not isinstance(first, Tick):
+        if "actions" in data or isinstance(first, get_args(Action)):
+            raise ValueError("an event is needed, or a Tick with its actions")
+        return first
+    actions = tuple(map(_object, data["actions"])) if "actions" in data else None
+    if actions is None or not all(isinstance(action, get_args(Action)) for action in actions):
+        raise ValueError("a Tick stands with its actions")
+    return Decision(first, actions)
+
+
+def _object(data: dict) -> Any:
+    ((name, fields),) = data.items()
+    if name not in _KINDS:
+        raise ValueError(f"{name!r} is neither an event nor an action")
+    try:
+        value = _KINDS[name].validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    known = json.loads(json.dumps(asdict(value)))  # with what came to be told since it was written, at its default
+    if {key: known.get(key) for key in fields} != fields:  # a key that nobody reads, a number in quotes
+        raise ValueError(f"{name}: other fields than {', '.join(asdict(value))}, or values of other kinds")
+    return value
+
+
+class Difference(NamedTuple):
+    """Where a replay first answers otherwise: the line of the journal, and both answers."""
+
+    line: int
+    expected: tuple[Action, ...]
+    got: tuple[Action, ...]
+
+
+def replay(journal: Journal) -> Difference | None:
+    """Tell a fresh core all of it; None: it answered the same throughout. Raises IllegalEvent where an event cannot
+    have happened by this core's decisions."""
+    core = RolloutCore(journal.policies, journal.weights_version, journal.limits)
+    for line, entry in enumerate(journal.entries, start=2):
+        if not isinstance(entry, Decision):
+            core.observe(entry)
+        elif (got := core.decide(entry.tick)) != entry.actions:
+            return Difference(line, entry.actions, got)
+    return None

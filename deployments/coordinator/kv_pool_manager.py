@@ -1,0 +1,189 @@
+"""The coordinator's side of the KV pool: which blocks each sample and prompt has there, and what is done to them.
+
+Invariant: a name that a replica has reported is given back when the core says so; what nobody knows of (a replica died
+in mid-save, a save came late) is swept while no batch is in flight. The pool is a cache: when it is down, nothing here
+waits or fails, it is counted. Owned by `Rollouts`; the pool itself is reached through its KvMaster actor.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from tailrace.deployments.coordinator.live_batch import LiveBatch
+from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.status import PoolView
+from tailrace.kvpool.keys import ALL_BLOCKS, NAME_BYTES, version_pattern
+from tailrace.kvpool.status import PoolDown, PoolStatus
+from tailrace.policies.protocol.actions import ReleaseKv
+from tailrace.policies.protocol.events import Event, KvLost, PoolReported
+
+AGAIN_S = 1.0
+"""Until a key that was in use is asked for again; a lease lasts as long as a load may."""
+
+DRAIN_S = 10.0
+
+CALL_S = 10.0
+"""A dead Mooncake master is noticed after 4.3 s; whoever does not answer in twice that is gone."""
+
+
+class KvPoolManager:
+    """`master`: handle of the KvMaster actor. Its methods return at once; `poll` and `work` run as tasks."""
+
+    def __init__(self, master):
+        self._master = master
+        self._todo: deque[tuple[str, list]] = deque()  # operations of the master that wait for their turn
+        self._later: list[tuple[float, str, list]] = []  # and those that were too early, with their time
+        self._wake = asyncio.Event()
+        self._prefixes: tuple[str, ...] = ()
+        self._block_tokens = self._token_bytes = 0
+        self._status: PoolStatus | None = None
+        self._processes: dict[str, int | None] = {}  # pids: a new one has lost what the old one held
+        self._idle_polls = 0
+        self._engine_counts: dict[str, dict[str, int]] = {}
+        self._problem: str | None = None
+        self._problems: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    # ---- what Rollouts tells it --------------------------------------------------------------------
+
+    def learn(self, reports: Iterable[EngineStats]) -> None:
+        """What the replicas report: how keys are spelled, how large a token is, what their engines counted."""
+        self._problems = {}
+        for report in reports:
+            if report.pool_problem:
+                self._problems[report.replica_id] = report.pool_problem
+                continue
+            self._prefixes, self._token_bytes = report.key_prefixes, report.token_bytes
+            self._block_tokens = report.block_tokens
+            self._engine_counts[report.replica_id] = report.kv_counts
+
+    def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
+        """Give back a sample's own blocks, or the prompt's of its group."""
+        self._counts[f"releases.{action.cause}"] += 1
+        group, sample_id = batch.groups[action.group_id], action.sample_id
+        prompt_bytes = len(group.prompt) // max(1, self._block_tokens) * NAME_BYTES
+        samples = group.samples if sample_id is None else [batch.samples[sample_id]]
+        group.prompt_kv_names.update(sample.kv_names[:prompt_bytes] for sample in samples)
+        if sample_id is None:
+            names = b"".join(group.prompt_kv_names)
+            group.prompt_kv_names.clear()
+        else:
+            names = samples[0].kv_names[prompt_bytes:]
+        for sample in samples:
+            sample.kv_names = b""
+        self._do("release", names)
+
+    def prefetch(self, batch: LiveBatch, sample_id: str, node_id: str) -> None:
+        """Bring a sample's blocks into the memory of a node."""
+        nodes = self._status.store_nodes if self._status else ()
+        segment = next((node.segment for node in nodes if node.node_id == node_id and node.segment), None)
+        if segment is None:
+            self._counts["prefetch_failed.no_store"] += 1
+        else:
+            self._do("move", batch.samples[sample_id].kv_names, segment)
+
+    def retire(self, weights_version: int) -> None:
+        """Nothing of this version will be read again."""
+        self._push("retire", [version_pattern(weights_version)])
+        self._later.append((time.monotonic() + AGAIN_S, "retire", [version_pattern(weights_version)]))
+
+    def rest(self, idle: bool) -> None:
+        """After each `poll`: is nothing in flight? Then whatever is still there a poll later, nobody will read."""
+        self._idle_polls = self._idle_polls + 1 if idle and not self._todo and not self._later else 0
+        if self._idle_polls > 1 and self._status is not None and self._status.keys:
+            self._counts["swept_keys"] += self._status.keys
+            self._push("retire", [ALL_BLOCKS])
+
+    async def drain(self) -> int:
+        """Forget everything, what is in use as soon as it is not; the number of keys that were there."""
+        removed, until_s = 0, time.monotonic() + DRAIN_S
+        while time.monotonic() < until_s:
+            removed += await self._ask("retire", ALL_BLOCKS) or 0
+            if not await self._ask("keys_by_version"):
+                break
+            await asyncio.sleep(AGAIN_S / 2)
+        return removed
+
+    # ---- the loops ---------------------------------------------------------------------------------
+
+    async def work(self) -> None:
+        """Does what was asked for, in order, for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._todo:
+                method, arguments = self._todo[0]
+                done = await self._ask(method, *arguments)
+                self._todo.popleft()
+                if method == "release" and done is not None:
+                    done, in_use = done
+                    if in_use:
+                        self._later.append((time.monotonic() + AGAIN_S, method, [in_use]))
+                self._counts[f"{method}_failed" if done is None else f"{method}d_keys"] += 1 if done is None else done
+
+    async def poll(self, now: float) -> list[Event]:
+        """What the pool has to say: how full it is, and what it has lost."""
+        now_s = time.monotonic()
+        due = [(method, arguments) for at_s, method, arguments in self._later if at_s <= now_s]
+        self._later = [item for item in self._later if item[0] > now_s]
+        for method, arguments in due:
+            self._push(method, arguments)
+        status: PoolStatus | None = await self._ask("status")
+        self._status = status
+        if status is None or not self._token_bytes:
+            return []
+        events: list[Event] = []
+        processes = {"master": status.master_pid} | {node.node_id: node.pid for node in status.store_nodes}
+        if any(self._processes.get(name, pid) != pid for name, pid in processes.items()):
+            self._counts["lost"] += 1
+            events.append(KvLost(now, None))
+        self._processes |= processes
+        capacity, used = status.dram_capacity_bytes, status.dram_bytes
+        if status.ssd_capacity_bytes:  # everything is written there too, and memory is given up before it
+            capacity, used = status.ssd_capacity_bytes, status.ssd_bytes
+        events.append(PoolReported(now, capacity // self._token_bytes, used // self._token_bytes, now))
+        return events
+
+    async def detail(self) -> PoolView:
+        """`view`, and the keys of each weights version, which costs a look at every key."""
+        return self.view().model_copy(update={"keys_by_version": await self._ask("keys_by_version")})
+
+    def view(self) -> PoolView:
+        """Everything counted, of all replicas that reported and of this side, beside the pool's own figures."""
+        counts = Counter(self._counts)
+        for of_engine in self._engine_counts.values():
+            counts.update(of_engine)
+        status = self._status.model_dump() if self._status else None
+        return PoolView(
+            status=status,
+            token_bytes=self._token_bytes,
+            counts=dict(sorted(counts.items())),
+            problem=self._problem,
+            problems=self._problems,
+        )
+
+    # ------------------------------------------------------------------------------------------------
+
+    def _do(self, method: str, names: bytes, *rest) -> None:
+        """Ask the master for something about blocks, by all keys under which each is kept."""
+        hexes = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]
+        if hexes:
+            self._push(method, [[f"{prefix}@{name}" for prefix in self._prefixes for name in hexes], *rest])
+
+    def _push(self, method: str, arguments: list) -> None:
+        self._todo.append((method, arguments))
+        self._wake.set()
+
+    async def _ask(self, method: str, *arguments):
+        """The master's answer; None when it has none to give, and `problem` says why."""
+        try:
+            answer = await asyncio.wait_for(getattr(self._master, method).remote(*arguments), CALL_S)
+        except (PoolDown, RayActorError, RayTaskError, TimeoutError) as error:
+            cause = getattr(error, "cause", None) or error
+            self._problem = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+            return None
+        self._problem = None
+        return answer

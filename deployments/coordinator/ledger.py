@@ -1,0 +1,137 @@
+"""The tokens of every sample that is in flight: what its chunks made, in order, and who made it.
+
+Invariant (law 1): a chunk is written once, at the position its `StartChunk` named; tokens only grow. The core
+counts tokens, this ledger holds them. Called by the coordinator alone.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tailrace.deployments.context.history import Answer
+from tailrace.deployments.coordinator.prompts import Prepared, Prompts
+from tailrace.deployments.messages.chunk import ChunkResult, SampleKey
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.drafts import DraftReport, by_source
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment, Timings
+from tailrace.policies.protocol.actions import SampleEnd
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """One sample so far. `parts` are the results of its chunks in order."""
+
+    group: "GroupRecord"
+    index: int
+    key: SampleKey
+    forced: np.ndarray | None
+    parts: list[ChunkResult] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    tokens: int = 0
+    kv_names: bytes = b""  # of the context's blocks that a replica has reported, see kvpool.keys
+    started_s: float | None = None
+    finished_s: float = 0.0
+    end: SampleEnd | None = None
+    error: str | None = None
+
+    def context(self) -> np.ndarray:
+        """Prompt and answer so far, int32."""
+        return np.concatenate([self.group.prompt, *(part.token_ids for part in self.parts)])
+
+    def append(self, start: int, part: ChunkResult, replica_id: str) -> None:
+        """Write a chunk that began at answer position `start`. Raises ValueError unless that is the next one."""
+        if start != self.tokens:
+            raise ValueError(f"chunk {part.chunk_id} begins at {start}, the sample has {self.tokens} tokens")
+        end = start + len(part.token_ids)
+        last = self.segments[-1] if self.segments else None
+        if last and (last.replica_id, last.weights_version) == (replica_id, part.weights_version):
+            self.segments[-1] = last.model_copy(update={"end": end})
+        elif end > start:
+            self.segments.append(
+                Segment(weights_version=part.weights_version, replica_id=replica_id, start=start, end=end)
+            )
+        self.parts.append(part)
+        self.tokens = end
+        self.kv_names = part.kv_names or self.kv_names
+
+    def result(self, prompts: Prompts) -> SampleResult:
+        token_ids = [int(t) for part in self.parts for t in part.token_ids]
+        return SampleResult(
+            sample_index=self.index,
+            token_ids=tuple(token_ids),
+            text=prompts.decode(token_ids),
+            logprobs=tuple(float(x) for part in self.parts for x in part.logprobs),
+            raw_logprobs=tuple(float(x) for part in self.parts for x in part.raw_logprobs),
+            finish_reason=self.end,
+            error=self.error,
+            chunks=len(self.parts),
+            segments=tuple(self.segments),
+            timings=self._timings(),
+            verifications=sum(part.verifications for part in self.parts),
+            drafted_tokens=sum(part.drafted_tokens for part in self.parts),
+            accepted_tokens=sum(part.accepted_tokens for part in self.parts),
+            **self._drafts(),
+        )
+
+    def _drafts(self) -> dict:
+        total = DraftReport.none(0)
+        for part in self.parts:
+            if part.drafts is not None:
+                total.add(part.drafts)
+        return {
+            "drafted_by_source": by_source(total.drafted),
+            "accepted_by_source": by_source(total.accepted),
+            "accepted_by_position": tuple(total.accepted_at.tolist()),
+        }
+
+    def answer(self) -> Answer:
+        """The ended sample as the group context keeps it."""
+        tokens = self.context()[len(self.group.prompt) :]
+        version = self.parts[-1].weights_version if self.parts else 0
+        return Answer(self.index, version, None, self.end is SampleEnd.STOP, tokens)
+
+    def _timings(self) -> Timings:
+        return Timings(
+            started_s=self.started_s or 0.0,
+            finished_s=self.finished_s,
+            queue_s=sum(part.queue_s for part in self.parts),
+            prefill_s=sum(part.prefill_s for part in self.parts),
+            decode_s=sum(part.decode_s for part in self.parts),
+        )
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """One prompt's samples; `prompt` is int32."""
+
+    batch_id: str
+    step: int
+    group: PromptGroup
+    prompt: np.ndarray
+    prompt_key: str
+    samples: list[SampleRecord] = field(default_factory=list)
+    prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
+
+    @classmethod
+    def of(cls, batch_id: str, step: int, prepared: Prepared, keys: list[SampleKey]) -> "GroupRecord":
+        record = cls(batch_id, step, prepared.group, np.asarray(prepared.token_ids, np.int32), prepared.prompt_key)
+        for index, key in enumerate(keys):
+            forced = prepared.group.forced_token_ids
+            tokens = None if forced is None else np.asarray(forced[index], dtype=np.int32)
+            record.samples.append(SampleRecord(record, index, key, tokens))
+        return record
+
+    @property
+    def ref(self) -> GroupRef:
+        """What the group context calls it."""
+        return GroupRef(f"{self.batch_id}/{self.group.prompt_id}", self.prompt_key)
+
+    def result(self, prompts: Prompts) -> GroupResult:
+        return GroupResult(
+            batch_id=self.batch_id,
+            prompt_id=self.group.prompt_id,
+            prompt_token_ids=tuple(self.prompt.tolist()),
+            samples=tuple(sample.result(prompts) for sample in self.samples),
+            prompt_key=self.prompt_key,
+            step=self.step,
+        )

@@ -1,0 +1,79 @@
+"""From a driver's prompts to token ids and back. The only place that knows the tokenizer.
+
+A prompt may come as token ids, text or chat messages; a sample's text leaves special tokens out. A prompt that
+the model cannot take is a `Rejected` value, never an exception. Called by the coordinator and the command line.
+"""
+
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from tailrace.deployments.context.history import prompt_key
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A group with its prompt in token ids and `max_tokens` cut to what the model's context leaves."""
+
+    group: PromptGroup
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    prompt_key: str
+
+
+class Prompts:
+    """Tokenizer of a local model folder, and the longest sequence (tokens) the engines take."""
+
+    def __init__(self, model: str, max_model_len: int):
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        self._vocabulary = len(self._tokenizer)
+        self.max_model_len = max_model_len
+
+    def prepare(self, batch: RolloutBatch) -> list[Prepared] | Rejected:
+        prepared = []
+        for group in batch.groups:
+            one = self.prepare_group(group)
+            if isinstance(one, Rejected):
+                return one
+            prepared.append(one)
+        return prepared
+
+    def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
+        try:
+            token_ids = self._encode(group)
+        except (ValueError, TemplateError) as error:  # no chat template, or one that does not take these messages
+            return Rejected(reason=f"prompt {group.prompt_id!r}: cannot be encoded: {error}")
+        left = self.max_model_len - len(token_ids)
+        if not token_ids:
+            return Rejected(reason=f"prompt {group.prompt_id!r} is empty; give at least one token")
+        if left < 1:
+            return Rejected(
+                reason=f"prompt {group.prompt_id!r} has {len(token_ids)} tokens; the model's context is "
+                f"{self.max_model_len}: shorten it or raise engine.max_model_len"
+            )
+        forced = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
+        for what, tokens in (("token_ids", token_ids), *forced):
+            wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
+            if wrong is not None:
+                return Rejected(reason=f"prompt {group.prompt_id!r}: {what}: {wrong} is not in the vocabulary")
+        key = prompt_key(self.decode(list(token_ids)))
+        return Prepared(group, token_ids, min(group.max_tokens, left), key)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, nothing added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode(self, group: PromptGroup) -> tuple[int, ...]:
+        if group.token_ids is not None:
+            return group.token_ids
+        if group.text is not None:
+            return tuple(self._tokenizer.encode(group.text))
+        messages = [message.model_dump() for message in group.messages]
+        chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tuple(self.encode(chat))

@@ -1,0 +1,57 @@
+"""How many engine replicas are up and wanted: for Serve, which starts and stops them, and for whoever waits for what is
+given back.
+
+Invariant: a follower hears the present state first, and of every change before it is asked about the next one; a slow
+one misses what has been overtaken. Called by `Rollouts` and the coordinator, in one event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.policies.protocol.actions import SetReplicas
+
+
+class ReplicaTarget:
+    """`wanted`: None: nobody has said; then Serve's own number of replicas stands."""
+
+    def __init__(self):
+        self.wanted: int | None = None
+        self._drafters = 0
+        self._up, self._reason, self._at_s = 0, "", time.time()
+        self._changed = asyncio.Condition()
+
+    def want(self, action: SetReplicas) -> None:
+        self.wanted, self._drafters, self._reason = action.replicas, action.drafters, action.reason
+        self._tell()
+
+    def see(self, up: int) -> None:
+        """So many have joined and not left."""
+        if up != self._up:
+            self._up = up
+            self._tell()
+
+    def metrics(self) -> dict[str, float]:
+        """What `record_autoscaling_stats` returns: replicas that there should be, by deployment."""
+        return {} if self.wanted is None else {"Engine": float(self.wanted), "Drafter": float(self._drafters)}
+
+    async def changes(self) -> AsyncIterator[ReplicasChanged]:
+        """The present state, then each other one, for ever."""
+        told = None
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda told=told: self._state() != told)
+            told = self._state()
+            yield ReplicasChanged(replicas=told[0], wanted=told[1], reason=self._reason, at_s=self._at_s)
+
+    def _state(self) -> tuple[int, int]:
+        return self._up, self._up if self.wanted is None else self.wanted
+
+    def _tell(self) -> None:
+        self._at_s = time.time()
+        self._task = asyncio.get_running_loop().create_task(self._wake())  # a condition is notified under its lock
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

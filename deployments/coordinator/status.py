@@ -1,0 +1,34 @@
+"""What the service says of its replicas: the core's books beside the replicas' own reports. Called by `Rollouts`."""
+
+from collections.abc import Mapping
+
+from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.status import ReplicaStatus
+from tailrace.policies.core.replica_table import ReplicaTable
+
+
+def replica_statuses(board: ReplicaTable, reports: Mapping[str, EngineStats]) -> tuple[ReplicaStatus, ...]:
+    """One per replica that has joined, in order of ids."""
+    return tuple(
+        ReplicaStatus(
+            replica_id=view.replica_id,
+            ready=board.is_ready(view.replica_id),
+            running=view.running,
+            max_running=view.max_running,
+            kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
+            weights_version=view.weights_version,
+            preemptions=reports[view.replica_id].preemptions if view.replica_id in reports else 0,
+            work=reports[view.replica_id].work if view.replica_id in reports else {},
+            closing=not board.stays(view.replica_id),
+            step_cost=reports[view.replica_id].step_cost if view.replica_id in reports else None,
+        )
+        for view in board.views()
+    )
+
+
+def waits_for(board: ReplicaTable, batches: bool, problem: str | None) -> str | None:
+    """What holds everything up, if anything does."""
+    if not batches or board.ready():
+        return None
+    why = f" ({problem})" if problem else ""
+    return f"an engine replica under weights version {board.weights_version}; none is ready{why}"

@@ -1,0 +1,215 @@
+"""The draft index of a group: what its prompt, its samples and their history say comes next.
+
+Owns the tokens of one group (arena.py) and, for each sample drafted for, the places that it is followed along.
+Invariant: the index never raises on well-typed input and never knows a token that was not handed to it; what it
+proposes may be wrong, since drafts never change tokens. Called by one thread of an engine (deployments/engine/
+drafts.py); `HistoryIndex.build` by the feed's.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tailrace.deployments.draft_index.alignment_state import AlignmentState
+from tailrace.deployments.draft_index.match_kernels import (
+    LOOKED_UP,
+    NOBODY,
+    PAST,
+    PROMPT,
+    TRACKS,
+    WEIGHT_ONE,
+    context,
+    follow,
+)
+from tailrace.deployments.draft_index.proposal import Proposal
+from tailrace.deployments.draft_index.scorer import LESSONS, MOST_TOKENS, TOGETHER, CandidateScorer
+from tailrace.deployments.draft_index.scorer_kernels import draft
+from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.draft_index.token_index import TokenIndex
+from tailrace.deployments.messages.context import PastAnswer, Source, bits
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class HistoryIndex:
+    """Answers to one prompt in earlier epochs; built before the step, never changed."""
+
+    def __init__(self, arena: TokenIndex):
+        self.arena = arena
+
+    @classmethod
+    def build(
+        cls, answers: list[PastAnswer], now_epoch: int, prompt: np.ndarray, settings: IndexSettings
+    ) -> "HistoryIndex":
+        """Index the answers, best evidence last; the loops run without the GIL."""
+        arena = TokenIndex(sum(len(answer.tokens) for answer in answers) + len(prompt), 1 + len(answers))
+        end = arena.append(-1, arena.start(NOBODY, 0), -len(prompt), np.array(prompt, np.int32))
+        weighed = sorted(
+            ((_weight(answer, now_epoch, settings), answer) for answer in answers), key=lambda pair: pair[0]
+        )
+        for weight, answer in weighed:
+            arena.append(end, arena.start(PAST, weight), 0, np.array(answer.tokens, np.int32))
+        return cls(arena)
+
+
+def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
+    """An answer's weight in 1/WEIGHT_ONE: 1 for the last epoch and an unknown reward, never 0."""
+    age = max(0, now_epoch - answer.epoch - 1)
+    reward = 0.5 if answer.reward is None else min(1.0, max(0.0, answer.reward))
+    return max(1, round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5))))
+
+
+class _IndexedSample:
+    """`row`: of what is kept of it as it is drafted for (-1: it is not); `followed`: tokens known when it last was;
+    `lesson`: answer position at which a draft began that is to be learned from, -1: none is."""
+
+    __slots__ = ("followed", "known", "last", "lesson", "row", "run")
+
+    def __init__(self, last: int):
+        self.known, self.last, self.run = 0, last, -1
+        self.row, self.followed, self.lesson = -1, 0, -1
+
+
+class GroupIndex:
+    """The draft index of one group on one engine."""
+
+    def __init__(self, evidence: CandidateScorer, prompt: np.ndarray):
+        self._evidence = evidence
+        self._arena = TokenIndex(len(prompt) + 512, 8)
+        self._prompt_end = self._arena.append(
+            -1, self._arena.start(PROMPT, WEIGHT_ONE), -len(prompt), np.array(prompt, np.int32)
+        )
+        self._past: TokenIndex | None = None
+        self._samples: dict[int, _IndexedSample] = {}
+        self._followers = AlignmentState()
+        self._sources = bits(*Source) & ~(0 if evidence.settings.group_context else bits(Source.MATE))
+        self._drafts = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held: prompt and answers, history not counted."""
+        return self._arena.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, history not counted."""
+        return self._arena.nbytes
+
+    def known(self, sample_index: int) -> int:
+        """Answer tokens known of a sample: the end of what `extend` was given."""
+        sample = self._samples.get(sample_index)
+        return sample.known if sample else 0
+
+    def attach(self, history: HistoryIndex | None) -> None:
+        """Draft from this history from now on; None: from none."""
+        self._past = history.arena if history is not None and self._evidence.settings.history else None
+        self._followers.counts[:, 1] = 0
+
+    def extend(self, sample_index: int, start: int, tokens: np.ndarray | list[int]) -> None:
+        """Take answer tokens [start, start + n) of a sample; known ones are skipped, a gap starts a new run."""
+        sample = self._sample(sample_index)
+        if start < sample.known:
+            tokens, start = tokens[sample.known - start :], sample.known
+        if not len(tokens):
+            return
+        tokens = np.array(tokens, np.int32)  # its own: numba compiles for read-only ones apart
+        if sample.lesson == start:
+            self._evidence.learn(self._followers.lesson(sample.row), tokens)
+            sample.lesson = -1
+        gap = start > sample.known
+        fresh = gap or sample.run < 0
+        if fresh:
+            sample.run = self._arena.start(sample_index, WEIGHT_ONE)
+        last = -1 if gap else sample.last
+        sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
+        sample.known = start + len(tokens)
+
+    def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
+        """Answer tokens [start, start + most) of a sample that are known, int32; none where they have a gap."""
+        sample = self._samples.get(sample_index)
+        count = sample.known - start if sample is not None and start >= 0 else 0
+        if count <= 0:
+            return _NO_TOKENS
+        window = np.empty(count, np.int32)
+        text, _, _, blocks, _ = self._arena.arrays
+        found = context(text, blocks, sample.last, window)
+        return window[::-1][:most] if found == count else _NO_TOKENS
+
+    def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
+        """`propose_for` one sample, with all the evidence there is."""
+        return self.propose_for([sample_index], most, paths, least)[0]
+
+    def propose_for(
+        self, samples: list[int], most: int, paths: int = 1, least: float = 0.0, share: float = 1.0,
+        sources: Sequence[int] | None = None,
+    ) -> list[list[Proposal]]:  # fmt: skip
+        """For each sample at most `paths` drafts of at most `most` tokens for what follows the known tokens, best
+        first.
+
+        Each ends where the chance that all of it is right falls below `least`. `share`: of the places that a sample is
+        followed along and looked up at; fewer cost less time and little evidence. `sources`: of each sample, the
+        only ones to draft from (`bits`).
+        """
+        most = min(most, MOST_TOKENS)
+        if most < 1 or paths < 1:
+            return [[] for _ in samples]
+        wanted = list(zip(samples, sources or [self._sources] * len(samples), strict=True))
+        found: list[list[Proposal]] = []
+        for first in range(0, len(samples), TOGETHER):
+            found += self._propose(wanted[first : first + TOGETHER], most, paths, least, share)
+        return found
+
+    def _propose(
+        self, wanted: list[tuple[int, int]], most: int, paths: int, least: float, share: float
+    ) -> list[list[Proposal]]:
+        evidence, followers, count = self._evidence, self._followers, len(wanted)
+        samples = [self._sample(index) for index, _ in wanted]
+        for sample in samples:
+            if sample.row < 0:
+                sample.row = followers.add()
+        rows = np.array(
+            [(s.row, s.last, i, s.known - s.followed, of) for s, (i, of) in zip(samples, wanted, strict=True)], np.int64
+        )
+        rows[:, 4] &= self._sources
+        found, scores, told, ahead = evidence.found, evidence.scores, evidence.told, evidence.ahead(most)
+        live, past = self._arena.arrays, self._past
+        places = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
+        follow(
+            live, live if past is None else past.arrays, past is not None, rows, places,
+            followers.kept, followers.marks, followers.counts, found, ahead, scores, told,
+        )  # fmt: skip
+        shape = count, paths, most
+        tokens, right, sources = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
+        ends, done = np.empty(shape[:2], np.int64), np.empty(count, np.int64)
+        draft(
+            rows, told, found, scores, ahead, evidence.norm, evidence.net, np.float32(least),
+            tokens, right, sources, ends, done, followers.features, followers.seen,
+        )  # fmt: skip
+        proposals = []
+        for s, (sample, (places_told, match)) in enumerate(zip(samples, told[:count].tolist(), strict=True)):
+            sample.followed = sample.known
+            if places_told:
+                self._drafts += 1
+                sample.lesson = sample.known if self._drafts % LESSONS == 0 else -1
+            lengths = ends[s, : done[s]].tolist()
+            proposals.append(
+                [Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match) for p, n in enumerate(lengths)]
+            )
+        return proposals
+
+    def _sample(self, index: int) -> _IndexedSample:
+        sample = self._samples.get(index)
+        if sample is None:
+            sample = self._samples[index] = _IndexedSample(self._prompt_end)
+        return sample
+
+
+def warm_up() -> None:
+    """Compile (or load from numba's cache) all that a decode step would otherwise wait for."""
+    evidence, tokens = CandidateScorer(), np.arange(40, dtype=np.int32) % 7
+    index = GroupIndex(evidence, tokens)
+    index.attach(HistoryIndex.build([PastAnswer("", 0, 0, None, tokens)], 1, tokens, evidence.settings))
+    for start in range(0, 4000, 40):
+        index.propose(0, 4, 2)
+        index.extend(0, start, tokens)
+    index.ahead(0, 2, 2)

@@ -1,0 +1,56 @@
+"""How far evidence is to be trusted: a small network, learned online and shared by all groups of an engine.
+
+It begins as `scorer_weights.json`, which `bench drafts --fit` made from recorded rollouts; each draft that is followed by
+what really came teaches it a little. Its inputs (choice.py) speak of matches, alignments and counts, never of tokens.
+Used by index.py, on one thread.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tailrace.deployments.draft_index.alignment_state import TrainingExample
+from tailrace.deployments.draft_index.match_kernels import ROOM
+from tailrace.deployments.draft_index.scorer_kernels import FEATURES, HIDDEN
+from tailrace.deployments.draft_index.scorer_training import learn
+from tailrace.deployments.draft_index.settings import IndexSettings
+
+PRIOR = Path(__file__).with_name("scorer_weights.json")
+
+LEARNING_RATE = np.float32(1e-3)
+LESSONS = 4
+"""One draft in this many is learned from: the others would cost time and teach the same."""
+
+MOST_TOKENS = 64
+"""Of a draft."""
+
+TOGETHER = 16
+"""Samples drafted for in one call: what the call notes of them stays in the second-level cache."""
+
+
+class CandidateScorer:
+    """The network, and the scratch space of the indexes that use it."""
+
+    def __init__(self, settings: IndexSettings = IndexSettings()):  # noqa: B008 -- frozen
+        self.settings = settings
+        prior = json.loads(PRIOR.read_text())
+        array = {name: np.array(values, np.float32, ndmin=2) for name, values in prior.items()}
+        self.norm = (array["mean"][0], array["scale"][0])
+        self.net = (array["inner"], array["offset"], array["outer"], array["none"])
+        assert self.net[0].shape == (FEATURES, HIDDEN)
+        self.found = np.empty((TOGETHER, 2 * ROOM, 5), np.int32)
+        self.scores = np.empty((TOGETHER, 2 * ROOM, 2), np.float32)
+        self.told = np.empty((TOGETHER, 2), np.int64)
+        self._ahead: dict[int, np.ndarray] = {}
+
+    def ahead(self, most: int) -> np.ndarray:
+        """Room for `most` tokens ahead of each place, int32[TOGETHER, places, most]."""
+        if most not in self._ahead:
+            self._ahead[most] = np.empty((TOGETHER, 2 * ROOM, most), np.int32)
+        return self._ahead[most]
+
+    def learn(self, lesson: TrainingExample, truth: np.ndarray) -> None:
+        """Take in what really came (i32[n]) where the draft of `lesson` began."""
+        if self.settings.learning:
+            learn(lesson.features, lesson.seen, truth, self.net, LEARNING_RATE)

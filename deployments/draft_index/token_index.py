@@ -1,0 +1,59 @@
+"""Runs of tokens and the chains over them, in arrays that grow by doubling (kernels.py says how they are laid out).
+
+Used by index.py: one arena for a live group, one for its history.
+"""
+
+import numpy as np
+
+from tailrace.deployments.draft_index.match_kernels import BLOCK, BLOCK_BITS, ORDERS, append, relink
+
+
+class TokenIndex:
+    """Room for about `tokens` tokens in `runs` runs before it has to grow."""
+
+    def __init__(self, tokens: int, runs: int = 16):
+        self._allocate(tokens // BLOCK + runs + 2)
+        self._runs = np.zeros((runs, 2), np.int32)
+        self._used = np.zeros(1, np.int64)
+        self._count = 0
+        self.tokens = 0
+        self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def start(self, owner: int, weight: int) -> int:
+        """A new run's number."""
+        if self._count == len(self._runs):
+            self._runs = np.concatenate([self._runs, np.zeros_like(self._runs)])
+            self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
+        self._runs[self._count] = owner, weight
+        self._count += 1
+        return self._count - 1
+
+    def append(self, last: int, run: int, position: int, tokens: np.ndarray, fresh: bool = True) -> int:
+        """Append tokens, i32[n] and writable (numba compiles for others apart), to a run after the place `last` (-1:
+        nothing before); returns the last place."""
+        if not len(tokens):
+            return last
+        need = int(self._used[0]) + len(tokens) // BLOCK + 2
+        if need > len(self._blocks):
+            self._grow(max(need, len(self._blocks) * 3 // 2))
+        self.tokens += len(tokens)
+        return append(*self.arrays[:4], self._used, last, fresh, run, position, tokens)
+
+    def _allocate(self, blocks: int) -> None:
+        self._text = np.full(blocks << BLOCK_BITS, -1, np.int32)
+        self._chains = np.full((blocks << BLOCK_BITS, len(ORDERS)), -1, np.int32)
+        self._blocks = np.full((blocks, 4), -1, np.int32)
+        self._heads = np.full(len(ORDERS) << (len(self._text) - 1).bit_length(), -1, np.int32)
+
+    def _grow(self, blocks: int) -> None:
+        text, table = self._text, self._blocks
+        self._allocate(blocks)
+        self._text[: len(text)] = text
+        self._blocks[: len(table)] = table
+        self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
+        relink(*self.arrays[:4], self._used)

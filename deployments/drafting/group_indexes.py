@@ -1,0 +1,117 @@
+"""The draft indexes of the groups that an engine runs, or ran a moment ago: what mates and earlier epochs wrote.
+
+Invariant: an index that a running chunk uses is never given up; the others go, least recently used first, when all
+together take more than `index_mib`. Histories are indexed on a thread of their own and attached when they are ready.
+Owned by `Drafts`, on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tailrace.deployments.draft_index.group_index import GroupIndex, HistoryIndex
+from tailrace.deployments.draft_index.scorer import CandidateScorer
+from tailrace.deployments.messages.context import GroupRef, PastAnswer
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+
+if TYPE_CHECKING:  # it brings Ray, which nothing else here needs
+    from tailrace.deployments.context.context_client import ContextClient
+
+
+class IndexedGroup:
+    """A group here; `running` counts its chunks."""
+
+    __slots__ = ("epoch", "index", "prompt", "ref", "running")
+
+    def __init__(self, ref: GroupRef, epoch: int, prompt: np.ndarray, index: GroupIndex):
+        self.ref, self.epoch, self.prompt, self.index = ref, epoch, prompt, index
+        self.running = 0
+
+
+class GroupIndexes:
+    """`feed`: what other replicas and earlier epochs wrote; None: only this engine's own samples are known."""
+
+    def __init__(self, config: DraftConfig, feed: ContextClient | None):
+        self._settings, self._most_bytes = config.index, config.index_mib << 20
+        self._evidence = CandidateScorer(config.index)
+        self._feed = feed
+        self._groups: OrderedDict[GroupRef, IndexedGroup] = OrderedDict()
+        self._builder = ThreadPoolExecutor(1, "history-index")
+        self._building: list[tuple[GroupRef, Future[HistoryIndex]]] = []
+        self.failed_builds = 0
+
+    def open(self, ref: GroupRef, epoch: int, prompt: np.ndarray) -> IndexedGroup:
+        """The group, for one more chunk of it."""
+        group = self._groups.get(ref)
+        if group is None:
+            self._make_room()
+            group = self._groups[ref] = IndexedGroup(ref, epoch, prompt, GroupIndex(self._evidence, prompt))
+        self._groups.move_to_end(ref)
+        group.running += 1
+        if group.running == 1 and self._feed is not None:
+            self._feed.hold(ref)
+        return group
+
+    def close(self, group: IndexedGroup) -> None:
+        """One chunk of it less."""
+        group.running -= 1
+        if not group.running and self._feed is not None:
+            self._feed.rest(group.ref)
+
+    def receive(self) -> None:
+        """Take in what the feed has brought, and the histories that have been indexed since."""
+        for fetched in self._feed.take() if self._feed is not None else ():
+            group = self._groups.get(fetched.group)
+            if group is None:
+                continue
+            for piece in fetched.pieces:
+                group.index.extend(piece.sample_index, piece.start, piece.tokens)
+            if fetched.history:
+                self._build(group, fetched.history)
+        ready = [(ref, future) for ref, future in self._building if future.done()]
+        if ready:
+            self._building = [item for item in self._building if item not in ready]
+            for ref, future in ready:
+                self._attach(ref, future)
+
+    def settle(self) -> None:
+        """Wait until every history that has come is indexed, and attach it: a replay repeats itself only so."""
+        self.receive()
+        for _, future in self._building:
+            future.exception()
+        self.receive()
+
+    def _build(self, group: IndexedGroup, answers: list[PastAnswer]) -> None:
+        arguments = answers, group.epoch, group.prompt, self._settings
+        self._building.append((group.ref, self._builder.submit(HistoryIndex.build, *arguments)))
+
+    def _attach(self, ref: GroupRef, future: Future[HistoryIndex]) -> None:
+        if future.exception() is not None:
+            self.failed_builds += 1  # drafts are best effort: without its history the group still has its mates
+        elif ref in self._groups:
+            self._groups[ref].index.attach(future.result())
+
+    def _make_room(self) -> None:
+        spare = sum(group.index.nbytes for group in self._groups.values()) - self._most_bytes
+        for ref, group in list(self._groups.items()) if spare > 0 else ():
+            if not group.running and spare > 0:
+                spare -= group.index.nbytes
+                del self._groups[ref]
+                if self._feed is not None:
+                    self._feed.release(ref)
+
+    @property
+    def tokens(self) -> int:
+        return sum(group.index.tokens for group in self._groups.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.index.nbytes for group in self._groups.values())
+
+    def close_all(self) -> None:
+        """Stop the thread; what it still builds is dropped."""
+        self._builder.shutdown(wait=False, cancel_futures=True)

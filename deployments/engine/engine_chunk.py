@@ -1,0 +1,49 @@
+"""A chunk inside the engine: when it came, what it has made, and the result that it ends with. Owned by the stepper."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
+from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.policies.protocol.events import ChunkEnd
+
+
+@dataclass(slots=True)
+class EngineChunk:
+    """Times are of time.monotonic()."""
+
+    chunk: ChunkRequest
+    request_id: str  # vLLM's own
+    request: object  # vLLM's scheduler-side Request: how far it is computed, how often it was preempted
+    submitted_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    cached_tokens: int = 0
+    verifications: int = 0  # steps that made tokens
+    token_ids: list[int] = field(default_factory=list)
+
+    def result(self, end: ChunkEnd, record: tuple, drafts: DraftReport | None) -> ChunkResult:
+        """As of now. `record`: see `Records.take`, of the tokens made."""
+        now_s = time.monotonic()
+        logprobs, raw_logprobs, drafted, accepted = record
+        scheduled_s = self.scheduled_s or now_s
+        first_token_s = self.first_token_s or now_s
+        return ChunkResult(
+            chunk_id=self.chunk.chunk_id,
+            token_ids=np.asarray(self.token_ids, np.int32),
+            logprobs=logprobs,
+            raw_logprobs=raw_logprobs,
+            end=end,
+            weights_version=self.chunk.weights_version,
+            queue_s=scheduled_s - self.submitted_s,
+            prefill_s=first_token_s - scheduled_s,
+            decode_s=now_s - first_token_s,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=len(self.chunk.token_ids) - self.cached_tokens if self.first_token_s else 0,
+            verifications=self.verifications,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+            drafts=drafts,
+        )

@@ -1,0 +1,106 @@
+"""One engine's link to the pool: what a chunk asks of the connector, and what the connector says became of its KV.
+
+Invariant: a held result is released exactly once, when its saves have ended or at the save deadline, so that whoever
+goes on with the sample finds its KV in the pool, and a dead pool costs a bounded wait. Owned by the stepper.
+"""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
+from tailrace.kvpool.connector import PoolConnector
+from tailrace.kvpool.counts import Counts
+from tailrace.kvpool.worker import layout, probe
+from tailrace.policies.models.speed_estimator import SpeedEstimator
+
+CAUSE_OF_NEW = "new"  # a first chunk: nobody had computed this context
+
+
+class PoolClient:
+    """`engine`: vLLM's LLMEngine, built with `kvpool.connector`. `save_deadline_s`: longest wait for saves."""
+
+    def __init__(self, engine, save_deadline_s: float, speeds: SpeedEstimator):
+        self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
+        self._save_deadline_s, self._speeds = save_deadline_s, speeds
+        self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; held since when
+        self._counts: Counter[str] = Counter()
+        self._waits = Counts()
+        layouts = engine.collective_rpc(layout)
+        self.key_prefixes = layouts[0][0]
+        self.token_bytes = sum(size for _, size in layouts)
+        for tokens, took_s in engine.collective_rpc(probe)[0]:
+            speeds.pull(tokens, took_s)
+
+    def wish(self, chunk: ChunkRequest) -> dict:
+        """vLLM's `kv_transfer_params` of a chunk. Saving can be called off later, see `forgo`."""
+        plan = chunk.kv or KvPlan(chunk.weights_version, None, save=False)
+        return {
+            "version": plan.version,
+            "min_pull_tokens": plan.min_pull_tokens,
+            "save": plan.save,
+            "save_prompt": chunk.kv is not None and len(chunk.token_ids) == chunk.prompt_tokens,
+        }
+
+    def forgo(self, request_id: str) -> None:
+        """Nobody will go on with this request: do not save it when it ends."""
+        self._connector.forgo(request_id)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> None:
+        """Take a result that is ready but for its saves."""
+        self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
+
+    def forget(self, request_id: str) -> None:
+        """The request has failed: there is no result to complete."""
+        self._connector.take(request_id)
+
+    def release(self) -> list[tuple[str, ChunkResult]]:
+        """The held results, by chunk id, whose saves have ended or are late."""
+        now_s = time.monotonic()
+        ready = [
+            chunk_id
+            for chunk_id, (request_id, _, _, since_s) in self._held.items()
+            if now_s - since_s > self._save_deadline_s or self._connector.settled(request_id)
+        ]
+        released = []
+        for chunk_id in ready:
+            request_id, chunk, result, since_s = self._held.pop(chunk_id)
+            self._waits.took("hold", now_s - since_s)
+            released.append((chunk_id, self._complete(request_id, chunk, result)))
+        return released
+
+    def after_step(self, took_s: float, decodes: bool) -> None:
+        """`decodes`: no chunk was at its prompt or waited for KV."""
+        self._waits.took("step", took_s)
+        tokens, chunks = self._connector.scheduled
+        if chunks:
+            self._speeds.step(chunks, tokens, took_s, decodes)
+        for pulled_tokens, pull_s in self._connector.take_pulls():
+            self._speeds.pull(pulled_tokens, pull_s)
+
+    def counts(self) -> dict[str, int]:
+        """Everything counted so far, by WHAT.CAUSE: on the way to the pool, and tokens by where their KV came from."""
+        self._counts += self._waits.take()
+        return dict(self._connector.counts + self._counts)
+
+    def _complete(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> ChunkResult:
+        late = not self._connector.settled(request_id)
+        traffic = self._connector.take(request_id)
+        new = len(chunk.token_ids) == chunk.prompt_tokens
+        cause = CAUSE_OF_NEW if new and traffic.cause in ("miss", "not_pulled", "below_min") else traffic.cause
+        pulled_tokens = 0 if cause.startswith("pull_") else traffic.pulled_tokens
+        self._counts["local_tokens"] += result.cached_tokens - pulled_tokens
+        self._counts["pool_tokens"] += pulled_tokens
+        self._counts[f"recomputed_tokens.{cause}"] += result.computed_tokens
+        self._counts["save_late"] += late
+        return replace(
+            result,
+            pulled_tokens=pulled_tokens,
+            stored_tokens=traffic.saved_tokens,
+            kv_names=b"".join(traffic.names),
+            recompute_cause=cause if result.computed_tokens else "",
+        )

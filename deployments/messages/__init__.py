@@ -1,0 +1,1 @@
+"""Typed messages between driver, coordinator, engines, drafters and the group context."""

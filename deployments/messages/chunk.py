@@ -1,0 +1,104 @@
+"""Messages between coordinator and engines: one chunk's request and result, and an engine's report.
+
+They cross the wire once per chunk or poll, so they are slotted dataclasses over numpy arrays. Token positions are
+absolute: 0 is the first token of the prompt.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Annotated
+
+import numpy as np
+
+from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.policies.protocol.events import ChunkEnd
+
+SampleKey = Annotated[int, "unsigned, 64 bits"]
+
+
+def sample_key(seed: int, step: int, prompt_id: str, sample_index: int) -> SampleKey:
+    """The 64-bit key of a sample's noise: blake2b over (run seed, step, prompt id, sample index)."""
+    text = f"{seed}\0{step}\0{prompt_id}\0{sample_index}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8, person=b"tailrace-sample").digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """What to do with a chunk's KV. `min_pull_tokens`: least gain over the local cache worth a pull; None: no pull."""
+
+    version: int
+    min_pull_tokens: int | None = 1
+    save: bool = True  # at its end, for whoever goes on with the sample
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """Generate at most `max_tokens` tokens after `token_ids` (int32: prompt, then what was generated so far)."""
+
+    chunk_id: str
+    sample_key: SampleKey
+    token_ids: np.ndarray
+    prompt_tokens: int
+    max_tokens: int
+    sampling: SamplingParams
+    weights_version: int
+    kv: KvPlan | None = None  # None: a replica without a pool
+    draft: DraftPlan | None = None  # None: nothing is drafted for it
+    forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
+    traceparent: str | None = None
+    keep_trace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """New tokens of one chunk (int32) and their logprobs (float32), all of one length; how it ended."""
+
+    chunk_id: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    end: ChunkEnd
+    weights_version: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    cached_tokens: int  # context tokens whose KV was found
+    computed_tokens: int  # context tokens that were prefilled again
+    pulled_tokens: int = 0  # of the cached ones, from the pool
+    stored_tokens: int = 0  # of the context at the end, that this chunk has put into the pool or found there
+    kv_names: bytes = b""  # names of the context's full blocks, `kvpool.keys.NAME_BYTES` each
+    recompute_cause: str = ""  # why computed_tokens were not found; see kvpool.scheduler
+    verifications: int = 0  # engine steps that made tokens of it
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafts: DraftReport | None = None  # None: it had no plan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of one replica. Capacities never change; the rest is as of `observed_at` (unix seconds)."""
+
+    replica_id: str
+    weights_version: int
+    block_tokens: int
+    kv_capacity_blocks: int
+    max_running: int
+    max_model_len: int
+    draft_tokens: int  # look-ahead slots a running chunk may need beyond its own tokens
+    observed_at: float
+    weights_source: str = ""  # the folder loaded last; empty: the one the engine was started on
+    steps: int = 0
+    preemptions: int = 0
+    running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
+    methods: tuple[str, ...] = ()  # by which chunks can draft now, first what a chunk drafts by of itself
+    node_id: str = ""
+    started_at: float = 0.0  # unix seconds
+    key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
+    token_bytes: int = 0  # KV of one token, over all ranks
+    pool_problem: str = ""  # why this replica runs without the pool that it should have
+    kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by WHAT.CAUSE
+    speeds: dict[str, float] | None = None  # see deployments.engine.speeds
+    # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
+    work: dict[str, int] = field(default_factory=dict)
+    step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost

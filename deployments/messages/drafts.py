@@ -1,0 +1,76 @@
+"""What an engine is told about drafting for a chunk, and what it tells about it afterwards."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.deployments.messages.context import GroupRef, Source, bits
+from tailrace.policies.families.drafting import Drafting
+from tailrace.policies.protocol.actions import DraftMode
+
+EVIDENCE = {
+    "group": bits(*Source),
+    "history": bits(Source.HISTORY),
+    "ngram": bits(Source.OWN),
+}
+"""Draft methods of the index, by the sources that each drafts from. `ngram` is prompt lookup, in the answer too."""
+
+
+def by_source(tokens: np.ndarray) -> dict[str, int]:
+    """Counts i64[4] under the names of their sources, those that are not 0."""
+    return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """Whose tokens a chunk makes, how long its answer may get, and who says how much to draft."""
+
+    group: GroupRef
+    sample_index: int
+    epoch: int
+    expected_tokens: int  # of the whole answer
+    class_starts: tuple[int, int]  # answer tokens from which it is of medium length, and long
+    policy: Drafting
+    way: DraftMode | None = None  # None: as the configuration of the draft model says
+    method: str | None = None  # of EVIDENCE: by that part of the index; else a draft model's first, where there is one
+
+
+@dataclass(slots=True)
+class DraftReport:
+    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K].
+
+    `model_tested`: tokens of a draft model whose turn came, all before them being right, whether they were verified or
+    had been overtaken by then; `model_accepted`: those of them that were right.
+    """
+
+    verifications: int
+    drafted: np.ndarray
+    accepted: np.ndarray
+    accepted_at: np.ndarray
+    model_tested: int = 0
+    model_accepted: int = 0
+
+    @classmethod
+    def none(cls, draft_tokens: int) -> "DraftReport":
+        """Nothing verified yet; no draft is longer than `draft_tokens`."""
+        sources = np.zeros((2, len(Source)), np.int64)
+        return cls(0, *sources, np.zeros(draft_tokens, np.int64))
+
+    def count(self, sources: np.ndarray, accepted: int) -> None:
+        """One verification: of a draft with these sources, u8[n], the first `accepted` tokens were right."""
+        self.verifications += 1
+        if len(sources):
+            self.drafted += np.bincount(sources, minlength=len(Source))
+            self.accepted += np.bincount(sources[:accepted], minlength=len(Source))
+            self.accepted_at[:accepted] += 1
+
+    def add(self, other: "DraftReport") -> None:
+        """Another chunk's, of the same sample; its drafts may have been longer."""
+        self.verifications += other.verifications
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.model_tested += other.model_tested
+        self.model_accepted += other.model_accepted
+        if len(other.accepted_at) > len(self.accepted_at):
+            self.accepted_at = np.pad(self.accepted_at, (0, len(other.accepted_at) - len(self.accepted_at)))
+        self.accepted_at[: len(other.accepted_at)] += other.accepted_at

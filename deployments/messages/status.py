@@ -1,0 +1,71 @@
+"""Status messages: replicas, batches, the KV pool and the service as a whole, for drivers and people."""
+
+from typing import Any
+
+from pydantic import Field
+
+from tailrace.deployments.messages.rollout import Message
+
+
+class ReplicaStatus(Message):
+    replica_id: str
+    ready: bool
+    running: int
+    max_running: int
+    kv_used_share: float
+    weights_version: int
+    preemptions: int
+    work: dict[str, int] = Field(default_factory=dict)  # see EngineStats
+    closing: bool = False  # it is to be given back, and takes no new chunks
+    step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
+
+
+class ReplicasChanged(Message):
+    """So many engine replicas are up and so many are wanted, since `at_s` (unix seconds); what is beyond the wanted
+    ones goes, and its resources are then free for Ray."""
+
+    replicas: int
+    wanted: int
+    reason: str
+    at_s: float
+
+
+class BatchStatus(Message):
+    """`tokens` counts whole chunks and what running chunks had made when last looked at, `observed_s` ago."""
+
+    batch_id: str
+    samples: int
+    ended: int
+    groups: int
+    emitted: int
+    tokens: int
+    tail: bool  # whether 90 % of the samples have ended
+    seconds: float
+
+
+class PoolView(Message):
+    """The KV pool: its own figures (see kvpool.status.PoolStatus; None: it is down), and what was counted on the way.
+
+    Counts are by WHAT.CAUSE, over all replicas: tokens by where their KV came from (`local_tokens`, `pool_tokens`,
+    `recomputed_tokens.CAUSE`), bytes, failures, and operations by duration (`load_ms.N`: at most N milliseconds).
+    """
+
+    status: dict[str, Any] | None
+    token_bytes: int
+    counts: dict[str, int]
+    problem: str | None = None  # why the last question to the pool's master got no answer
+    problems: dict[str, str] = Field(default_factory=dict)  # replicas that had to start without the pool, and why
+    keys_by_version: dict[int, int] | None = None  # only where it was asked for
+
+
+class ServiceStatus(Message):
+    waiting: int
+    running: int
+    batches: tuple[BatchStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
+    observed_s: float  # age of the oldest replica report used
+    waits_for: str | None  # what holds everything up, if anything does
+    policies: dict[str, Any]
+    weights_version: int = 0
+    pool: PoolView | None = None  # None: the service has none
+    context: dict[str, int] | None = None  # what was told to the group context and asked of it; None: there is none

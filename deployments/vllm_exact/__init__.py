@@ -1,0 +1,1 @@
+"""vLLM plug-ins: exact sampling, weights, and how an engine is started."""

@@ -1,0 +1,47 @@
+"""Knobs of one engine replica. Every CPU choice is a value here; `serve.gpu.yaml` sets the GPU ones."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.deployments.draft_index.settings import IndexSettings
+
+
+class DraftConfig(BaseModel):
+    """What proposes draft tokens: `group`, the index of the sample's group, and a draft model where there is one;
+    `model`, that alone; `ngram` and `suffix` are vLLM's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["off", "ngram", "suffix", "group", "model"] = "group"
+    draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens per verification")
+    lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
+    lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
+    paths: int = Field(1, ge=1, le=8, description="group: branches of a draft verified at once, by copies of the chunk")
+    fork_running: int = Field(2, ge=1, description="group: branches only while at most so many chunks run here")
+    index: IndexSettings = IndexSettings()
+    index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether drafts are made beside vLLM's scheduler (`drafts.py`), and not by vLLM."""
+        return self.method in ("group", "model")
+
+
+class EngineConfig(BaseModel):
+    """One vLLM engine: its model, its memory, its device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(description="a local Hugging Face folder")
+    device: Literal["cpu", "gpu"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
+    max_running: int = Field(16, ge=1, description="most chunks in one engine step (vLLM max_num_seqs)")
+    max_batched_tokens: int = Field(2048, ge=16, description="most tokens computed in one engine step")
+    kv_cache_gib: float | None = Field(2.0, gt=0, description="KV cache size; null: vLLM decides")
+    block_tokens: int = Field(32, ge=1, description="tokens per KV block")
+    cores: int | None = Field(1, ge=1, description="CPU cores this replica binds to; null: no binding")
+    tensor_parallel: int = Field(1, ge=1)
+    draft: DraftConfig = DraftConfig()
+    vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")

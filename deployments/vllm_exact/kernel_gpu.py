@@ -1,0 +1,124 @@
+"""Draw tokens with torch on any device: the twin of kernel_cpu.py in batched float64 tensor operations.
+
+Owns `sample_rows`. Invariant: the same integers of noise and the same definition of every filter as the CPU kernel,
+hence the same tokens from the same logits. One synchronisation per call, at its end. Called by sampler.py on GPUs.
+"""
+
+import numpy as np
+import torch
+
+from tailrace.deployments.vllm_exact.gumbel_rng import (
+    GAMMA,
+    GREEDY_BELOW,
+    MASK_64,
+    MASS_UNITS,
+    MIX_1,
+    MIX_2,
+    UNIFORM_SHIFT,
+    UNIFORM_STEP,
+)
+
+ELEMENTS_AT_ONCE = 1 << 24  # bounds the float64 temporaries to about 1 GiB
+
+
+def _signed(value: int) -> int:
+    """The int64 with these 64 bits: torch multiplies and adds int64 modulo 2**64, but lacks most of uint64."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(z, bits):
+    """A logical right shift of int64."""
+    return (z >> bits) & (MASK_64 >> bits)
+
+
+def _finalise(z):
+    z = (z ^ _shift(z, 30)) * _signed(MIX_1)
+    z = (z ^ _shift(z, 27)) * _signed(MIX_2)
+    return z ^ _shift(z, 31)
+
+
+def _outputs(seeds, indexes):
+    return _finalise(seeds + (indexes + 1) * _signed(GAMMA))
+
+
+def hashes(keys, positions, vocab):
+    """i64[n, vocab]: the hashed bits of every vocabulary index for int64 keys [n] at positions [n]."""
+    seeds = _outputs(keys, positions)
+    return _outputs(seeds[:, None], torch.arange(vocab, device=keys.device)[None, :])
+
+
+def exponentials(keys, positions, vocab):
+    """f64[n, vocab]: unit exponential noise, -log(u)."""
+    bits = _shift(hashes(keys, positions, vocab), UNIFORM_SHIFT)
+    return -torch.log((bits.to(torch.float64) + 0.5) * UNIFORM_STEP)
+
+
+def _cut(ordered, units, target):
+    """f32[n, 1]: the smallest logit with fewer units strictly above it than target; rows of `ordered` fall."""
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    place = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
+    first = torch.where(starts, place, 0).cummax(dim=1).values  # of the run of equal logits
+    above = (units.cumsum(dim=1) - units).gather(1, first)
+    kept = (above < target).sum(dim=1, keepdim=True)
+    return ordered.gather(1, (kept - 1).clamp(min=0))
+
+
+def _floors(logits, peak, temperature, top_p, top_k, min_p):
+    """f32[n, 1]: the smallest kept logit after min_p, top_k, top_p; -inf: all are kept."""
+    bar = peak.double() + torch.log(min_p.double()) * temperature
+    floor = bar.float()
+    floor = torch.where(floor.double() < bar, torch.nextafter(floor, torch.full_like(floor, torch.inf)), floor)
+    ordered = logits.sort(dim=1, descending=True).values
+    ones = ((ordered >= floor) & (ordered > -torch.inf)).long()
+    limited = (top_k > 0) & (top_k < logits.shape[1]) & (ones.sum(dim=1, keepdim=True) > top_k)
+    floor = torch.where(limited, torch.maximum(floor, _cut(ordered, ones, top_k)), floor)
+    weights = torch.exp((ordered.double() - peak.double()) * (1.0 / temperature))
+    units = torch.where(ordered >= floor, weights * MASS_UNITS, 0.0).long()
+    target = torch.ceil(units.sum(dim=1, keepdim=True).double() * top_p.double()).long().clamp(min=1)
+    return torch.where(top_p < 1.0, torch.maximum(floor, _cut(ordered, units, target)), floor)
+
+
+def _draw(logits, noise, temperature, filters, forced):
+    """f64[3, n]: tokens and both logprobs. The per-row columns are [n, 1]; filters is None or (top_p, top_k, min_p)."""
+    greedy = temperature < GREEDY_BELOW
+    heat = torch.where(greedy, 1.0, temperature).double()
+    peak, top = logits.max(dim=1, keepdim=True)
+    below_peak = logits.double() - peak.double()
+    weights = torch.exp(below_peak * (1.0 / heat))
+    open_floor = torch.full_like(peak, -torch.inf)
+    floor = open_floor if filters is None else _floors(logits, peak, heat, *filters)
+    race = torch.where(logits >= floor, noise / weights, torch.inf)
+    token = torch.where(greedy, top, race.argmin(dim=1, keepdim=True))
+    token = torch.where(forced >= 0, forced, token)
+    floor = torch.where(logits.gather(1, token) >= floor, floor, open_floor)
+    mass = torch.where(logits >= floor, weights, 0.0).sum(dim=1, keepdim=True)
+    drop = below_peak.gather(1, token)
+    raw = drop - torch.exp(below_peak).sum(dim=1, keepdim=True).log()
+    logprob = torch.where(greedy, torch.where(forced >= 0, raw, 0.0), drop * (1.0 / heat) - mass.log())
+    return torch.cat([token.double(), logprob, raw], dim=1).T
+
+
+def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, forced):
+    """As `kernel_cpu.sample_rows`, for a tensor of logits on any device; the other arguments and the results are
+    numpy arrays on the host. Raises ValueError if a forced token is outside the vocabulary.
+    """
+    rows, vocab = logits.shape
+    if rows and forced.max() >= vocab:
+        raise ValueError(f"forced token {forced.max()} is outside the vocabulary of {vocab}")
+
+    def column(values):
+        return torch.from_numpy(np.ascontiguousarray(values)).to(logits.device, non_blocking=True)[:, None]
+
+    filtered = bool((min_p > 0).any() or (top_p < 1).any() or ((top_k > 0) & (top_k < vocab)).any())
+    seeds, places = column(keys.view(np.int64)), column(positions)
+    heat, forced = column(temperature), column(forced.astype(np.int64))
+    filters = [column(top_p), column(top_k), column(min_p)] if filtered else None
+    drawn, at_once = [], max(1, ELEMENTS_AT_ONCE // vocab)
+    for begin in range(0, rows, at_once):
+        part = slice(begin, begin + at_once)
+        noise = exponentials(seeds[part, 0], places[part, 0], vocab)
+        some = None if filters is None else [f[part] for f in filters]
+        drawn.append(_draw(logits[part].float(), noise, heat[part], some, forced[part]))
+    tokens, logprobs, raw = torch.cat(drawn, dim=1).cpu().numpy() if drawn else np.empty((3, 0))
+    return tokens.astype(np.int32), logprobs.astype(np.float32), raw.astype(np.float32)

@@ -1,0 +1,187 @@
+"""Starts vLLM: its process-wide settings, its cores, its arguments.
+
+Invariant: everything is set before vLLM is imported, and what exactness rests on (dtype aside: see
+EngineConfig) cannot be overridden by `vllm_args`. Called once per process, by the stepper, on the thread
+that will step the engine: on Linux cores are bound per thread, and OpenMP's threads inherit the binding.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
+from tailrace.kvpool.config import PoolEndpoint
+from tailrace.kvpool.keys import PREFIX, fingerprint
+
+
+def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
+    """The `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
+    return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
+
+
+def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
+    """Binds the threads of this process that are bound to one rank's cores to another's.
+
+    For a replica whose rank Serve changes: it hands the lowest ones to those that stay, and theirs to who comes next,
+    who would else share a core. To be called on a thread that is not bound. Workers of tensor parallelism stay.
+    """
+    if old_rank == new_rank or config.device != "cpu" or config.cores is None:
+        return
+    available, count = sorted(os.sched_getaffinity(0)), config.cores * config.tensor_parallel
+    old, new = (set(core_ids(rank, count, available)) for rank in (old_rank, new_rank))
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has ended since
+            if os.sched_getaffinity(thread) == old:
+                os.sched_setaffinity(thread, new)
+
+
+def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
+    """vLLM's LLMEngine, in this process (workers are processes of their own when tensor parallel).
+
+    Raises what vLLM raises on a bad model folder, and ValueError on a `vllm_args` key that is not free.
+    """
+    arguments = engine_arguments(config)
+    cores = None
+    if config.device == "cpu" and config.cores is not None:
+        cores = core_ids(rank, config.cores * config.tensor_parallel, sorted(os.sched_getaffinity(0)))
+    os.environ.update(process_settings(config, cores))
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+
+    import torch
+
+    if cores is not None:
+        # OMP_NUM_THREADS alone comes too late when torch was loaded before.
+        torch.set_num_threads(max(1, len(cores) // config.tensor_parallel))
+    if config.device == "cpu":
+        make_llvmlite_scannable()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if pool is None:
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    else:
+        with pool_file(pool) as file:
+            os.environ.update(pool_settings(pool, file))
+            arguments["kv_transfer_config"] = transfer_config(config, pool)
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    if config.draft.is_ours:
+        verify_drafts_only(engine)
+    return engine
+
+
+def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str, str]:
+    """Environment variables that vLLM and the libraries below it read."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: quick start, no second hop
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # ExactSampler plugs into the model runner that has `sampler`
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # a model is a local folder; never wait for a hub
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",  # vLLM seeds its block hashes with it; they must agree between replicas
+    }
+    if config.device == "gpu":
+        settings["VLLM_BATCH_INVARIANT"] = "1"  # logits must not depend on the batch
+    if cores is not None:
+        each = max(1, len(cores) // config.tensor_parallel)
+        ranks = [cores[i : i + each] for i in range(0, len(cores), each)]
+        # Read by vLLM for worker processes only; in one process the thread's own binding does it (vLLM 0.32).
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in ranks)
+        settings["OMP_NUM_THREADS"] = str(each)
+    return settings
+
+
+def engine_arguments(config: EngineConfig) -> dict:
+    """Keyword arguments for vLLM's EngineArgs."""
+    ours = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "block_size": config.block_tokens,
+        "tensor_parallel_size": config.tensor_parallel,
+        "worker_cls": f"deployments.engine.worker.{'ExactCPUWorker' if config.device == 'cpu' else 'ExactGPUWorker'}",
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "async_scheduling": False,  # the sampler must know each position when it draws
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if config.kv_cache_gib is not None:
+        ours["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    if config.device == "cpu":
+        ours["enforce_eager"] = True
+    if (speculation := speculative_config(config.draft)) is not None:
+        ours["speculative_config"] = speculation
+    if taken := sorted(ours.keys() & config.vllm_args.keys()):
+        raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
+    return ours | config.vllm_args
+
+
+def speculative_config(draft: DraftConfig) -> dict | None:
+    """vLLM's, of its own methods as they come, and of ours so that it verifies what is set on its requests."""
+    most = {"method": draft.method, "num_speculative_tokens": draft.draft_tokens}
+    match draft.method:
+        case "off":
+            return None
+        case "ngram":
+            return most | {"prompt_lookup_max": draft.lookup_max, "prompt_lookup_min": draft.lookup_min}
+        case "suffix":
+            return most
+        case "group" | "model":
+            return most | {"method": "custom_class", "model": "tailrace.deployments.vllm_exact.proposer.NoDrafts"}
+
+
+def transfer_config(config: EngineConfig, pool: PoolEndpoint):
+    """vLLM's KVTransferConfig: our connector, its deadlines, a name space that no other model shares."""
+    from vllm.config import KVTransferConfig
+
+    shape = (config.dtype, config.block_tokens, config.tensor_parallel)
+    return KVTransferConfig(
+        kv_connector="PoolConnector",
+        kv_connector_module_path="tailrace.kvpool.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "cache_prefix": f"{PREFIX}-{fingerprint(config.model, *shape)}",
+            "preferred_segment": pool.segment or None,
+            "lookup_rpc_port": f"{os.getpid()}",  # two replicas on a node must not share vLLM's look-up socket
+            "lookup_deadline_s": pool.config.lookup_deadline_s,
+            "load_deadline_s": pool.config.load_deadline_s,
+            "retry_s": pool.config.retry_s,
+        },
+    )
+
+
+def pool_settings(pool: PoolEndpoint, file: str) -> dict[str, str]:
+    """Environment variables of Mooncake's client in this process and in its workers; `file`: see `pool_file`."""
+    return {
+        "MOONCAKE_CONFIG_PATH": file,
+        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": pool.host,
+        "MC_TCP_BIND_ADDRESS": pool.host,
+        "MC_LOG_LEVEL": "ERROR",  # else Mooncake's client tells of every connection
+    }
+
+
+@contextmanager
+def pool_file(pool: PoolEndpoint) -> Iterator[str]:
+    """The JSON file that vLLM's Mooncake worker reads while it is built."""
+    settings = {
+        "mode": "standalone-store",  # memory of a replica's own would go with the replica
+        "global_segment_size": 0,
+        "local_buffer_size": pool.config.buffer_mib << 20,
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": pool.master_address,
+        "protocol": pool.config.protocol,
+        "device_name": pool.config.rdma_devices,
+        "enable_offload": pool.config.ssd_path is not None,
+    }
+    with tempfile.NamedTemporaryFile("w", prefix="tailrace-mooncake-", suffix=".json") as file:
+        json.dump(settings, file)
+        file.flush()
+        yield file.name

@@ -1,0 +1,84 @@
+"""What is known about each drawn token besides its id: logprobs, and whether it was drafted.
+
+Invariant: entries are addressed by (request, absolute position) and the last write wins, so a row that vLLM samples,
+throws away (partial prefill) and samples again later leaves no trace. `sampler.py` writes; the engine replica takes
+each request's entries exactly once, after vLLM has dropped it from its batch.
+"""
+
+import numpy as np
+
+FIELDS = {"logprobs": np.float32, "raw_logprobs": np.float32, "drafted": np.int16, "accepted": np.int16}
+
+
+class LogprobStore:
+    """One row of arrays per open request, from the first position drawn for it; rows are used again."""
+
+    def __init__(self, requests: int = 8, tokens: int = 256):
+        self._slot_of: dict[str, int] = {}
+        self._free = list(range(requests))
+        self._first = np.zeros(requests, np.int64)
+        self._fields = {name: np.zeros((requests, tokens), kind) for name, kind in FIELDS.items()}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def slots(self, req_ids: list[str], positions: np.ndarray) -> np.ndarray:
+        """i64[n]: where each request's entries lie, opening those not seen before at their positions i64[n]."""
+        for req_id, position in zip(req_ids, positions, strict=True):
+            if req_id not in self._slot_of:
+                self._open(req_id, int(position))
+        return np.array([self._slot_of[req_id] for req_id in req_ids], np.int64)
+
+    def write(self, slots, positions, logprobs, raw_logprobs, drafted=0, accepted=0):
+        """Write one entry per (slot, position), all i64[m]; the values are arrays [m] or one number.
+
+        drafted: draft tokens verified in the step that begins at this position. accepted: 1 if this token was drafted.
+        Raises ValueError for a position before the request's first one.
+        """
+        places = positions - self._first[slots]
+        if not places.size:
+            return
+        if places.min() < 0:
+            raise ValueError("a token was drawn before the first position of its request")
+        self._reserve(int(places.max()) + 1)
+        for name, values in zip(FIELDS, (logprobs, raw_logprobs, drafted, accepted), strict=True):
+            self._fields[name][slots, places] = values
+
+    def take(self, req_id: str, start: int, count: int) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """(logprobs f32[count], raw_logprobs f32[count], drafted, accepted) of positions [start, start + count).
+
+        Forgets the request. vLLM may cut tokens behind a stop token; they and their drafts are not counted.
+        Logprobs of positions never drawn are NaN. A request never sampled has no entries: KeyError unless count is 0.
+        """
+        if req_id not in self._slot_of and count == 0:
+            return np.empty(0, np.float32), np.empty(0, np.float32), 0, 0
+        slot = self._slot_of[req_id]
+        begin = start - int(self._first[slot])
+        if count and begin < 0:
+            raise ValueError(f"{req_id}: position {start} is before the first one drawn, {self._first[slot]}")
+        self._free.append(self._slot_of.pop(req_id))
+        begin = max(begin, 0)
+        self._reserve(begin + count)
+        taken = [field[slot, begin : begin + count] for field in self._fields.values()]
+        return taken[0].copy(), taken[1].copy(), int(taken[2].sum()), int(taken[3].sum())
+
+    def _open(self, req_id, position):
+        if not self._free:
+            rows = len(self._first)
+            self._free = list(range(rows, 2 * rows))
+            self._first = np.concatenate([self._first, np.zeros(rows, np.int64)])
+            self._fields = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in self._fields.items()}
+        slot = self._slot_of[req_id] = self._free.pop()
+        self._first[slot] = position
+        for name, field in self._fields.items():
+            field[slot] = np.nan if "logprobs" in name else 0
+
+    def _reserve(self, tokens):
+        width = self._fields["drafted"].shape[1]
+        if tokens <= width:
+            return
+        more = max(width, tokens - width)
+        for name, field in self._fields.items():
+            blank = np.nan if "logprobs" in name else 0
+            added = np.full((len(field), more), blank, field.dtype)
+            self._fields[name] = np.concatenate([field, added], axis=1)

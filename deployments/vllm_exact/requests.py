@@ -1,0 +1,68 @@
+"""Chunks as requests inside vLLM. Invariant: whatever it is given, a refusal is one line and changes nothing.
+
+Called by the stepper, and by its forks, on the engine's thread.
+"""
+
+import numpy as np
+
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.kvpool.keys import cache_salt
+
+
+class Requests:
+    """`engine`: vLLM's LLMEngine in this process."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self.eos_token_id = engine.get_tokenizer().eos_token_id
+        model = engine.vllm_config.model_config
+        self._vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
+
+    def refusal(self, chunk: ChunkRequest) -> str | None:
+        """Why a chunk cannot run on this model, in a few words; None when it can."""
+        context = len(chunk.token_ids)
+        if not 1 <= context < self._max_model_len:
+            return f"context of {context} tokens, max_model_len is {self._max_model_len}"
+        if not 1 <= chunk.prompt_tokens <= context:
+            return f"prompt_tokens is {chunk.prompt_tokens} in a context of {context} tokens"
+        if chunk.max_tokens < 1:
+            return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
+        if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
+            # Inside a step it would fail everybody's chunks; vLLM itself checks the context only.
+            return f"forced has a token outside the vocabulary of {self._vocabulary}"
+        return None
+
+    def add(self, name: str, chunk: ChunkRequest, token_ids: np.ndarray, max_tokens: int, kv: dict | None):
+        """vLLM's scheduler-side Request that goes on with `token_ids` (int32) as `chunk` says; `kv`: see PoolLink.wish.
+
+        Outputs come under `name`. Raises ValueError, one line.
+        """
+        from vllm import SamplingParams as VllmParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        from tailrace.deployments.vllm_exact.sampler import ARGS_KEY, extra_args
+
+        params = VllmParams(
+            max_tokens=max_tokens,
+            temperature=0.0,  # unused: the exact sampler draws, by `extra_args`
+            stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id)},
+        )
+        if kv is not None:
+            params.extra_args["kv_transfer_params"] = kv
+        kv_version = chunk.weights_version if chunk.kv is None else chunk.kv.version
+        prompt = tokens_input(token_ids.tolist(), cache_salt=cache_salt(kv_version))
+        try:
+            request_id = self._engine.add_request(name, prompt, params)
+        except VLLMClientError as error:  # the edge to vLLM: its refusals are of several kinds
+            raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
+        return self._scheduler.requests[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request, by vLLM's own id, after the step in progress."""
+        self._engine.abort_request([request_id], internal=True)

@@ -1,0 +1,158 @@
+"""vLLM's two samplers, replaced by exact ones: the token at (sample key, position) is drawn, and drafts only guess it.
+
+Invariant: what is emitted at a position is `sample_rows` of that position's logits and nothing else. Drafts are
+verified by equality with it (drafter-invariant speculative decoding, Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+The engine's worker puts these in place of the model runner's `sampler` and `rejection_sampler`; the engine replica
+fills `SamplingParams.extra_args["tailrace"]` with `extra_args` and takes logprobs from `ExactSampler.records`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
+
+ARGS_KEY = "tailrace"
+NOTHING = -1  # vLLM's mark for "no token was emitted here"
+# Rows of no request, or of one without our arguments, are vLLM's own warm-up: greedy, and nobody reads them.
+WARM_UP = {"key": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "forced": None}
+COLUMNS = {"key": np.uint64, "temperature": np.float32, "top_p": np.float32, "top_k": np.int32, "min_p": np.float32}
+
+
+def extra_args(chunk: ChunkRequest, eos_token_id: int) -> dict:
+    """`SamplingParams.extra_args["tailrace"]` of a chunk: plain numbers and lists, so that it may cross processes."""
+    sampling = chunk.sampling
+    return {
+        "key": int(chunk.sample_key),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "prompt_tokens": chunk.prompt_tokens,
+        "forced": None if chunk.forced is None else chunk.forced.tolist(),
+        "eos": eos_token_id,
+    }
+
+
+def verify(drawn: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(emitted i32[n, w], accepted i64[n]): the draws up to and including the first that differs from its draft.
+
+    drawn i32[n, w], drafts i32[n, w - 1], of which counts[n] per row are real; what is not emitted is -1.
+    """
+    column = np.arange(drawn.shape[1])
+    agrees = (drawn[:, :-1] == drafts) & (column[:-1] < counts[:, None])
+    accepted = np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
+    return np.where(column <= accepted[:, None], drawn, NOTHING).astype(np.int32), accepted
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Parameters of the requests of one engine step, in batch order."""
+
+    states: list
+    columns: dict[str, np.ndarray]
+    replays: dict[int, dict]  # batch index -> arguments
+    slots: np.ndarray | None  # None: warm-up
+
+
+class ExactSampler:
+    """Called as vLLM's `Sampler`. `kernel` is the module kernel_cpu or kernel_gpu."""
+
+    logprobs_mode = "raw_logprobs"  # read by vLLM's warm-up
+
+    def __init__(self, model_runner, kernel):
+        self._runner = model_runner
+        self._sample_rows = kernel.sample_rows
+        self._batch: _Batch | None = None
+        self.records = LogprobStore()
+
+    def __call__(self, logits, sampling_metadata, **_):
+        batch, positions = self.batch(logits.shape[0])
+        drawn = self.draw(logits, batch, np.arange(len(positions)), positions)
+        if batch.slots is not None:
+            self.records.write(batch.slots, positions, *drawn[1:])
+        return output(drawn[0][:, None], logits.device)
+
+    def batch(self, count: int) -> tuple[_Batch, np.ndarray]:
+        """The step's `count` requests and the absolute position i64[count] of each one's next token."""
+        held = self._runner.input_batch
+        if held.num_reqs != count:
+            return _Batch([], _columns([WARM_UP] * count), {}, None), np.zeros(count, np.int64)
+        positions = held.num_tokens_no_spec[:count].astype(np.int64)
+        states = [self._runner.requests[req_id] for req_id in held.req_ids]
+        known = self._batch
+        # A batch mostly stays as it was for many steps; its requests' state objects say so, ids may be used again.
+        if known and len(known.states) == count and all(a is b for a, b in zip(known.states, states, strict=True)):
+            return known, positions
+        args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
+        replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}
+        slots = self.records.slots(held.req_ids, positions)
+        self._batch = _Batch(states, _columns(args), replays, slots)
+        return self._batch, positions
+
+    def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
+        """`sample_rows` of logits [m, V], row r being `positions[r]` of the batch's request `owner[r]`."""
+        forced = np.full(len(owner), NOTHING, np.int32)
+        if batch.replays:
+            for row, (i, position) in enumerate(zip(owner.tolist(), positions.tolist(), strict=True)):
+                if i in batch.replays:
+                    forced[row] = forced_token(batch.replays[i], position)
+        columns = {name: values[owner] for name, values in batch.columns.items()}
+        return self._sample_rows(logits.float(), columns.pop("key"), positions, **columns, forced=forced)
+
+
+class ExactRejectionSampler:
+    """Called as vLLM's `RejectionSampler`; shares requests and records with the ExactSampler it is given."""
+
+    def __init__(self, sampler: ExactSampler):
+        self._sampler = sampler
+
+    def __call__(self, metadata, draft_probs, logits, sampling_metadata):
+        counts = np.asarray(metadata.num_draft_tokens, np.int64)
+        batch, first = self._sampler.batch(len(counts))
+        rows, drafts = layout(metadata, counts)
+        here = rows >= 0
+        owner, offset = np.zeros((2, logits.shape[0]), np.int64)
+        owner[rows[here]], offset[rows[here]] = np.nonzero(here)
+        tokens, *logprobs = self._sampler.draw(logits, batch, owner, first[owner] + offset)
+        emitted, accepted = verify(tokens[rows], drafts, counts)
+        if batch.slots is not None:
+            i, j = np.nonzero(emitted != NOTHING)
+            values = [column[rows[i, j]] for column in logprobs]
+            drafted = np.where(j == 0, counts[i], 0)
+            self._sampler.records.write(batch.slots[i], first[i] + j, *values, drafted, j < accepted[i])
+        return output(emitted, logits.device)
+
+
+def layout(metadata, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows i64[n, w], drafts i32[n, w - 1]): the row of logits of request i's token j, and its draft; -1: none.
+
+    metadata is vLLM's SpecDecodeMetadata; token counts[i] of request i is its bonus token, which has no draft.
+    """
+    width = metadata.max_spec_len + 1
+    rows = np.full((len(counts), width), -1, np.int64)
+    drafts = np.full((len(counts), width - 1), NOTHING, np.int32)
+    drafted = np.arange(width - 1) < counts[:, None]
+    drafts[drafted] = metadata.draft_token_ids.cpu().numpy()
+    rows[:, :-1][drafted] = metadata.target_logits_indices.cpu().numpy()
+    rows[np.arange(len(counts)), counts] = metadata.bonus_logits_indices.cpu().numpy()
+    return rows, drafts
+
+
+def forced_token(args: dict, position: int) -> int:
+    """What a replayed sample emits at `position`: the next token of its list, then end of sequence."""
+    place = position - args["prompt_tokens"]
+    return args["forced"][place] if place < len(args["forced"]) else args["eos"]
+
+
+def output(tokens: np.ndarray, device):
+    """vLLM's SamplerOutput of int32 tokens [n, w]. Logprobs travel in Records: vLLM's would cost a sort per row."""
+    from vllm.v1.outputs import SamplerOutput
+
+    return SamplerOutput(sampled_token_ids=torch.from_numpy(tokens).to(device), logprobs_tensors=None)
+
+
+def _columns(args: list[dict]) -> dict[str, np.ndarray]:
+    return {name: np.array([a[name] for a in args], kind) for name, kind in COLUMNS.items()}

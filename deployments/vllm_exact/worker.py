@@ -1,0 +1,62 @@
+"""The vLLM worker whose tokens are drawn exactly. Loaded by vLLM itself, by dotted path (`worker_cls`).
+
+Invariant: whatever model runner vLLM builds, every token comes from ExactSampler or ExactRejectionSampler.
+Only the class of this machine's platform exists here, because importing the other one's base can fail.
+"""
+
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+
+from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler
+from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, refusal, tensors_of
+
+
+class ExactWorker:
+    """Mixin before a vLLM worker class."""
+
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        runner.sampler = ExactSampler(runner, self.kernel())
+        if hasattr(runner, "rejection_sampler"):  # only built when something drafts
+            runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+        self._tensors: Tensors = tensors_of(self.model_config.model)  # now: a trainer may write into that folder again
+
+    def weights_refusal(self, folder: str) -> str | None:
+        """Why this folder's weights cannot replace the model's, in one line; None when they can."""
+        return refusal(folder, self._tensors)
+
+    def load_weights_from(self, folder: str) -> None:
+        """Puts a folder's safetensors, not refused, into the running model; no request may be in flight.
+
+        Raises RuntimeError when it broke off half-way.
+        """
+        with set_current_vllm_config(self.vllm_config):  # as vLLM's own `Worker.reload_weights`
+            load_in_place(self.model_runner, folder)
+
+    def take_record(self, req_id: str, start: int, count: int):
+        """`Records.take` by `collective_rpc`: (logprobs, raw_logprobs, drafted, accepted) of one request."""
+        return self.model_runner.sampler.records.take(req_id, start, count)
+
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    class ExactCPUWorker(ExactWorker, CPUWorker):
+        """vLLM's CPU worker, with the numba kernel."""
+
+        def kernel(self):
+            from tailrace.deployments.vllm_exact import kernel_cpu
+
+            return kernel_cpu
+
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class ExactGPUWorker(ExactWorker, Worker):
+        """vLLM's GPU worker, with the torch kernel."""
+
+        def kernel(self):
+            from tailrace.deployments.vllm_exact import kernel_gpu
+
+            return kernel_gpu

@@ -1,0 +1,62 @@
+"""Where a sample's next chunk starts: the placement policy's choice, booked, as an action that says why.
+
+Invariant: the replica has room for all that the chunk reserves; a bound sample starts where it is bound. Called by
+`RolloutCore` alone.
+"""
+
+from tailrace.policies.core.draft_planner import MODEL, DraftPlanner
+from tailrace.policies.core.prefetch_planner import PrefetchPlanner
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import Chunk, Sample
+from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.families.registry import Policies, name_of
+from tailrace.policies.protocol.actions import StartChunk
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        policies: Policies,
+        table: ReplicaTable,
+        running: RunningChunks,
+        upcoming: PrefetchPlanner,
+        ways: DraftPlanner,
+    ):
+        self._placement, self._table, self._running, self._upcoming = policies.placement, table, running, upcoming
+        self._ways = ways
+        self._memory = None  # the placement policy's
+        self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
+
+    def place(self, sample: Sample) -> StartChunk:
+        """Its next chunk, of `sample.need_tokens`, for which a replica that it may run on has room."""
+        if sample.home is not None:
+            return self._start(sample, sample.home, f"bound to {sample.home}")
+        view = sample.view()
+        replica_id, self._memory = self._placement.choose(view, sample.need_tokens, self._table.read_only, self._memory)
+        if self._placement.sticky:
+            sample.home = replica_id
+        move = "first chunk"
+        if view.last_replica is not None:
+            move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
+        return self._start(sample, replica_id, f"{self._names}: {move}")
+
+    def _start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
+        chunk = self._running.start(sample, replica_id)
+        self._upcoming.seen(chunk)
+        return self.action(chunk, reason)
+
+    def action(self, chunk: Chunk, reason: str) -> StartChunk:
+        """For a chunk that is booked. A copy drafts by its method, as configured: that is what it races with; a chunk
+        that no draft model is to draft for, by what its replica has beside."""
+        sample, original = chunk.sample, chunk.copy_of
+        way, why = self._ways.next(sample, chunk.replica_id) if original is None else (None, "")
+        methods = self._table.methods(chunk.replica_id)
+        if way is not None and not way.window and MODEL in methods:
+            chunk.method = next((method for method in methods if method != MODEL), None)
+        reason = f"{reason}; {why}" if why else reason
+        pull = self._placement.min_pull_tokens(self._table.speeds(chunk.replica_id))
+        return StartChunk(
+            chunk.chunk_id, sample.sample_id, chunk.replica_id, sample.generated_tokens, chunk.max_tokens,
+            chunk.weights_version, chunk.kv_version, pull, sample.expected_tokens, sample.group.class_starts, reason,
+            original.chunk_id if original else None, chunk.method, way,
+        )  # fmt: skip

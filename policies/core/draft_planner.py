@@ -1,0 +1,70 @@
+"""How each sample's next chunk is drafted by draft models, and what draft models may bring: the `draft_models` policy's
+answers, to what the core knows.
+
+Invariant: an acceptance is that of draft tokens whose turn came, right or not, and of chunks that counted; a sample's
+own weighs the more the more of its drafts were seen, beside the mean of all. Called by `RolloutCore` and its books.
+"""
+
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import RequestBuffer, Sample
+from tailrace.policies.families.draft_models import DraftModels
+from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.events import ChunkFinished
+from tailrace.policies.protocol.views import DraftModelsView, RolesView
+
+MODEL = "model"
+"""What replicas call drafting by a draft model."""
+
+TRUST = 8
+"""Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
+
+FADE = 0.99
+"""Of the mean, per chunk that a draft model drafted for: one 70 ago weighs one half."""
+
+
+class DraftPlanner:
+    """`drafters`: draft models that there should be, as the tail policy said last; 0: it does not say."""
+
+    def __init__(self, policy: DraftModels, table: ReplicaTable, buffer: RequestBuffer):
+        self._policy, self._table, self._buffer = policy, table, buffer
+        self._accepted, self._tested = TRUST * policy.acceptance, float(TRUST)  # of all samples, faded
+        self.drafters = 0
+
+    def learn(self, event: ChunkFinished) -> None:
+        """A chunk has ended whose tokens count."""
+        if event.model_tested:
+            self._accepted = FADE * self._accepted + event.model_accepted
+            self._tested = FADE * self._tested + event.model_tested
+
+    def next(self, sample: Sample, replica_id: str) -> tuple[DraftMode | None, str]:
+        """Of its chunk that starts there now, and why. All that has not ended shares engines and draft models."""
+        samples, engines, drafters = self._buffer.unended, self._table.staying, self.drafters or self._policy.replicas
+        on_engine = min(-(-samples // max(1, engines)), self._table.max_running(replica_id))
+        on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))
+        own = (TRUST * self._mean + sample.model_accepted) / (TRUST + sample.model_tested)
+        return self._policy.way(DraftModelsView(on_engine, on_drafter, self._mean), own)
+
+    def outlook(self, running: int, least: int, most: int) -> tuple[RolesView, ...]:
+        """For so many chunks, where `least` engines or more have room for them and there are `most` replicas: for each
+        pace the fewest engines, and as many drafters as the policy allows, by twos."""
+        cuts = [
+            (engines, drafters, DraftModelsView(-(-running // engines), -(-running // drafters), self._mean))
+            for engines in fewest(running, max(1, least), most - 1)
+            for drafters in doubling(min(self._policy.replicas, most - engines))
+        ]
+        found = (RolesView(*cut, self._policy.gain(view)) for *cut, view in cuts)
+        return tuple(view for view in found if view.gain > 1.0)
+
+    @property
+    def _mean(self) -> float:
+        return self._accepted / self._tested
+
+
+def fewest(running: int, least: int, most: int) -> list[int]:
+    """Of `least` to `most` replicas the fewest for each number of chunks on the fullest of them."""
+    return [n for n in range(least, most + 1) if n == least or -(-running // n) < -(-running // (n - 1))]
+
+
+def doubling(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return sorted({1 << power for power in range(most.bit_length())} | {most} if most > 0 else set())

@@ -1,0 +1,76 @@
+"""What runs next, and where: the chunks expected to end first open the places that the first waiting samples take.
+
+Invariant: it asks for the KV of a sample at most once for each node between two of its chunks, and for nothing at all
+while every replica shares one node's pool memory. Called by `RolloutCore`, once per decision; O(log chunks).
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import Chunk, Sample
+from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.core.wait_queue import WaitQueue
+from tailrace.policies.families.prefetch import Prefetching
+from tailrace.policies.protocol.actions import Prefetch
+
+
+class PrefetchPlanner:
+    """Reads the books of what waits and what runs; its own are the order in which chunks are expected to end."""
+
+    def __init__(self, policy: Prefetching, table: ReplicaTable, waiting: WaitQueue, running: RunningChunks):
+        self._policy, self._table, self._waiting, self._running = policy, table, waiting, running
+        self._ends: list[tuple[int, str]] = []  # (tokens left, chunk id), dead entries among them
+        self._looked_at: tuple | None = None  # what ran and who was first when it last looked
+
+    def seen(self, chunk: Chunk) -> None:
+        """A chunk has started, or more of it has been streamed."""
+        if not self._table.one_node:
+            heappush(self._ends, (_left_tokens(chunk), chunk.chunk_id))
+            if len(self._ends) > 64 + 4 * len(self._running):
+                self.rebuild()
+
+    def rebuild(self) -> None:
+        """A replica has joined: with a second node, where a sample goes begins to matter."""
+        self._ends = []
+        if not self._table.one_node:
+            self._ends = [(_left_tokens(chunk), chunk_id) for chunk_id, chunk in self._running.chunks.items()]
+            heapify(self._ends)
+
+    def prefetches(self, homes: Iterable[str]) -> list[Prefetch]:
+        """What the pool should bring near, on several nodes, once nobody that waits has room. Only on `homes` has the
+        queue, or the room of a replica that samples are bound to, changed."""
+        depth = self._policy.look_ahead(len(self._waiting))
+        if not depth:
+            return []
+        pairs = [(sample, home) for home in homes for sample in self._waiting.next_up(home, depth)]
+        heads = self._waiting.next_up(None, depth)
+        now = (self._running.turns, [sample.sample_id for sample in heads])
+        if now != self._looked_at:
+            pairs += zip(heads, self._next_places(len(heads)), strict=False)
+            self._looked_at = now
+        return [action for pair in pairs for action in self._ask(*pair)]
+
+    def _ask(self, sample: Sample, replica_id: str) -> tuple[Prefetch, ...]:
+        node = self._table.node(replica_id)
+        if not sample.stored_tokens or node == sample.last_node or node in sample.asked_nodes:
+            return ()
+        sample.asked_nodes += (node,)
+        reason = f"it waits to run next on {replica_id}; its KV lies on node {sample.last_node}"
+        return (Prefetch(sample.sample_id, replica_id, reason),)
+
+    def _next_places(self, count: int) -> list[str]:
+        """Ready replicas of the `count` chunks with the fewest tokens left; a replica can come twice."""
+        found: dict[str, tuple[int, str]] = {}
+        while self._ends and len(found) < count:
+            entry = heappop(self._ends)
+            chunk = self._running.chunks.get(entry[1])
+            if chunk is not None and entry[0] == _left_tokens(chunk) and self._table.is_ready(chunk.replica_id):
+                found[entry[1]] = entry
+        for entry in found.values():
+            heappush(self._ends, entry)
+        return [self._running.chunks[chunk_id].replica_id for chunk_id in found]
+
+
+def _left_tokens(chunk: Chunk) -> int:
+    return chunk.max_tokens - chunk.sample.streamed_tokens

@@ -1,0 +1,301 @@
+"""`RolloutCore`: the decisions of a rollout as a state machine without I/O. Events in, actions out.
+
+Laws kept here (each has a test): every sample ends exactly once and its tokens only grow; running chunks never
+reserve more KV than a replica has; chunks start only under the current weights version, and others are stopped; a
+waiting sample that fits on a ready replica starts at the next tick; what the pool holds is given up once, when
+nobody needs it any more (`KvTracker`); the same events give the same actions. One tick of a shell is
+`core.observe(event)` for what has happened, `core.decide(Tick(now))`, then performing the actions in order.
+The live coordinator and the simulator drive this same object. An illegal event raises and changes nothing.
+"""
+
+from tailrace.policies.core.dispatcher import Dispatcher
+from tailrace.policies.core.draft_planner import DraftPlanner
+from tailrace.policies.core.kv_tracker import KvTracker
+from tailrace.policies.core.length_tracker import LengthTracker
+from tailrace.policies.core.prefetch_planner import PrefetchPlanner
+from tailrace.policies.core.races import Races, counts
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import ENDED, WAITING, Chunk, RequestBuffer, Sample
+from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.core.sample_ends import BY_ITSELF, end_by
+from tailrace.policies.core.scaling import Limits, Scaling
+from tailrace.policies.core.unassigned import UnassignedGroups
+from tailrace.policies.core.validation import check_finish, check_groups, check_join, check_measured, check_pool
+from tailrace.policies.core.wait_queue import WaitQueue
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, SampleEnd
+from tailrace.policies.protocol.events import IllegalEvent
+
+MAX_ATTEMPTS = 5
+"""Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
+
+
+class RolloutCore:
+    """See the module docstring. `policies` decide; chunks start under `weights_version`. `limits`: how many replicas
+    there may be, where that is for `policies.tail` to say."""
+
+    def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
+        self.policies = policies
+        self.replicas = ReplicaTable(weights_version)
+        self._waiting = WaitQueue(policies.ordering)
+        self._buffer = RequestBuffer()
+        self._lengths = LengthTracker(policies, self._buffer)
+        self._kv = KvTracker(policies.kv_on_update, self.replicas)
+        self._running = RunningChunks(self.replicas, self._kv)
+        self._upcoming = PrefetchPlanner(policies.prefetch, self.replicas, self._waiting, self._running)
+        self._races = Races(policies.racing, self.replicas, self._running)
+        self._ways = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
+        self._starts = Dispatcher(policies, self.replicas, self._running, self._upcoming, self._ways)
+        self._scaling = Scaling(
+            policies.tail, limits, self.replicas, self._running, self._buffer, self._races, self._ways
+        )
+        self._unbound = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
+        self._outbox: list[Action] = []
+
+    # ---- observe ---------------------------------------------------------------------------------
+
+    def observe(self, event: ev.Event) -> None:
+        """Take in one event. Raises IllegalEvent, changing nothing, when it cannot have happened."""
+        if type(event) not in _HANDLERS:
+            raise IllegalEvent(f"not an event: {event!r}")
+        _HANDLERS[type(event)](self, event)
+
+    def _submitted(self, event: ev.SamplesSubmitted) -> None:
+        check_groups(event)
+        self._buffer.check_new(event.batch_id, event.groups)
+        self._waiting.check_new(event.groups)
+        groups = self._buffer.admit(event.batch_id, event.groups)
+        self._lengths.admit(groups)
+        self._unbound.add(groups)
+        self._scaling.reopen()
+
+    def _revealed(self, event: ev.LengthsRevealed) -> None:
+        self._waiting.reveal(event.lengths)
+
+    def _cancelled(self, event: ev.BatchCancelled) -> None:
+        batch = self._buffer.batch(event.batch_id)
+        for sample in [s for group in batch.groups for s in group.samples if s.state is not ENDED]:
+            sample.cancelled = True
+            if sample.state is WAITING:
+                self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
+        for chunk in self._running.chunks.values():
+            if chunk.sample.group.batch_id == event.batch_id:
+                self._running.abort(chunk, "batch cancelled")
+
+    def _chunk_finished(self, event: ev.ChunkFinished) -> None:
+        chunk = self._running.named(event.chunk_id)
+        check_finish(event, chunk)
+        self._stop(chunk)
+        if not counts(event, chunk):
+            self._races.passes_on(chunk)
+            return
+        self._races.won(chunk)
+        sample = self._running.count_out(chunk)
+        sample.take(event, chunk)
+        self._ways.learn(event)
+        self._kv.store(chunk, event.stored_tokens)
+        if (ended := end_by(event, chunk)) is not None:
+            self._end(sample, ended[0], None, ended[1])
+        else:
+            self._outbox += self._kv.release_stale(sample)
+            self._wait_again(sample)
+
+    def _chunk_failed(self, event: ev.ChunkFailed) -> None:
+        chunk = self._running.named(event.chunk_id)
+        self._stop(chunk)
+        self._failed(chunk, event.error)
+
+    def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
+        chunk = self._running.named(event.chunk_id)
+        if chunk.sample.see(event.tokens, event.observed_at):
+            self._upcoming.seen(chunk)
+
+    def _replica_joined(self, event: ev.ReplicaJoined) -> None:
+        check_join(event)
+        self.replicas.join(event)
+        self._upcoming.rebuild()
+        self._waiting.look_at(event.replica_id)
+
+    def _replica_measured(self, event: ev.ReplicaMeasured) -> None:
+        check_measured(event)
+        self.replicas.measure(event)
+
+    def _pool_reported(self, event: ev.PoolReported) -> None:
+        check_pool(event)
+        self._kv.report(event)
+
+    def _kv_lost(self, event: ev.KvLost) -> None:
+        self._kv.lose(event.sample_ids)
+
+    def _replica_left(self, event: ev.ReplicaLeft) -> None:
+        lost = self._running.lose(event.replica_id)
+        self._bind_anew(event.replica_id)
+        for chunk in lost:
+            self._running.stop(chunk)
+            self._failed(chunk, f"replica {event.replica_id} left: {event.error}")
+
+    def _replicas_reserved(self, event: ev.ReplicasReserved) -> None:
+        self._scaling.reserve(event.replicas)
+
+    def _weights_changed(self, event: ev.WeightsChanged) -> None:
+        if event.version < self.replicas.weights_version:
+            raise IllegalEvent(f"weights go back from {self.replicas.weights_version} to {event.version}")
+        self.replicas.change_weights(event.version)
+        self._outbox += self._kv.release_all_stale()
+        for chunk in self._running.chunks.values():
+            if chunk.weights_version != event.version:
+                self._running.abort(chunk, f"weights {event.version} replace {chunk.weights_version}")
+        for replica_id in self.replicas.ready():
+            self._waiting.look_at(replica_id)
+
+    # ---- decide ----------------------------------------------------------------------------------
+
+    def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
+        """All actions due: ends and hand-outs since the last tick, then every chunk that can start now, then what the
+        pool should give up or bring near for those that still wait."""
+        homes = self._start_waiting()
+        closed, actions = self._scaling.decide(tick.now)
+        if closed:
+            for replica_id in closed:
+                self._bind_anew(replica_id)
+            homes = self._start_waiting()
+        copies = self._races.look(tick.now, bool(self._waiting or self._unbound))
+        self._outbox += [*(self._starts.action(*copy) for copy in copies), *actions, *self._running.aborts()]
+        if not self._running.chunks and self._waiting and self.replicas.all_ready():
+            self._give_up()
+        self._outbox += self._kv.make_room(tick.now, self._waiting)
+        if not self.replicas.one_node:
+            self._outbox += self._upcoming.prefetches(homes)
+        actions, self._outbox = tuple(self._outbox), []
+        return actions
+
+    def _start_waiting(self) -> list[str]:
+        """Every chunk that can start now; returns the replicas to which samples that wait are bound."""
+        for sample in self._unbound.bind():
+            self._put(sample)
+        homes = self._waiting.homes()
+        for home in homes:
+            while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
+                self._place(found)
+        while self._waiting and (roomiest := self.replicas.roomiest()) is not None:
+            found = self._waiting.take_first(None, self.replicas.room_tokens(roomiest))
+            if found is None:
+                break
+            self._place(found)
+        return homes
+
+    def _give_up(self) -> None:
+        """All replicas are ready and idle, but for those that go: what waits never starts, unless it fits to the token
+        (queues round up)."""
+        waiting = self._waiting.samples()
+        for sample in waiting:
+            home = sample.home or self.replicas.roomiest()
+            if home is not None and sample.need_tokens <= self.replicas.room_tokens(home):
+                self._waiting.drop(sample)
+                self._place(sample)
+        for sample in waiting if not self._running.chunks else ():
+            room = self.replicas.room_tokens(sample.home) if sample.home else self.replicas.capacity_tokens()
+            error = f"its next chunk needs {sample.need_tokens} tokens of KV; the replica open to it has {room}"
+            self._end(sample, SampleEnd.FAILED, error, "does not fit")
+
+    def _place(self, sample: Sample) -> None:
+        self._outbox.append(self._starts.place(sample))
+
+    # ---- transitions -----------------------------------------------------------------------------
+
+    def _stop(self, chunk: Chunk) -> None:
+        self._running.stop(chunk)
+        self._waiting.look_at(chunk.replica_id)
+
+    def _failed(self, chunk: Chunk, error: str) -> None:
+        if self._races.passes_on(chunk):
+            return
+        sample = self._running.count_out(chunk)
+        sample.attempts += 1
+        if sample.attempts < MAX_ATTEMPTS:
+            self._wait_again(sample)
+        else:
+            error = f"{sample.attempts} chunks in a row failed; the last: {error}"
+            self._end(sample, SampleEnd.FAILED, error, "given up")
+
+    def _wait_again(self, sample: Sample) -> None:
+        sample.state = WAITING
+        if sample.cancelled:
+            self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
+        else:
+            self._queue(sample)
+
+    def _queue(self, sample: Sample) -> None:
+        """Queue a waiting sample; a group whose replica has left is bound anew, with all that waits of it."""
+        group = sample.group
+        if group.home is not None and not self.replicas.stays(group.home):
+            self._unbound.add((group,))
+            return
+        if sample.home is not None and not self.replicas.stays(sample.home):
+            sample.home = group.home
+        self._put(sample)
+
+    def _bind_anew(self, replica_id: str) -> None:
+        """What waits for a replica that goes may run elsewhere."""
+        for sample in self._waiting.evict(replica_id):
+            self._queue(sample)
+
+    def _put(self, sample: Sample) -> None:
+        """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
+        self._lengths.queue(sample)
+        view = sample.view()
+        sample.need_tokens = view.prompt_tokens + view.generated_tokens + self.policies.chunking.tokens(view)
+        self._waiting.put(sample, view)
+
+    def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
+        self._waiting.drop(sample)
+        sample.state = ENDED
+        group = sample.group
+        group.unended -= 1
+        self._buffer.unended -= 1
+        self._outbox.append(EndSample(sample.sample_id, end, error, reason))
+        self._outbox += self._kv.end(sample)
+        if end in BY_ITSELF:
+            self._waiting.renew(group, self._lengths.finish(sample))
+        if group.unended:
+            return
+        self._outbox += self._kv.release_prompt(group)
+        self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
+        self._waiting.forget(group)
+        self._buffer.forget(group)
+
+    # ---- questions a shell asks -------------------------------------------------------------------
+
+    def is_running(self, chunk_id: str) -> bool:
+        return chunk_id in self._running.chunks
+
+    def is_copy(self, chunk_id: str) -> bool:
+        """Of a running chunk: whether it races with another."""
+        return self._running.chunks[chunk_id].copy_of is not None
+
+    def counts_tokens(self, event: ev.ChunkFinished) -> bool:
+        """Whether the tokens of a running chunk that ends so will be its sample's."""
+        return counts(event, self._running.chunks[event.chunk_id])
+
+    def counts(self) -> dict[str, int]:
+        """Samples that wait and run, and batches not handed out in full."""
+        running, waiting = len(self._running), self._buffer.unended - len(self._running)
+        return {"waiting": waiting, "running": running, "batches": len(self._buffer.batches)}
+
+
+_HANDLERS = {
+    ev.SamplesSubmitted: RolloutCore._submitted,
+    ev.LengthsRevealed: RolloutCore._revealed,
+    ev.BatchCancelled: RolloutCore._cancelled,
+    ev.ChunkFinished: RolloutCore._chunk_finished,
+    ev.ChunkFailed: RolloutCore._chunk_failed,
+    ev.TokensStreamed: RolloutCore._tokens_streamed,
+    ev.ReplicaJoined: RolloutCore._replica_joined,
+    ev.ReplicaLeft: RolloutCore._replica_left,
+    ev.ReplicasReserved: RolloutCore._replicas_reserved,
+    ev.WeightsChanged: RolloutCore._weights_changed,
+    ev.ReplicaMeasured: RolloutCore._replica_measured,
+    ev.PoolReported: RolloutCore._pool_reported,
+    ev.KvLost: RolloutCore._kv_lost,
+}

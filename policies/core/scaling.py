@@ -1,0 +1,113 @@
+"""Replicas over time: asks the tail policy how many there should be, and gets there without losing or repeating work.
+
+Those that Serve would stop first close: they take no new chunks, what waits for them is bound anew, and what runs there
+moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are asked
+for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
+"""
+
+from typing import NamedTuple
+
+from tailrace.policies.core.draft_planner import DraftPlanner
+from tailrace.policies.core.races import Races
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import Chunk, RequestBuffer
+from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.families.tail import ReplicaGoal, Tail, roomy
+from tailrace.policies.protocol.actions import Action, SetReplicas
+from tailrace.policies.protocol.views import ReplicaSpeeds, TailView
+
+LOOK_S = 0.25
+"""Between two looks, unless batches have come or gone: a look reads the books of every replica."""
+
+
+class Limits(NamedTuple):
+    """Engine replicas that there may be."""
+
+    least: int
+    most: int
+
+
+class Scaling:
+    """`limits`: None: how many there are is nobody's to decide here."""
+
+    def __init__(
+        self, policy: Tail, limits: Limits | None, table: ReplicaTable, running: RunningChunks, buffer: RequestBuffer,
+        races: Races, ways: DraftPlanner,
+    ):  # fmt: skip
+        self._policy, self._limits, self._table = policy, limits, table
+        self._running, self._buffer, self._races, self._ways = running, buffer, races, ways
+        self._memory = None  # the policy's
+        self._asked: ReplicaGoal | None = None
+        self._reserved = 0
+        self._looked_at = float("inf")  # before the first batch, how many there are is as they were started
+
+    def reopen(self) -> None:
+        """A batch has come: nobody leaves before the policy has looked at it."""
+        self._reserved = 0
+        self._table.close(())
+        self._looked_at = float("-inf")
+
+    def reserve(self, replicas: int) -> None:
+        self._reserved, self._looked_at = replicas, float("-inf")
+
+    def decide(self, now: float) -> tuple[list[str], list[Action]]:
+        """Replicas that have closed now, and what is to be done."""
+        if self._limits is None or now < self._looked_at + LOOK_S:
+            return [], []
+        self._looked_at = now
+        order = self._table.stop_order()
+        view = self._view(now, order)
+        wanted, self._memory = self._policy.wanted(view, self._memory)
+        closed = self._table.close(order[: max(0, len(order) - wanted.engines)])
+        for replica_id in closed:
+            self._empty(replica_id)
+        return closed, self._ask(order, wanted, view)
+
+    def _view(self, now: float, order: list[str]) -> TailView:
+        running, unended = len(self._running), self._buffer.unended
+        submitted = sum(batch.samples for batch in self._buffer.batches.values())
+        views = tuple(self._table.view(replica_id) for replica_id in reversed(order))
+        least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
+        races = self._races.outlook(most)
+        roles = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
+        return TailView(now, unended - running, running, unended, submitted, views, least, most, races, roles)
+
+    def _empty(self, replica_id: str) -> None:
+        speeds = self._table.speeds(replica_id)
+        chunks = [self._running.chunks[chunk_id] for chunk_id in self._table.chunks(replica_id)]
+        for chunk in chunks:
+            if chunk.copy_of is not None:
+                self._running.abort(chunk, f"{replica_id} is to be given back: its race ends")
+            elif speeds is not None and left_s(chunk, speeds, len(chunks)) > move_s(chunk, speeds):
+                self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
+
+    def _ask(self, order: list[str], wanted: ReplicaGoal, view: TailView) -> list[Action]:
+        """Serve stops the first of `order`: as many as run nothing and are not wanted. Draft models run where there is
+        no engine, and until the batch has ended."""
+        free = 0
+        while free < len(order) - wanted.engines and not self._table.running(order[free]):
+            free += 1
+        engines = wanted.engines if wanted.engines >= len(order) else len(order) - free
+        asked = ReplicaGoal(engines, min(wanted.drafters, view.most - engines) if view.unended else 0)
+        if asked == self._asked:
+            return []
+        self._asked, self._ways.drafters = asked, asked.drafters
+        reason = f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas"
+        return [SetReplicas(engines, reason, asked.drafters)]
+
+
+def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
+    """Until a chunk beside `running - 1` others is expected to end: by its own bound, or its sample's expected end."""
+    sample = chunk.sample
+    expected = sample.expected_tokens - sample.generated_tokens
+    tokens = min(chunk.max_tokens, max(1, expected)) - sample.streamed_tokens
+    return max(1, tokens) * speeds.step_s(running)
+
+
+def move_s(chunk: Chunk, speeds: ReplicaSpeeds) -> float:
+    """What going on elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
+    context = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + chunk.sample.streamed_tokens
+    compute_s = context / speeds.prefill_tokens_s
+    if not speeds.fetch_tokens_s:
+        return compute_s
+    return min(compute_s, speeds.fetch_base_s + context / speeds.fetch_tokens_s)

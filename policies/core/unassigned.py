@@ -1,0 +1,37 @@
+"""Groups whose samples are not queued yet: no replica was ready to bind them to, or the one they were bound to goes.
+
+Invariant: a group is here at most once, and leaves when a replica is ready. Called by `RolloutCore` alone.
+"""
+
+from collections.abc import Iterable
+
+from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.request_buffer import WAITING, Group, RequestBuffer, Sample
+from tailrace.policies.families.ordering import Ordering
+
+
+class UnassignedGroups:
+    def __init__(self, ordering: Ordering, table: ReplicaTable, buffer: RequestBuffer):
+        self._ordering, self._table, self._buffer = ordering, table, buffer
+        self._groups: list[Group] = []
+
+    def __len__(self):
+        return len(self._groups)
+
+    def add(self, groups: Iterable[Group]) -> None:
+        self._groups += (group for group in groups if group not in self._groups)
+
+    def bind(self) -> list[Sample]:
+        """Bind every group, if the ordering does so, to a ready replica; returns their samples that are to be queued.
+        Until one is ready there are none."""
+        if not self._groups or not (ready := self._table.ready()):
+            return []
+        groups, self._groups = self._groups, []
+        found = []
+        for group in (group for group in groups if group.unended):
+            of_batch = len(self._buffer.batch(group.batch_id).groups)
+            group.home = self._ordering.bind(group.position, of_batch, ready)
+            for sample in (sample for sample in group.samples if sample.state is WAITING):
+                sample.home = group.home
+                found.append(sample)
+        return found

@@ -1,0 +1,62 @@
+"""What cannot happen: checks that an event alone, or an event and its chunk, can fail. Called by `RolloutCore`.
+
+Invariant: a check reads and raises, and changes nothing. What the core's books decide is checked there.
+"""
+
+from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS
+from tailrace.policies.core.request_buffer import Chunk
+from tailrace.policies.protocol.events import (
+    ChunkFinished,
+    IllegalEvent,
+    PoolReported,
+    ReplicaJoined,
+    ReplicaMeasured,
+    SamplesSubmitted,
+)
+
+
+def check_groups(event: SamplesSubmitted) -> None:
+    """A batch has groups, each of them once, and each has something to generate."""
+    if not event.groups or len({spec.group_id for spec in event.groups}) < len(event.groups):
+        raise IllegalEvent(f"batch {event.batch_id!r} is empty or repeats a group id")
+    for spec in event.groups:
+        if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
+            raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
+        if any(tokens < 0 for epoch in spec.past_lengths for tokens in epoch):
+            raise IllegalEvent(f"{spec.group_id}: no answer had a negative length")
+        if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
+            raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
+
+
+def check_join(event: ReplicaJoined) -> None:
+    if event.block_tokens < 1 or min(event.kv_capacity_blocks, event.max_running, event.draft_tokens) < 0:
+        raise IllegalEvent(f"{event}: no replica has such sizes")
+
+
+def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
+    if not 0 <= event.new_tokens <= chunk.max_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.new_tokens} tokens, asked for at most {chunk.max_tokens}")
+    if event.weights_version != chunk.weights_version:
+        raise IllegalEvent(
+            f"{event.chunk_id}: made by weights {event.weights_version}, started under {chunk.weights_version}"
+        )
+    if not 0 <= event.accepted_tokens <= event.drafted_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.accepted_tokens} of {event.drafted_tokens} draft tokens accepted")
+    if not 0 <= event.model_accepted <= event.model_tested:
+        raise IllegalEvent(f"{event.chunk_id}: {event.model_accepted} of {event.model_tested} drafts of a model right")
+    if chunk.beaten:
+        return  # its sample has gone on
+    context_tokens = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + event.new_tokens
+    if not 0 <= event.stored_tokens <= context_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.stored_tokens} tokens stored, of a context of {context_tokens}")
+
+
+def check_measured(event: ReplicaMeasured) -> None:
+    costs_s = (event.fetch_base_s, event.step_base_s, event.step_per_chunk_s)
+    if not (event.prefill_tokens_s > 0 and event.fetch_tokens_s >= 0 and all(cost_s >= 0 for cost_s in costs_s)):
+        raise IllegalEvent(f"{event}: no replica has such speeds")
+
+
+def check_pool(event: PoolReported) -> None:
+    if min(event.capacity_tokens, event.used_tokens) < 0:
+        raise IllegalEvent(f"{event}: no pool is like that")

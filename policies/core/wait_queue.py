@@ -1,0 +1,147 @@
+"""The waiting samples, in the order of the ordering policy: one set of lanes for samples that may go anywhere,
+and one per replica that samples are bound to.
+
+Keys of a lane are renewed when a sample of the group finishes; those of growing lanes that have grown since are found
+out when their sample is about to be taken (see the contract in `policies.ordering`). Called by `RolloutCore` alone.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS, FitQueue
+from tailrace.policies.core.request_buffer import Group, Sample
+from tailrace.policies.families.ordering import OracleLongestFirst, Ordering
+from tailrace.policies.families.registry import name_of
+from tailrace.policies.protocol.events import GroupSpec, IllegalEvent
+from tailrace.policies.protocol.views import GroupView, SampleView
+
+
+class WaitQueue:
+    """Queues by home (a replica id, or None); each has a FitQueue per lane over the same samples."""
+
+    def __init__(self, ordering: Ordering):
+        self._ordering, self._growing = ordering, ordering.growing_lanes
+        self._is_oracle = isinstance(ordering, OracleLongestFirst)
+        self._lengths: dict[str, int] = {}
+        self._queues: dict[str | None, list[FitQueue]] = {}
+        self._samples: dict[str, Sample] = {}
+        self._changed: dict[str, None] = {}  # homes whose room or queue has changed; an ordered set
+        self._picks = 0
+
+    def reveal(self, lengths: Mapping[str, int]) -> None:
+        """True lengths for the ordering that needs them. Raises IllegalEvent for every other one."""
+        if not self._is_oracle:
+            raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
+        self._lengths.update(lengths)
+
+    def check_new(self, specs: tuple[GroupSpec, ...]) -> None:
+        """Raises IllegalEvent when the ordering needs true lengths and has not been told those of a new group."""
+        for spec in specs if self._is_oracle else ():
+            if not all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples)):
+                raise IllegalEvent(f"{spec.group_id}: {name_of(self._ordering)} needs true lengths, has none")
+
+    def forget(self, group: Group) -> None:
+        """The group has been handed out: its lengths are not needed any more."""
+        if self._lengths:
+            for sample in group.samples:
+                self._lengths.pop(sample.sample_id, None)
+
+    def __len__(self):
+        return len(self._samples)
+
+    def samples(self) -> list[Sample]:
+        """All waiting samples, in order of arrival."""
+        return sorted(self._samples.values(), key=lambda s: (s.group.arrival, s.index))
+
+    def put(self, sample: Sample, view: SampleView) -> None:
+        """Queue a waiting sample, or give it its present need and keys; `view` is its view now."""
+        if sample.home not in self._queues:
+            self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
+        self._push(sample, view)
+        self.look_at(sample.home)
+
+    def _push(self, sample: Sample, view: SampleView) -> None:
+        for queue, key in zip(self._queues[sample.home], self._keys(view, sample.group.view()), strict=True):
+            queue.push(sample.sample_id, sample.need_tokens, key)
+        self._samples[sample.sample_id] = sample
+
+    def drop(self, sample: Sample) -> None:
+        """Take a sample out, if it waits here."""
+        if self._samples.pop(sample.sample_id, None) is not None:
+            for queue in self._queues[sample.home]:
+                queue.remove(sample.sample_id)
+
+    def renew(self, group: Group, mates: Iterable[Sample]) -> None:
+        """A sample of the group has finished: its waiting mates get their present keys."""
+        view = group.view()
+        for mate in mates:
+            if mate.sample_id in self._samples:
+                for queue, key in zip(self._queues[mate.home], self._keys(mate.view(), view), strict=True):
+                    if key != queue.key(mate.sample_id):
+                        queue.push(mate.sample_id, mate.need_tokens, key)
+
+    def evict(self, home: str) -> list[Sample]:
+        """Take out all samples bound to a replica that has left, in order of arrival."""
+        queues = self._queues.pop(home, None)
+        if queues is None:
+            return []
+        gone = [sample for sample in self.samples() if sample.home == home]
+        for sample in gone:
+            del self._samples[sample.sample_id]
+        return gone
+
+    def look_at(self, home: str | None) -> None:
+        """Note that the room of a replica, or what is bound to it, has changed."""
+        if home is not None and home in self._queues:
+            self._changed[home] = None
+
+    def homes(self) -> list[str]:
+        """Replicas to look at since the last call, in order of ids."""
+        homes, self._changed = sorted(self._changed), {}
+        return [home for home in homes if home in self._queues]
+
+    def take_first(self, home: str | None, room_tokens: int) -> Sample | None:
+        """The first sample bound to `home` whose need fits `room_tokens`, taken out; None when there is none."""
+        queues = self._queues.get(home)
+        if not queues or not room_tokens:
+            return None
+        sample = self._peek(queues, room_tokens)
+        if sample is not None:
+            self._picks += 1
+            self.drop(sample)
+        return sample
+
+    def next_up(self, home: str | None, count: int) -> list[Sample]:
+        """The first `count` samples bound to `home` in the order of the next decision, whatever they need."""
+        queues, found = self._queues.get(home), []
+        while queues and (sample := self._peek(queues, MAX_NEED_TOKENS)) is not None:
+            found.append(sample)
+            if len(found) == count:
+                break
+            self.drop(sample)
+        for sample in found:
+            if sample.sample_id not in self._samples:
+                self._push(sample, sample.view())
+        return found
+
+    def last_first(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Waiting samples in the reverse of the order that lane 0 gives them, queued here or not."""
+        return sorted(samples, key=lambda s: self._keys(s.view(), s.group.view())[0], reverse=True)
+
+    def _peek(self, queues: list[FitQueue], room_tokens: int) -> Sample | None:
+        lane = self._ordering.lane(self._picks)
+        while (sample_id := queues[lane].peek(room_tokens)) is not None:
+            sample = self._samples[sample_id]
+            if lane in self._growing:
+                key = self._keys(sample.view(), sample.group.view())[lane]
+                if key != queues[lane].key(sample_id):
+                    queues[lane].push(sample_id, sample.need_tokens, key)
+                    continue
+            return sample
+        return None
+
+    def _keys(self, sample: SampleView, group: GroupView) -> list[tuple]:
+        if self._is_oracle:
+            keys = self._ordering.keys_of_length(sample, self._lengths)
+        else:
+            keys = self._ordering.keys(sample, group)
+        return [(*key, sample.arrival, sample.index) for key in keys]

@@ -1,0 +1,113 @@
+"""Draft budgets that minimise the time of what is left of the step, by a model of it (DAS 4.2, equations 3 to 7).
+
+Invariant: budgets come from the N that minimises equation 5, found anew at each step for the lengths that remain. A
+member of the drafting family; called by the engine once per step.
+"""
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.protocol.views import DraftView
+
+FADE = 0.995
+"""A verification of 140 ago counts half: acceptance changes over a few hundred tokens of an answer."""
+
+ALPHAS = np.geomspace(0.1, 10.0, 17)
+INNER = np.arange(1, 32)
+"""Inner points of a grid with 32 steps: two such grids tell N to a thousandth."""
+
+GUESS_X, GUESS_TRIES = np.array([0.5, 1.0, 2.0]), np.full(3, 16.0)
+GUESS_Y = 0.7 * (1 - np.exp(-GUESS_X))
+"""Where nothing was verified yet: the first drafts are mostly right (alpha is 1), 0.7 of an answer can be drafted (k),
+and each of three points of that curve counts as 16 verifications."""
+
+
+class PositionCounts(NamedTuple):
+    """Verifications by draft length, faded: how many there were, and the draft tokens accepted in them."""
+
+    tries: np.ndarray
+    accepted: np.ndarray
+
+
+class ClosedForm(BaseModel):
+    """DAS 4.2: the budgets that minimise base cost x forward passes + token cost x drafts, solved for the passes too.
+
+    With l tokens left to a sample and p drafts over all of them, k l (1 - exp(-alpha p / l)) are accepted (equation 3);
+    N passes then take p = -(l / alpha) ln(1 - (1 - N / l) / k) where l > N, and none else (equation 7). A sample gets
+    p / N draft tokens a step. alpha and k are fitted to what was accepted of how much on this replica.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["closed_form"] = "closed_form"
+    reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
+    most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        """`memory`: Evidence."""
+        count = len(view.proposed)
+        if not count:
+            return np.zeros(0, np.int32), memory
+        memory = self._learn(view, memory)
+        alpha, k = fit(memory)
+        left = np.maximum(view.expected - view.generated, 1).astype(np.float64)
+        base_s, drafting_s = view.cost.at([count, count * (1 + self.most)])
+        passes = best_passes(left, alpha, k, base_s, (drafting_s - base_s) / (count * self.most))
+        per_step = budgets(left, alpha, k, passes) / passes
+        # A share of a token becomes a token in that share of the steps.
+        turn = view.verifications
+        wanted = np.floor(per_step * (turn + 1)) - np.floor(per_step * turn)
+        return np.minimum(wanted, np.minimum(view.proposed, self.most)).astype(np.int32), memory
+
+    def _learn(self, view: DraftView, memory: PositionCounts | None) -> PositionCounts:
+        size = self.most + 1
+        tries, accepted = memory or (np.zeros(size), np.zeros(size))
+        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.most), 0)
+        fade = FADE ** np.count_nonzero(drafted)
+        hits = np.minimum(view.accepted_last, drafted)
+        return PositionCounts(
+            fade * tries + np.bincount(drafted, minlength=size),
+            fade * accepted + np.bincount(drafted, weights=hits, minlength=size),
+        )
+
+
+def fit(evidence: PositionCounts) -> tuple[float, float]:
+    """alpha and k of equation 3, by least squares over a grid of alpha.
+
+    A verification of d drafts of which a are accepted makes 1 + a tokens: x = d / (1 + a) drafts and
+    y = a / (1 + a) accepted per token of the answer, and equation 3 reads y = k (1 - exp(-alpha x)).
+    """
+    tries = evidence.tries[1:]
+    mean = evidence.accepted[1:] / np.maximum(tries, 1e-9)
+    x = np.concatenate((np.arange(1, len(tries) + 1) / (1 + mean), GUESS_X))
+    y = np.concatenate((mean / (1 + mean), GUESS_Y))
+    weights = np.concatenate((tries, GUESS_TRIES))
+    shape = 1 - np.exp(-ALPHAS[:, None] * x)
+    k = np.clip((shape * y) @ weights / (shape**2 @ weights), 0.05, 0.95)
+    error = (k[:, None] * shape - y) ** 2 @ weights
+    best = int(np.argmin(error))
+    return float(ALPHAS[best]), float(k[best])
+
+
+def best_passes(left: np.ndarray, alpha: float, k: float, base_s: float, token_s: float) -> float:
+    """N, the passes that minimise equation 5: where its derivative changes sign.
+
+    J'(N) = base - token x (sum over l > N of l / (alpha (N - l (1 - k)))) grows with N, since terms shrink and drop
+    out. Between the bound that k sets and the longest l it is looked for on finer and finer grids.
+    """
+    low, high = float(left.max()) * (1 - k), float(left.max())
+    for _ in range(2):
+        step = (high - low) / (len(INNER) + 1)
+        grid = low + step * INNER[:, None]  # above l (1 - k) of every sample, so that no term is divided by zero
+        terms = np.where(left > grid, left / (alpha * (grid - left * (1 - k))), 0.0)
+        first = int(np.count_nonzero(token_s * terms.sum(axis=1) > base_s))
+        low, high = low + step * first, low + step * (first + 1)
+    return high
+
+
+def budgets(left: np.ndarray, alpha: float, k: float, passes: float) -> np.ndarray:
+    """Equation 7: the drafts with which each sample is through after so many passes."""
+    share = np.minimum(np.maximum(1 - passes / left, 0.0) / k, 1 - 1e-12)
+    return -(left / alpha) * np.log1p(-share)

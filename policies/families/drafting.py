@@ -1,0 +1,119 @@
+"""How many draft tokens each running sample of a replica gets in this engine step (its draft budget).
+
+Called by the engine once per step, with the drafts that the index proposes. Drafts never change tokens, so a policy
+can only cost time; `goodput` does so no more than its cost model and the proposals' probabilities are wrong.
+Contract: `decide` is a pure function of view and memory, writes to neither, and gives each sample at most
+min(proposed, most) tokens. Memory is None at first, and holds what a policy keeps by slot.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.families.aimd import Aimd
+from tailrace.policies.families.closed_form import ClosedForm
+from tailrace.policies.families.goodput import Goodput
+from tailrace.policies.protocol.views import DraftView
+
+
+@runtime_checkable
+class Drafting(Protocol):
+    """What the engine asks of a drafting policy, built in or the user's own; the core, whether it `reads_classes`.
+
+    `by_worth`: it drafts a token only where its chance is worth the time, so proposals may end where none can be.
+    """
+
+    reads_classes: bool
+    by_worth: bool
+
+    @property
+    def most(self) -> int:
+        """Most draft tokens that one sample can ever get: the engine asks the index for no more."""
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        """Draft tokens of each row, int32[n], and the memory for the next step."""
+
+
+class NoDrafting(BaseModel):
+    """No drafts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["off"] = "off"
+    reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
+
+    @property
+    def most(self) -> int:
+        return 0
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        return np.zeros(len(view.proposed), np.int32), memory
+
+
+class FixedBudget(BaseModel):
+    """The same for every sample at every step: what most engines do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["fixed"] = "fixed"
+    reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
+    tokens: int = Field(4, ge=1, le=64, description="draft tokens of a sample in a step")
+
+    @property
+    def most(self) -> int:
+        return self.tokens
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        return np.minimum(view.proposed, self.tokens).astype(np.int32), memory
+
+
+class LengthClassBudget(BaseModel):
+    """DAS 4.2: none for short answers, `medium_tokens` for medium ones, and twice that for long ones.
+
+    An answer is promoted as it grows, at `StartChunk.class_starts`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["length_class"] = "length_class"
+    reads_classes: ClassVar[bool] = True
+    by_worth: ClassVar[bool] = False
+    medium_tokens: int = Field(
+        4, ge=1, le=32, description="draft tokens of a medium answer in a step; of a long one 2x"
+    )
+
+    @property
+    def most(self) -> int:
+        return 2 * self.medium_tokens
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        is_medium, is_long = view.generated >= view.medium_at, view.generated >= view.long_at
+        budgets = self.medium_tokens * (is_medium.astype(np.int32) + (is_medium & is_long))
+        return np.minimum(view.proposed, budgets).astype(np.int32), memory
+
+
+class Concurrency(BaseModel):
+    """Seer 4.4: as many for each as a sample may have and the batch's share allows, and only tokens that look right.
+
+    The more samples run, the fewer drafts each gets; none once more than `batch_tokens` run. A draft ends before the
+    first token that is right with less than `least_probability`. The paper gives no thresholds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["concurrency"] = "concurrency"
+    reads_classes: ClassVar[bool] = False
+    by_worth: ClassVar[bool] = False
+    most: int = Field(8, ge=1, le=64, description="most draft tokens of a sample in a step")
+    batch_tokens: int = Field(32, ge=1, le=65_536, description="most draft tokens of all samples together in a step")
+    least_probability: float = Field(0.3, ge=0.0, le=1.0, description="chance below which a draft token is dropped")
+
+    def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
+        window = min(self.most, self.batch_tokens // max(1, len(view.proposed)))
+        sure = np.cumprod(view.right >= self.least_probability, axis=1).sum(axis=1)
+        return np.minimum(np.minimum(view.proposed, sure), window).astype(np.int32), memory
+
+
+DraftingPolicy = Annotated[
+    NoDrafting | FixedBudget | Aimd | LengthClassBudget | ClosedForm | Concurrency | Goodput,
+    Field(discriminator="type"),
+]

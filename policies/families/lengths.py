@@ -1,0 +1,158 @@
+"""How long an answer is expected to become, from what is known of its group, its prompt's history and the batch.
+
+Contract: `expected` is a pure function, within generated + 1 to max_tokens. `reads_all` says whether it looks at
+`running` and `batch` of its view; if not the core spares itself the work and leaves them empty. Called by `LengthBook`
+when a sample is queued or one of its mates finishes; orderings and drafting go by the result.
+"""
+
+from itertools import chain
+from math import ceil, erfc, exp, log, pi, sqrt
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.protocol.length_stats import LONG
+from tailrace.policies.protocol.views import LengthsView
+
+HUBER = 1.345
+"""Standard deviations at which evidence is clipped (Huber's): one runaway answer must not speak for its prompt."""
+
+
+@runtime_checkable
+class Lengths(Protocol):
+    """What the core asks of a lengths policy, built in or the user's own."""
+
+    reads_all: bool
+
+    def expected(self, group: LengthsView, generated: int) -> int:
+        """Expected tokens of the whole answer of a sample that has `generated` and goes on."""
+
+
+class MaxFinished(BaseModel):
+    """Seer 4.3: as long as the longest finished mate; max_tokens while none has finished."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["max_finished"] = "max_finished"
+    reads_all: ClassVar[bool] = False
+
+    def expected(self, group: LengthsView, generated: int) -> int:
+        longest = group.finished[-1] if group.finished else group.max_tokens
+        return longest if longest > generated else generated + 1
+
+
+class HistoryQuantile(BaseModel):
+    """A quantile of the prompt's earlier answers that got as far; without history, of its finished mates'.
+
+    RhymeRL 6 ranks prompts by the median of their last epoch. Who outlives all of them counts as max_tokens.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["history_quantile"] = "history_quantile"
+    reads_all: ClassVar[bool] = False
+    quantile: float = Field(0.5, ge=0.0, le=1.0, description="which one: 0.5 is the median")
+    epochs: int = Field(1, ge=1, description="newest epochs that count")
+
+    def expected(self, group: LengthsView, generated: int) -> int:
+        past = [*chain(*group.history[: self.epochs])] or group.finished
+        longer = sorted(tokens for tokens in past if tokens > generated)
+        return _within(
+            group, generated, longer[ceil(self.quantile * (len(longer) - 1))] if longer else group.max_tokens
+        )
+
+
+class LengthClassEstimate(BaseModel):
+    """DAS 4.2: the typical length of its class, short, medium or long, which rises as the answer grows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["length_class"] = "length_class"
+    reads_all: ClassVar[bool] = True
+
+    def expected(self, group: LengthsView, generated: int) -> int:
+        return _within(group, generated, group.batch.classes.typical_tokens[length_class(group, generated)])
+
+
+class Shrunk(BaseModel):
+    """The mean of what is left to an answer that got this far, of a log-normal law shrunk between prompt and batch.
+
+    Log lengths of a prompt scatter about its own mean, and these about the batch's; how much of the spread lies
+    between prompts is estimated as the step goes on. A prompt's mean is the posterior one given its history, its
+    finished mates, and its running ones as answers longer than what they have (right-censored; by EM).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["shrunk"] = "shrunk"
+    reads_all: ClassVar[bool] = True
+    history_weight: float = Field(
+        0.7, ge=0.0, le=1.0, description="an answer of the last epoch counts so much of one of now; older ones less"
+    )
+
+    def expected(self, group: LengthsView, generated: int) -> int:
+        batch = group.batch
+        if not batch.answers:
+            return _within(group, generated, group.max_tokens)
+        spread = batch.spread_log * sqrt(1 - batch.between_share)
+        prior = (1 - batch.between_share) / batch.between_share  # answers that the batch's mean is worth
+        low, high = (batch.mean_log + sign * HUBER * batch.spread_log for sign in (-1, 1))
+        total, count, weight = prior * batch.mean_log, prior, 1.0
+        for answers in (group.finished, *group.history):
+            total += weight * sum(min(max(log(max(tokens, 1)), low), high) for tokens in answers)
+            count += weight * len(answers)
+            weight *= self.history_weight
+        mean, count = _posterior(total, count, [log(tokens) for tokens in group.running if tokens], spread)
+        left = _mean_beyond(mean, spread * sqrt(1 + 1 / count), generated)
+        return _within(group, generated, ceil(min(left, group.max_tokens)))
+
+
+def _posterior(total: float, count: float, beyond: list[float], spread: float) -> tuple[float, float]:
+    """Mean log length, and the answers it rests on: `count` that add up to `total`, and one beyond each of `beyond`.
+
+    Three rounds of EM (each running answer stands at its own expectation) come within 1 % of the fixed point.
+    """
+    mean, known = total / count, {at: beyond.count(at) for at in beyond}
+    for _ in range(3 if known else 0):
+        unseen = sum(many * (mean + spread * _hazard((at - mean) / spread)) for at, many in known.items())
+        mean = (total + unseen) / (count + len(beyond))
+    return mean, count + len(beyond)
+
+
+def _hazard(z: float) -> float:
+    """Density over survival of the standard normal: the mean of what lies beyond z."""
+    return exp(-z * z / 2) / sqrt(2 * pi) / _survival(z) if z < 8 else z + 1 / z
+
+
+def _survival(z: float) -> float:
+    return erfc(z / sqrt(2)) / 2
+
+
+def _mean_beyond(mean: float, spread: float, tokens: int) -> float:
+    """Mean of a log-normal length that is greater than `tokens`."""
+    whole = exp(mean + spread * spread / 2)
+    if not tokens:
+        return whole
+    z = (log(tokens) - mean) / spread
+    if z > 8:
+        return tokens * (1 + spread / max(z - spread, 1.0))
+    return whole * _survival(z - spread) / _survival(z)
+
+
+def _within(group: LengthsView, generated: int, tokens: int) -> int:
+    return max(min(tokens, group.max_tokens), generated + 1)
+
+
+def class_starts(group: LengthsView) -> tuple[int, int]:
+    """Answer tokens from which a sample of the group counts as medium, and as long (DAS 4.2).
+
+    Its first class is that of most earlier answers to the prompt, or of most finished mates where there are none.
+    """
+    known = [*chain(*group.history)] or group.finished
+    classes = group.batch.classes
+    return classes.starts[classes.first(known) if known else LONG]
+
+
+def length_class(group: LengthsView, generated: int) -> int:
+    """0 short, 1 medium, 2 long: the class of a sample of the group that has `generated` tokens."""
+    medium_at, long_at = class_starts(group)
+    return (generated >= medium_at) + (generated >= long_at)
+
+
+LengthsPolicy = Annotated[MaxFinished | HistoryQuantile | LengthClassEstimate | Shrunk, Field(discriminator="type")]

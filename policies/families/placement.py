@@ -1,0 +1,122 @@
+"""Where a chunk runs. A placement picks one replica that has room; `memory` is its own value, kept by the core.
+
+Contract: the replica returned is ready and has room for `need_tokens`; at least one such replica exists when
+`choose` is called. `sticky` placements see each sample once: its later chunks go where the first one went.
+`min_pull_tokens` says from how many tokens on a replica of these speeds (None: not measured yet) should take a
+sample's KV from the pool instead of computing it; None: never.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicasView, SampleView
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """What the core asks of a placement. `memory` is None at the first call."""
+
+    sticky: bool
+
+    def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]: ...
+
+    def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None: ...
+
+
+class EveryHit(BaseModel):
+    """Base of placements that reckon with no speeds: whatever the pool holds is pulled."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sticky: ClassVar[bool] = False
+
+    def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None:
+        return 1
+
+
+class LeastKv(EveryHit):
+    """Seer's rule: the replica with the most free KV; a sample moves only if that gains `stay_tokens` of room."""
+
+    type: Literal["least_kv"] = "least_kv"
+    stay_tokens: int = Field(0, ge=0, description="KV room another replica must have more before a sample moves there")
+
+    def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
+        best = replicas.roomiest()
+        if self.stay_tokens and sample.last_replica is not None:
+            here = replicas.room_tokens(sample.last_replica)
+            if here >= need_tokens and replicas.room_tokens(best) < here + self.stay_tokens:
+                best = sample.last_replica
+        return best, memory
+
+
+class RoundRobin(EveryHit):
+    """The next replica in order of ids that has room; memory is the last one chosen."""
+
+    type: Literal["round_robin"] = "round_robin"
+
+    def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
+        replica_id = replicas.next_with_room(memory, need_tokens)
+        return replica_id, replica_id
+
+
+class Pinned(EveryHit):
+    """Least KV for the first chunk; after that a sample stays where its KV is, and waits for room there."""
+
+    type: Literal["pinned"] = "pinned"
+    sticky: ClassVar[bool] = True
+
+    def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
+        return replicas.roomiest(), memory
+
+
+class CostAware(BaseModel):
+    """The cheaper of where a sample ran last and the roomiest replica, in seconds until its next chunk is done.
+
+    cost_s = kv_s + new tokens * (step_base_s + step_per_chunk_s * (chunks running there + 1)). kv_s is 0 where it ran
+    last, else the lesser of computing its context and fetching what the pool holds of it and computing the rest.
+    While one of the two has not measured its speeds, the sample stays if room here is at least half the room there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["cost_aware"] = "cost_aware"
+    sticky: ClassVar[bool] = False
+    min_gain_s: float = Field(0.05, ge=0.0, description="what a move must save")
+    pull_from_tokens: int | None = Field(
+        None, ge=0, description="least KV to take from the pool; null: from where that is faster than computing it"
+    )
+
+    def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
+        here, there = sample.last_replica, replicas.roomiest()
+        if here is None or here == there or replicas.room_tokens(here) < need_tokens:
+            return there, memory
+        ours, theirs = replicas.speeds(here), replicas.speeds(there)
+        if ours is None or theirs is None:
+            stays = 2 * replicas.room_tokens(here) >= replicas.room_tokens(there)
+            return here if stays else there, memory
+        new_tokens = need_tokens - sample.prompt_tokens - sample.generated_tokens
+        stay_s = new_tokens * ours.step_s(replicas.running(here) + 1)
+        move_s = self._kv_s(sample, theirs) + new_tokens * theirs.step_s(replicas.running(there) + 1)
+        return there if stay_s - move_s > self.min_gain_s else here, memory
+
+    def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None:
+        """The knob, or the least n with fetch_base_s + n / fetch_tokens_s < n / prefill_tokens_s."""
+        if self.pull_from_tokens is not None:
+            return self.pull_from_tokens
+        if speeds is None:
+            return 1
+        if speeds.fetch_tokens_s <= speeds.prefill_tokens_s:
+            return None
+        return 1 + int(speeds.fetch_base_s / (1 / speeds.prefill_tokens_s - 1 / speeds.fetch_tokens_s))
+
+    def _kv_s(self, sample: SampleView, speeds: ReplicaSpeeds) -> float:
+        """Until a replica of these speeds, on which the sample did not run last, has the KV of its context."""
+        context = sample.prompt_tokens + sample.generated_tokens
+        compute_s = context / speeds.prefill_tokens_s
+        least = self.min_pull_tokens(speeds)
+        if least is None or sample.stored_tokens < max(1, least) or not speeds.fetch_tokens_s:
+            return compute_s
+        fetch_s = speeds.fetch_base_s + sample.stored_tokens / speeds.fetch_tokens_s
+        return min(compute_s, fetch_s + (context - sample.stored_tokens) / speeds.prefill_tokens_s)
+
+
+PlacementPolicy = Annotated[LeastKv | RoundRobin | Pinned | CostAware, Field(discriminator="type")]

@@ -1,0 +1,229 @@
+"""Fastest-of-N: which straggler also races with which draft method, and on which free replica (SpecActor 4.2).
+
+Invariants: no worker takes more than its room, no sample gets a method twice or a copy on the replica it runs on, and
+no copy is made that is expected to bring less than `least_gain`. Copies write the same tokens (law 2), so a race
+changes the time only. Pure and deterministic, ties by id. Called whenever replicas become free.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+@dataclass(frozen=True, slots=True)
+class MethodProfile:
+    """A draft method: its speed-up over plain decoding at rising acceptance rates (`curve`: pairs of both, measured
+    without the target by accepting at random), and the acceptance rates that samples had with it (`profile`)."""
+
+    method: str
+    curve: tuple[tuple[float, float], ...]
+    profile: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rates = [rate for rate, _ in self.curve]
+        if not rates or not self.profile or any(later <= rate for rate, later in pairwise(rates)):
+            raise ValueError(f"{self.method}: needs a profile, and a curve over rising acceptance rates")
+
+    def speedup(self, acceptance: float) -> float:
+        """Between points of the curve by a straight line; beyond its ends as at the end."""
+        above = bisect_right(self.curve, acceptance, key=lambda point: point[0])
+        if above in (0, len(self.curve)):
+            return self.curve[min(above, len(self.curve) - 1)][1]
+        (low, slow), (high, fast) = self.curve[above - 1 : above + 1]
+        return slow + (fast - slow) * (acceptance - low) / (high - low)
+
+    def mean_acceptance(self) -> float:
+        return sum(self.profile) / len(self.profile)
+
+    def gain(self, speedup: float) -> float:
+        """How many times as fast a sample of this speed-up is expected to be once it also races with this method.
+
+        The mean over the profile of max(theirs, speedup) / speedup: at least 1, since the faster copy counts.
+        """
+        more = sum(max(self.speedup(acceptance) - speedup, 0.0) for acceptance in self.profile)
+        return 1.0 + more / len(self.profile) / speedup
+
+
+@dataclass(frozen=True, slots=True)
+class MethodTable:
+    """Draft methods by what they bring. Raises ValueError where two have one name."""
+
+    rungs: tuple[MethodProfile, ...]
+
+    def __post_init__(self) -> None:
+        if len({rung.method for rung in self.rungs}) < len(self.rungs):
+            raise ValueError("a draft method stands twice on the ladder")
+
+    def ranked(self, acceptances: Mapping[str, float] | None = None) -> tuple[MethodProfile, ...]:
+        """Fastest first, each at its mean acceptance: the one given for it, else its profile's."""
+        means = {rung.method: rung.mean_acceptance() for rung in self.rungs} | dict(acceptances or {})
+        return tuple(sorted(self.rungs, key=lambda rung: (-rung.speedup(means[rung.method]), rung.method)))
+
+    def first_choice(self, acceptances: Mapping[str, float] | None = None) -> str | None:
+        """The one method for all samples as a step starts. None: plain decoding is at least as fast as any."""
+        means = acceptances or {}
+        for rung in self.ranked(acceptances)[:1]:
+            if rung.speedup(means.get(rung.method, rung.mean_acceptance())) > 1.0:
+                return rung.method
+        return None
+
+    def speedup(self, method: str, acceptance: float) -> float:
+        """Over plain decoding, which a method that is not on the ladder is taken to be."""
+        return next((rung.speedup(acceptance) for rung in self.rungs if rung.method == method), 1.0)
+
+    def gain(self, own: str, acceptance: float) -> float:
+        """How many times as fast a sample that drafts by `own` is expected to be once it races with all others."""
+        alone = speedup = self.speedup(own, acceptance)
+        for rung in self.others(own):
+            speedup *= rung.gain(speedup)
+        return speedup / alone
+
+    def others(self, own: str) -> tuple[MethodProfile, ...]:
+        """Ranked, without `own`."""
+        return tuple(rung for rung in self.ranked() if rung.method != own)
+
+    def among(self, methods: Sequence[str]) -> "MethodTable":
+        """Of these methods alone."""
+        return MethodTable(tuple(rung for rung in self.rungs if rung.method in methods))
+
+
+class Straggler(NamedTuple):
+    """`acceptance` is that of the first of its `methods`; without any it decodes plainly. `replica`: where it runs."""
+
+    sample_id: str
+    acceptance: float
+    methods: tuple[str, ...]
+    replica: str
+
+
+class FreeWorker(NamedTuple):
+    """A replica that can verify drafts of one method: `load` samples now, `room` at most (the paper's b_max)."""
+
+    worker_id: str
+    method: str
+    load: int
+    room: int
+
+
+class Assignment(NamedTuple):
+    sample_id: str
+    method: str
+    worker_id: str
+    reason: str
+
+
+@runtime_checkable
+class Racing(Protocol):
+    """What the core asks. `room`: chunks on a replica up to which it takes copies, 0: nobody races; `usual`: the
+    acceptance of a sample that has none yet."""
+
+    room: int
+    usual: float
+    ladder: MethodTable
+
+    def assign(
+        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: MethodTable
+    ) -> list[Assignment]: ...
+
+
+class NoRacing(BaseModel):
+    """No copies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["off"] = "off"
+    room: ClassVar[int] = 0
+    usual: ClassVar[float] = 0.0
+    ladder: ClassVar[MethodTable] = MethodTable(())
+
+    def assign(
+        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: MethodTable
+    ) -> list[Assignment]:
+        return []
+
+
+USUAL = (
+    MethodProfile("group", ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
+    MethodProfile("model", ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
+)
+"""Guesses of what the group's index and a draft model bring; `tailrace bench ladder --out` measures it."""
+
+
+class FastestOfN(BaseModel):
+    """Algorithm 3: the sample that accepts least gets every method it lacks before the next sample gets any.
+
+    Copies are made by methods that have a rung here and that replicas offer beside their first, so none without a draft
+    model unless `rungs` names parts of the index: `history`, `ngram`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["fastest_of_n"] = "fastest_of_n"
+    room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
+    usual: float = Field(0.5, ge=0.0, le=1.0, description="acceptance of a sample that has drafted nothing yet")
+    rungs: tuple[MethodProfile, ...] = Field(
+        USUAL, min_length=1, description="what each method brings, see `tailrace bench ladder --out`"
+    )
+    least_gain: float = Field(
+        1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published"
+    )
+
+    @model_validator(mode="after")
+    def _has_a_ladder(self):
+        MethodTable(self.rungs)
+        return self
+
+    @property
+    def ladder(self) -> MethodTable:
+        return MethodTable(self.rungs)
+
+    def assign(
+        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: MethodTable
+    ) -> list[Assignment]:
+        """Copies to start, in order. Methods by rank on the ladder, workers by load. Costs O(log workers) each."""
+        free: dict[str, list[tuple[int, str, int]]] = {}
+        for worker in workers:
+            if worker.load < worker.room:
+                free.setdefault(worker.method, []).append((worker.load, worker.worker_id, worker.room))
+        for heap in free.values():
+            heapify(heap)
+        rungs = [rung for rung in ladder.ranked() if rung.method in free]
+        copies: list[Assignment] = []
+        for sample in sorted(stragglers, key=lambda sample: (sample.acceptance, sample.sample_id)):
+            copies += self._copies(sample, rungs, free, ladder)
+        return copies
+
+    def _copies(
+        self, sample: Straggler, rungs: list[MethodProfile], free: dict, ladder: MethodTable
+    ) -> list[Assignment]:
+        speedup = ladder.speedup(sample.methods[0], sample.acceptance) if sample.methods else 1.0
+        copies = []
+        for rung in rungs:
+            gain = rung.gain(speedup)
+            if rung.method in sample.methods or gain < self.least_gain:
+                continue
+            worker_id = _least_loaded(free[rung.method], sample.replica)
+            if worker_id is not None:
+                reason = f"accepts {sample.acceptance:.2f}; a race with {rung.method}: {gain:.2f} times as fast"
+                copies.append(Assignment(sample.sample_id, rung.method, worker_id, reason))
+                speedup *= gain
+        return copies
+
+
+def _least_loaded(heap: list[tuple[int, str, int]], but: str) -> str | None:
+    """Takes a place on the least loaded worker with room that is not `but`."""
+    own = heappop(heap) if heap and heap[0][1] == but else None
+    taken = None
+    if heap:
+        load, taken, room = heappop(heap)
+        if load + 1 < room:
+            heappush(heap, (load + 1, taken, room))
+    if own:
+        heappush(heap, own)
+    return taken
+
+
+RacingPolicy = Annotated[NoRacing | FastestOfN, Field(discriminator="type")]

@@ -1,0 +1,135 @@
+"""The registry: which policy of each family decides. `Policies` is what `serve.yaml` names under `policies`.
+
+A member is named by `type`; a user's own by dotted path, `type: "my_pkg.mine:MyOrdering"` with `args: {...}`.
+An unknown name is an error that gives the nearest ones.
+"""
+
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated, Any, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    TypeAdapter,
+    ValidationError,
+)
+
+from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks
+from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
+from tailrace.policies.families.drafting import Drafting, DraftingPolicy
+from tailrace.policies.families.goodput import Goodput
+from tailrace.policies.families.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
+from tailrace.policies.families.lengths import Lengths, LengthsPolicy, MaxFinished
+from tailrace.policies.families.ordering import Ordering, OrderingPolicy, Seer
+from tailrace.policies.families.placement import LeastKv, Placement, PlacementPolicy
+from tailrace.policies.families.prefetch import NextUp, Prefetching, PrefetchPolicy
+from tailrace.policies.families.racing import NoRacing as NoRaces
+from tailrace.policies.families.racing import Racing, RacingPolicy
+from tailrace.policies.families.tail import Hold, Tail, TailPolicy
+
+FAMILIES = {
+    "ordering": (OrderingPolicy, Ordering),
+    "placement": (PlacementPolicy, Placement),
+    "chunking": (ChunkingPolicy, Chunking),
+    "kv_on_update": (KvOnUpdatePolicy, KvOnUpdate),
+    "prefetch": (PrefetchPolicy, Prefetching),
+    "lengths": (LengthsPolicy, Lengths),
+    "drafting": (DraftingPolicy, Drafting),
+    "draft_models": (DraftModelsPolicy, DraftModels),
+    "tail": (TailPolicy, Tail),
+    "racing": (RacingPolicy, Racing),
+}
+
+
+def members(family: str) -> dict[str, type[BaseModel]]:
+    """Built-in policies of a family by their `type`."""
+    union = get_args(FAMILIES[family][0])[0]
+    classes = get_args(union) or (union,)
+    return {cls.model_fields["type"].default: cls for cls in classes}
+
+
+def name_of(policy: BaseModel) -> str:
+    """What `type` calls a policy: its name, or the dotted path of a user's own."""
+    cls = type(policy)
+    if any(cls in members(family).values() for family in FAMILIES):
+        return policy.type
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def load_policy(family: str, value: Any) -> BaseModel:
+    """A policy object from its name, its mapping, or itself. Raises ValueError with one line on bad input."""
+    if isinstance(value, BaseModel):
+        return _checked(family, value)
+    spec = {"type": value} if isinstance(value, str) else value
+    if not isinstance(spec, dict) or not isinstance(spec.get("type"), str):
+        raise ValueError(f"{family}: give a name or a mapping with `type`, not {value!r}")
+    if ":" in spec["type"]:
+        return _user_policy(family, spec)
+    known = members(family)
+    if spec["type"] not in known:
+        near = get_close_matches(spec["type"], known, cutoff=0.4)
+        hint = f"nearest: {', '.join(near)}; " if near else ""
+        raise ValueError(f"unknown {family} {spec['type']!r}; {hint}known: {', '.join(known)}")
+    return _built(known[spec["type"]], spec)
+
+
+def _user_policy(family: str, spec: dict) -> BaseModel:
+    module, _, name = spec["type"].partition(":")
+    extra = set(spec) - {"type", "args"}
+    if extra:
+        raise ValueError(f"{family} {spec['type']}: unknown key {min(extra)!r}; its knobs belong under `args`")
+    try:
+        cls = getattr(import_module(module), name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{family} {spec['type']!r} cannot be imported: {error}") from error
+    if not isinstance(cls, type) or not issubclass(cls, BaseModel):
+        raise ValueError(f"{family} {spec['type']!r} is not a pydantic model")
+    return _checked(family, _built(cls, spec.get("args", {})))
+
+
+def _built(cls: type[BaseModel], knobs: dict) -> BaseModel:
+    try:
+        return TypeAdapter(cls).validate_python(knobs)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{cls.__name__}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _checked(family: str, policy: Any) -> BaseModel:
+    protocol = FAMILIES[family][1]
+    if not isinstance(policy, BaseModel) or not isinstance(policy, protocol):
+        wanted = sorted(name for name in {*dir(protocol), *protocol.__annotations__} if not name.startswith("_"))
+        name = type(policy).__name__
+        raise ValueError(f"{name} is no {family} policy: it must be a pydantic model with {', '.join(wanted)}")
+    return policy
+
+
+def dump_policy(policy: BaseModel, info: SerializationInfo) -> dict:
+    """What `load_policy` makes the same policy of."""
+    name, knobs = name_of(policy), policy.model_dump(mode=info.mode)
+    return {"type": name, "args": knobs} if ":" in name else knobs
+
+
+def _member(family: str) -> Any:
+    return Annotated[BaseModel, BeforeValidator(lambda v: load_policy(family, v)), PlainSerializer(dump_policy)]
+
+
+class Policies(BaseModel):
+    """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, least KV) and exact KV."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ordering: _member("ordering") = Seer()
+    placement: _member("placement") = LeastKv()
+    chunking: _member("chunking") = FixedChunks()
+    kv_on_update: _member("kv_on_update") = Fresh()
+    prefetch: _member("prefetch") = NextUp()
+    lengths: _member("lengths") = MaxFinished()
+    drafting: _member("drafting") = Goodput()
+    draft_models: _member("draft_models") = AsConfigured()
+    tail: _member("tail") = Hold()
+    racing: _member("racing") = NoRaces()

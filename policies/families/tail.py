@@ -1,0 +1,196 @@
+"""How many engine replicas a rollout keeps as its batch shrinks. `Scaling` asks, and sees to what follows.
+
+Contract: `wanted` is a pure function of view and memory; memory is a value, None at first. What is wanted below the
+replicas that are there is reached by closing those that Serve would stop first, which may still run chunks.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicaView, TailView
+
+KV_SHARE = 0.9
+"""Of the KV of the replicas that stay, what consolidated chunks may reserve: reservations do not pack to the block."""
+
+
+class ReplicaGoal(NamedTuple):
+    """`drafters`: replicas of a draft model, which run in the place of engines until the batch has ended."""
+
+    engines: int
+    drafters: int = 0
+
+
+@runtime_checkable
+class Tail(Protocol):
+    """What the core asks of a tail policy, built in or the user's own."""
+
+    def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]: ...
+
+
+class Hold(BaseModel):
+    """All of them, whether they have work or not."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["hold"] = "hold"
+
+    def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
+        return ReplicaGoal(view.most), memory
+
+
+class Shrinking(BaseModel):
+    """Base of those that give replicas back: all of them as a batch comes or while samples wait; then what is needed,
+    once more than that has not been for a while. It grows again only with the work: measured speeds are noisy. Thus
+    engines may become drafters, or go; drafters may go.
+
+    Memory is (what is wanted, since when that is the answer, samples that had not ended).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    after_s: float = Field(1.0, ge=0.0, description="how long the last answer stands before a smaller one replaces it")
+
+    def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
+        answer, since, unended = memory or (ReplicaGoal(view.least), view.now, 0)
+        if not view.unended:
+            engines, drafters = view.least, 0
+        elif view.waiting or view.unended > unended or not view.replicas:
+            engines, drafters = view.most, 0
+        else:
+            engines, drafters = self.cut(view, answer)
+            engines = min(engines, answer.engines)
+            drafters = min(drafters, sum(answer) - engines)
+        engines = min(max(engines, view.least), view.most)
+        needed = ReplicaGoal(engines, min(drafters, view.most - engines))
+        if needed == answer or needed.engines > answer.engines or view.now - since >= self.after_s:
+            answer, since = needed, view.now
+        return answer, (answer, since, view.unended)
+
+    def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
+        """While something runs and nothing waits; `answer` is the last one, beyond which nothing comes back."""
+        return ReplicaGoal(self.needed(view, answer.engines))
+
+    def needed(self, view: TailView, answer: int) -> int:
+        """The same where no draft model is wanted."""
+        raise NotImplementedError
+
+
+class Release(Shrinking):
+    """Those that run something, and those that Serve would stop after them: no sample is moved."""
+
+    type: Literal["release"] = "release"
+
+    def needed(self, view: TailView, answer: int) -> int:
+        if len(view.replicas) < answer:  # those still starting have had no chance to be busy
+            return answer
+        return max((place for place, replica in enumerate(view.replicas, start=1) if replica.running), default=1)
+
+
+class Consolidate(Shrinking):
+    """The fewest on which all that runs has room, and a step takes at most `max_slowdown` longer than on all."""
+
+    type: Literal["consolidate"] = "consolidate"
+    max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
+
+    def needed(self, view: TailView, answer: int) -> int:
+        return fewest(view.replicas, view.running, view.most, self.max_slowdown)
+
+
+class Draft(Consolidate):
+    """Consolidates; draft models run on what has become free, ahead of the samples that are left (SpecActor 4.1)."""
+
+    type: Literal["draft"] = "draft"
+
+    def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
+        return ReplicaGoal(self.needed(view, answer.engines), view.most)
+
+
+class Threshold(Shrinking):
+    """A fixed share of the replicas once few samples are left, as RollPacker's scale-down does."""
+
+    type: Literal["threshold"] = "threshold"
+    at_share: float = Field(0.2, ge=0.0, le=1.0, description="of the batches' samples: with fewer left it shrinks")
+    to_share: float = Field(0.25, ge=0.0, le=1.0, description="of the replicas, which then stay")
+
+    def needed(self, view: TailView, answer: int) -> int:
+        few = view.unended < self.at_share * view.submitted
+        return max(1, ceil(self.to_share * view.most)) if few else view.most
+
+
+class Auto(Shrinking):
+    """As many as make a token of what is left cheapest: its seconds, and what replicas are worth elsewhere meanwhile.
+
+    On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured speeds.
+    Where copies race, they take free places, lengthen the step, and multiply the pace by what the racing policy expects
+    of them. Draft models on others multiply it by what the draft models' policy expects; races are then left out, since
+    both gain from the same idle time. Samples go on side by side, so the longest one's end, plus what replicas are
+    worth until then, is least where every step's seconds * (1 + worth * share of the replicas) / pace is, whatever
+    lengths are still to come. A replica thus takes chunks that move, or copies, or drafts, while that saves more of the
+    makespan than its share of `worth`; else it is given back.
+    """
+
+    type: Literal["auto"] = "auto"
+    worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")
+
+    def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
+        speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
+        if not speeds:
+            return answer
+        worth = self.worth / view.most
+        step = ReplicaSpeeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
+        least = roomy(view.replicas, view.running, view.most)
+        paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.most + 1)]
+        paces += [
+            (mean_s(step, view.running, one.engines) / one.gain, ReplicaGoal(one.engines, one.drafters))
+            for one in view.roles
+        ]
+        return min(paces, key=lambda pace: pace[0] * (1 + worth * sum(pace[1])))[1]
+
+
+def token_s(view: TailView, step: ReplicaSpeeds, count: int) -> float:
+    """Seconds in which a sample goes on by as many tokens as one step makes without a race, on `count` replicas."""
+    own, races = view.running, view.races
+    places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
+    if places <= 0:
+        return mean_s(step, own, count)
+    pace = 1 + (races.gain - 1) * places / (races.copies * own)
+    return mean_s(step, own + places, count) / pace
+
+
+def mean_s(step: ReplicaSpeeds, chunks: int, replicas: int) -> float:
+    """Of a step that a chunk is in, over all chunks, spread evenly."""
+    each, more = divmod(chunks, replicas)
+    beside = more * (each + 1) ** 2 + (replicas - more) * each**2
+    return step.step_base_s + step.step_per_chunk_s * beside / chunks
+
+
+def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdown: float) -> int:
+    """Replicas that do for `running` chunks; `replicas` in the order in which they stay, of at most `most`.
+
+    They have room for all chunks, and a step of ceil(running / n) chunks takes at most 1 + max_slowdown times one of
+    ceil(running / most), by the slowest speeds measured. `most` while nothing has been measured.
+    """
+    speeds = [replica.speeds for replica in replicas if replica.speeds is not None]
+    if not speeds:
+        return most
+    longest_s = (1 + max_slowdown) * max(one.step_s(ceil(running / most)) for one in speeds)
+    for count in range(roomy(replicas, running, most), most):
+        if max(one.step_s(ceil(running / count)) for one in speeds) <= longest_s:
+            return count
+    return most
+
+
+def roomy(replicas: Sequence[ReplicaView], running: int, most: int) -> int:
+    """The fewest replicas that have places and KV for all that runs, `most` at most."""
+    used = sum(replica.kv_capacity_tokens - replica.kv_free_tokens for replica in replicas)
+    places = room = 0
+    for count in range(1, most):
+        replica = replicas[min(count, len(replicas)) - 1]  # those to come are taken to be like the last one
+        places, room = places + replica.max_running, room + KV_SHARE * replica.kv_capacity_tokens
+        if running <= places and used <= room:
+            return count
+    return most
+
+
+TailPolicy = Annotated[Hold | Release | Consolidate | Draft | Threshold | Auto, Field(discriminator="type")]

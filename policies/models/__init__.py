@@ -1,0 +1,1 @@
+"""Cost models and estimators: how long steps, prompts and pulls take, and what speculation brings."""

@@ -1,0 +1,151 @@
+"""How many GPUs draft, how many verify, and how far drafts run ahead (SpecActor 4.1, Algorithms 1 and 2).
+
+Invariant: a plan has the most tokens a second of all it may have, plain decoding included, so drafting is planned only
+where it pays; ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called by the simulator
+as a step starts (`plan`) and every so many engine steps (`reconfigure`); live by `draft_models` (`best`, `better`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.policies.models.spec_cost_model import (
+    DrafterCost,
+    VerifierCost,
+    coupled_tokens_s,
+    decoupled_tokens_s,
+    keeps_up,
+    published_tokens_s,
+    renewal_tokens_s,
+)
+
+TINY_S = 1e-12
+"""Keeps ratios finite for a drafter that takes no time."""
+
+RATES = {"going_on": decoupled_tokens_s, "renewal": renewal_tokens_s, "published": published_tokens_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What each `drafter.gpus + verifier.gpus` GPUs of the cluster do with `samples` samples.
+
+    `drafter` None, `window` 0: no drafter, the verifiers decode plainly. `tokens_s`: expected, of each sample.
+    """
+
+    drafter: DrafterCost | None
+    verifier: VerifierCost
+    window: int
+    samples: int
+    tokens_s: float
+    reason: str
+
+    @property
+    def drafter_gpus(self) -> int:
+        return self.drafter.gpus if self.drafter else 0
+
+    @property
+    def verifier_gpus(self) -> int:
+        return self.verifier.gpus
+
+
+class SamplePlan(NamedTuple):
+    """How one sample is drafted from now on. A coupled window of 0 is plain decoding."""
+
+    window: int
+    coupled: bool
+    tokens_s: float
+    reason: str
+
+
+class Decoupled(BaseModel):
+    """SpecActor 4.1. `rate`: what drafting ahead brings as Tailrace's engines do it (`going_on`: nobody waits), or in
+    SpecActor's rounds, worked out exactly (`renewal`) or by the paper's own formula (`published`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: Literal["decoupled"] = "decoupled"
+    most_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
+    rate: Literal["going_on", "renewal", "published"] = Field(
+        "going_on", description="whose protocol; published: too many tokens per round, each too slow"
+    )
+
+    def plan(
+        self, samples: int, gpus: int, p: float, drafters: Sequence[DrafterCost], verifiers: Sequence[VerifierCost]
+    ) -> Plan:
+        """Algorithm 1: the best of every verifier, every drafter with no more GPUs than it, and every useful window.
+
+        `samples` of the whole step over `gpus` GPUs; p: mean acceptance of a draft token. A pair takes
+        ceil((g_d + g_v) samples / gpus) of them. Raises ValueError where no verifier fits into the cluster.
+        """
+        fitting = [verifier for verifier in verifiers if verifier.gpus <= gpus]
+        if not fitting:
+            raise ValueError(f"no verifier fits into {gpus} GPUs")
+        plain, *found = [
+            max((_plain(verifier, ceil(verifier.gpus * samples / gpus)) for verifier in fitting), key=_worth),
+            *(
+                self._best(ceil((drafter.gpus + verifier.gpus) * samples / gpus), p, drafter, verifier)
+                for verifier in fitting
+                for drafter in drafters
+                if drafter.gpus <= verifier.gpus and drafter.gpus + verifier.gpus <= gpus
+            ),
+        ]
+        return max((plain, *(plan for plan in found if plan)), key=_worth)
+
+    def best(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> Plan:
+        """Algorithm 1 where it is settled who drafts for whom: this pair's best window for `samples` samples, or plain
+        decoding by the verifier alone."""
+        plans = (_plain(verifier, samples), self._best(samples, p, drafter, verifier))
+        return max((plan for plan in plans if plan), key=_worth)
+
+    def reconfigure(self, acceptances: Mapping[str, float], plan: Plan) -> dict[str, SamplePlan]:
+        """Algorithm 2: for each sample that accepts less than the mean, the better of coupled and decoupled drafting.
+
+        Samples that are not named keep the plan's window. Without a drafter there is nothing to choose.
+        """
+        if plan.drafter is None or not acceptances:
+            return {}
+        mean = sum(acceptances.values()) / len(acceptances)
+        below = {sample_id: round(p, 2) for sample_id, p in sorted(acceptances.items()) if p < mean}
+        better = {p: self.better(p, plan.drafter, plan.verifier) for p in sorted(set(below.values()))}
+        return {sample_id: better[p] for sample_id, p in below.items()}
+
+    def better(self, p: float, drafter: DrafterCost, verifier: VerifierCost) -> SamplePlan:
+        """For a sample of acceptance p, to a hundredth; both kinds are rated at a batch of one, as in the paper."""
+        rate, windows = RATES[self.rate], range(1, self.most_window + 1)
+        coupled_s, waiting = max((coupled_tokens_s(p, drafter, verifier, 1, w), -w) for w in (0, *windows))
+        decoupled_s, ahead = max((rate(p, drafter, verifier, 1, w), -w) for w in windows)
+        reason = f"accepts {p:.2f}: coupled {coupled_s:.1f} tokens/s, decoupled {decoupled_s:.1f}"
+        if decoupled_s > coupled_s:
+            return SamplePlan(-ahead, False, decoupled_s, reason)
+        return SamplePlan(-waiting, True, coupled_s, reason)
+
+    def _best(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> Plan | None:
+        """The best window of this pair; None where the drafter cannot keep up with any."""
+        rate = RATES[self.rate]
+        plans = [
+            Plan(drafter, verifier, window, samples, rate(p, drafter, verifier, samples, window), f"accepts {p:.2f}")
+            for window in self._windows(samples, p, drafter, verifier)
+        ]
+        return max(plans, key=_worth, default=None)
+
+    def _windows(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> list[int]:
+        """Those worth a try: in SpecActor's rounds, beyond them the drafter is the slower, and longer windows gain less
+        than they take. The paper's end is max(ceil(V' / D'), ceil(beta / alpha))."""
+        windows = range(1, self.most_window + 1)
+        if self.rate == "going_on":
+            return list(windows)
+        if self.rate == "renewal":
+            return [w for w in windows if keeps_up(p, drafter, verifier, samples, w)]
+        by_base = verifier.base_s / max(drafter.base_s, TINY_S)
+        by_sample = [verifier.per_sample_s(w) / max(drafter.sample_s, TINY_S) for w in windows]
+        return [w for w, ratio in zip(windows, by_sample, strict=True) if w <= ceil(max(ratio, by_base))]
+
+
+def _plain(verifier: VerifierCost, samples: int) -> Plan:
+    return Plan(None, verifier, 0, samples, 1 / verifier.seconds(samples, 0), "no drafter pays")
+
+
+def _worth(plan: Plan) -> tuple[float, int, int]:
+    return plan.tokens_s, -plan.drafter_gpus - plan.verifier_gpus, -plan.window

@@ -1,0 +1,1 @@
+"""HistoPipe (RhymeRL 6): pipelines over training steps, simulated."""

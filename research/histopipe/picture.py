@@ -1,0 +1,32 @@
+"""The picture of `bench pipeline`, as a file that any viewer opens; the path's suffix says which kind."""
+
+from pathlib import Path
+
+SHADES = ("steelblue", "darkorange", "lightsteelblue")
+
+
+def pipelines(path: Path, result: dict) -> None:
+    """Of `bench pipeline`: speed over the overlapped baseline and bubbles of every arrangement, means with the range
+    over the seeds, without drafts, with them, and with one prompt a worker."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    names = list(result["regimes"]["few_answers"])
+    sets = {
+        "without drafts": [result["runs"][name] for name in names],
+        "with history drafts": [result["runs"][f"{name}+drafts"] for name in names],
+        "without drafts, one prompt a worker": [result["regimes"]["few_answers"][name] for name in names],
+    }
+    titles = {"ratio_overlapped": "times as fast as with barriers", "bubbles": "workers' time without work"}
+    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for index, (label, rows) in enumerate(sets.items()):
+            mean, least, most = zip(*(row[key] for row in rows), strict=True)
+            reach = [[m - low for m, low in zip(mean, least, strict=True)],
+                     [high - m for m, high in zip(mean, most, strict=True)]]  # fmt: skip
+            places = [place + 0.27 * (index - 1) for place in range(len(names))]
+            axes.barh(places, mean, height=0.25, xerr=reach, label=label, color=SHADES[index])
+        axes.set(yticks=range(len(names)), yticklabels=[name.replace("_", " ") for name in names], xlabel=title)
+        axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    figure.suptitle(f"{result['workload']}, {result['steps']} steps, {result['seeds']} draws")
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""Fits of length laws to recorded lengths."""

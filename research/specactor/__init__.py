@@ -1,0 +1,1 @@
+"""SpecActor's systems (SpecActor 4) in the simulator."""

@@ -1,0 +1,56 @@
+"""Tailrace: exact, elastic rollouts for LLM reinforcement learning, on Ray Serve and vLLM.
+
+The names below load when they are used, so `import tailrace` costs nothing and needs neither Ray nor vLLM.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
+    from tailrace.app.cluster import connect
+    from tailrace.deployments.messages.rollout import (
+        ChatMessage,
+        GroupResult,
+        PromptGroup,
+        RolloutBatch,
+        SampleResult,
+        SamplingParams,
+    )
+
+_HOMES = {
+    "connect": "tailrace.app.cluster",
+    "RolloutClient": "tailrace.app.client",
+    "RolloutRejected": "tailrace.app.client",
+    "WeightsRejected": "tailrace.app.client",
+    "ChatMessage": "tailrace.deployments.messages.rollout",
+    "GroupResult": "tailrace.deployments.messages.rollout",
+    "PromptGroup": "tailrace.deployments.messages.rollout",
+    "RolloutBatch": "tailrace.deployments.messages.rollout",
+    "SampleResult": "tailrace.deployments.messages.rollout",
+    "SamplingParams": "tailrace.deployments.messages.rollout",
+}
+
+__all__ = [
+    "ChatMessage",
+    "GroupResult",
+    "PromptGroup",
+    "RolloutBatch",
+    "RolloutClient",
+    "RolloutRejected",
+    "SampleResult",
+    "SamplingParams",
+    "WeightsRejected",
+    "connect",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
