@@ -1,9 +1,14 @@
-"""Who may import whom, read from the source of every file: imports inside functions and dotted paths in strings too."""
+"""The import laws, read from the source of every file: imports inside functions and dotted paths in strings too.
+
+Folders: `policies <- kvpool <- deployments <- app`. Rooms: arrows among them run downwards in ROOMS, never up.
+Outside the product, `benchmarks` and `research` import it; nothing in it imports them.
+"""
 
 import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +17,44 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAIN = ("policies", "kvpool", "deployments", "app")
-"""Each folder may import itself and what stands to its left."""
+"""Each folder may import itself and the folders to its left."""
+
+ROOMS = (
+    "policies",
+    "policies/protocol",
+    "policies/models",
+    "policies/families",
+    "policies/core",
+    "kvpool",
+    "deployments",
+    "deployments/messages",
+    "deployments/context",
+    "deployments/draft_index",
+    "deployments/vllm_exact",
+    "deployments/drafter",
+    "deployments/drafting",
+    "deployments/engine",
+    "deployments/coordinator",
+    "app",
+    "app/demo",
+    "app/files",
+    "app/distill",
+    "app/simulator",
+    "app/report",
+    "app/timeline",
+    "app/replay",
+    "app/verification",
+    "app/commands",
+)
+"""The rooms of the product, lowest first: a room imports lower rooms alone."""
+
+OUTSIDE = ("benchmarks", "research")
+"""Folders that import the product and that nothing in it imports."""
+
+BENCH_COMMAND = "app/commands/bench.py"
+"""`tailrace bench` runs the benchmarks of a checkout; it names them by one string."""
+
+MAX_ROOM_FILES = 18
 
 HEAVY = {"ray", "vllm", "torch"}
 PURE = {
@@ -30,7 +72,9 @@ ENGINES_ALONE = {"vllm", "torch", "numba", "transformers"}
 ENVIRONMENT_WRITER = "deployments/vllm_exact/launch.py"
 """vLLM takes some settings from the environment only; this file writes them before vLLM is imported."""
 
-DOTTED_PATH = re.compile(rf"({'|'.join(CHAIN)})(\.[A-Za-z_]\w*)+(:\w+)?")
+DOTTED_PATH = re.compile(rf"((tailrace\.)?({'|'.join(CHAIN)})|{'|'.join(OUTSIDE)})(\.[A-Za-z_]\w*)+(:\w+)?")
+CONFIGURATION_KEY = re.compile(r"(policies|deployments)\.\w+")
+"""Keys of the configuration look like dotted paths without `tailrace`."""
 
 
 def sources(*folders: str) -> list[Path]:
@@ -68,15 +112,43 @@ def imports_of(tree: ast.Module) -> set[str]:
     return found
 
 
+def ours_of(tree: ast.Module) -> set[str]:
+    """Imports from the four folders, without the leading `tailrace.`."""
+    return {name.removeprefix("tailrace.") for name in imports_of(tree) if name.startswith("tailrace.")}
+
+
 def wrong_ways(name: str, tree: ast.Module) -> set[str]:
-    """Imports to the right, of a file that stands in one of the four folders."""
+    """Imports to the right, or from outside of the product, of a file in one of the four folders."""
     rank = CHAIN.index(Path(name).parts[0])
-    return {found for found in imports_of(tree) if found.split(".")[0] in CHAIN[rank + 1 :]}
+    found = {each for each in ours_of(tree) if each.split(".")[0] in CHAIN[rank + 1 :]}
+    return found | {each for each in imports_of(tree) if each.split(".")[0] in OUTSIDE}
+
+
+def bare_imports(tree: ast.Module) -> set[str]:
+    """Imports of a folder by its own name: the same file would be loaded twice, under two names."""
+    found = {name for name in imports_of(tree) if name.split(".")[0] in CHAIN}
+    return {name for name in found if not CONFIGURATION_KEY.fullmatch(name)}
+
+
+def room_of(path: str) -> str:
+    """The room of a file, or of a dotted import: its folder, at most two levels deep."""
+    parts = path.removesuffix(".py").replace(".", "/").split("/")
+    return next((room for room in ("/".join(parts[:2]), parts[0]) if room in ROOMS), parts[0])
+
+
+def arrows() -> dict[tuple[str, str], set[str]]:
+    """The files behind each arrow between two rooms of the product."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for name in EVERY:
+        for each in ours_of(tree_of(name)):
+            if room_of(name) != room_of(each):
+                found.setdefault((room_of(name), room_of(each)), set()).add(name)
+    return found
 
 
 def impurities(tree: ast.Module) -> set[str]:
     """What a policy must not use: modules beyond PURE, `hash()`, a generator, or another way to open something."""
-    found = {name for name in imports_of(tree) if name.split(".")[0] not in PURE | {"policies"}}
+    found = {name for name in imports_of(tree) if name.split(".")[0] not in PURE | {"tailrace"}}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             found |= {node.func.id} & {"hash", "open", "id", "eval", "exec", "__import__", "input", "print"}
@@ -102,16 +174,16 @@ def environment_uses(tree: ast.Module) -> list[str]:
 
 def beyond_the_simulator(name: str) -> set[str]:
     """Imports that a file of the simulator must not have."""
-    found = imports_of(tree_of(name))
+    found = ours_of(tree_of(name)) | {each for each in imports_of(tree_of(name)) if each.split(".")[0] in HEAVY}
     allowed = re.compile(r"(policies|app\.config|app\.simulator)\b")
-    return {each for each in found if each.split(".")[0] in {*CHAIN, *HEAVY} and not allowed.match(each)}
+    return {each for each in found if not allowed.match(each)}
 
 
 def loaded(*modules: str) -> dict[str, str]:
     """All that these import as they are loaded, ours in turn; by name, with the file that does."""
     found, left = {}, list(modules)
     while left:
-        name = left.pop().replace(".", "/") + ".py"
+        name = left.pop().removeprefix("tailrace.").replace(".", "/") + ".py"
         if name in EVERY:
             tops = [node for node in tree_of(name).body if isinstance(node, ast.Import | ast.ImportFrom)]
             new = {each: name for each in imports_of(ast.Module(tops, [])) if each not in found}
@@ -120,8 +192,28 @@ def loaded(*modules: str) -> dict[str, str]:
     return found
 
 
-def test_nothing_imports_to_the_right():
-    assert offences(EVERY, lambda name: wrong_ways(name, tree_of(name))) == {}
+def test_nothing_imports_to_the_right_or_from_outside():
+    names = [name for name in EVERY if name != BENCH_COMMAND]
+    assert offences(names, lambda name: wrong_ways(name, tree_of(name))) == {}
+    assert wrong_ways(BENCH_COMMAND, tree_of(BENCH_COMMAND)) == {"benchmarks.commands.bench"}
+
+
+def test_no_arrow_between_rooms_points_upwards():
+    """And so none points both ways."""
+    assert {room_of(name) for name in EVERY} == set(ROOMS)
+    upwards = {pair: files for pair, files in arrows().items() if ROOMS.index(pair[1]) > ROOMS.index(pair[0])}
+    assert upwards == {}
+
+
+def test_rooms_are_small():
+    files = Counter(str(Path(name).parent) for name in [*EVERY, *names_of(sources(*OUTSIDE))])
+    assert {room: count for room, count in files.items() if count > MAX_ROOM_FILES} == {}
+
+
+def test_every_file_imports_the_product_by_its_one_name():
+    everywhere = [*EVERY, *names_of(sources(*OUTSIDE, "tests", "scripts", "examples"))]
+    tests_of_imports = {"tests/test_imports.py", "tests/test_tiers.py"}
+    assert offences([n for n in everywhere if n not in tests_of_imports], lambda n: bare_imports(tree_of(n))) == {}
 
 
 def test_policies_are_pure():
@@ -140,7 +232,7 @@ def test_the_simulator_imports_policies_and_the_configuration_only():
 def test_policies_simulator_and_configuration_load_nothing_heavy():
     """By a fresh interpreter, so that what is imported in turn counts too."""
     light = [name for name in EVERY if re.match(r"(policies|app/simulator|app/config)\b", name)]
-    modules = [name.removesuffix(".py").replace("/", ".") for name in light]
+    modules = ["tailrace." + name.removesuffix(".py").replace("/", ".") for name in light]
     code = f"import sys, importlib\nfor m in {modules}:\n importlib.import_module(m)\n"
     code += f" found = {HEAVY} & set(sys.modules)\n if found: sys.exit(f'{{m}} loads {{found}}')"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -159,15 +251,21 @@ def test_what_every_process_loads_brings_no_engine():
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("policies/x.py", "import kvpool.keys"),
-        ("kvpool/x.py", "def f():\n    from deployments.messages import ChunkRequest"),
-        ("deployments/x.py", "import app"),
-        ("deployments/x.py", "WORKER = 'app.bench.scheduler:measure'"),
+        ("policies/x.py", "import tailrace.kvpool.keys"),
+        ("kvpool/x.py", "def f():\n    from tailrace.deployments.messages.chunk import ChunkRequest"),
+        ("deployments/x.py", "import tailrace.app.build"),
+        ("deployments/x.py", "WORKER = 'tailrace.app.build:build'"),
     ],
 )
 def test_a_wrong_import_is_found(name, source):
     assert wrong_ways(name, ast.parse(source))
     assert not wrong_ways("app/x.py", ast.parse(source))
+    assert bare_imports(ast.parse(source.replace("tailrace.", "")))
+
+
+def test_an_import_from_outside_the_product_is_found():
+    for source in ("from benchmarks.live import tail", "import research.histopipe", "X = 'benchmarks.live.tail'"):
+        assert wrong_ways("app/x.py", ast.parse(source))
 
 
 def test_what_is_loaded_in_turn_is_found():

@@ -10,15 +10,15 @@ import pytest
 
 FILES = {
     "ray/__init__.py": "",
-    "app/__init__.py": "",
-    "app/heavy.py": "import ray\n",
-    "tests/live/test_a.py": "import ray\nimport app.heavy\ndef test_live():\n    import ray.sub\n",
+    "tailrace/__init__.py": "",
+    "tailrace/heavy.py": "import ray\n",
+    "tests/live/test_a.py": "import ray\nimport tailrace.heavy\ndef test_live():\n    import ray.sub\n",
     "ray/sub.py": "",
-    "tests/test_inside.py": "def test_direct():\n    import ray\ndef test_through():\n    import app.heavy\n"
+    "tests/test_inside.py": "def test_direct():\n    import ray\ndef test_through():\n    import tailrace.heavy\n"
     "def test_sub():\n    from ray.sub import __name__\n",
-    "tests/test_mixed.py": "import pytest\n@pytest.mark.live\ndef test_late():\n    import ray, app.heavy\n"
+    "tests/test_mixed.py": "import pytest\n@pytest.mark.live\ndef test_late():\n    import ray, tailrace.heavy\n"
     "def test_light():\n    pass\n",
-    "tests/test_top.py": "import app.heavy\ndef test_never():\n    pass\n",
+    "tests/test_top.py": "import tailrace.heavy\ndef test_never():\n    pass\n",
 }
 
 

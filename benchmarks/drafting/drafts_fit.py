@@ -1,4 +1,5 @@
-"""Fits the prior of the draft index's evidence (deployments/context/scorer_weights.json) to a trace: `bench drafts --fit FILE`.
+"""Fits the prior of the draft index's evidence (deployments/context/scorer_weights.json) to a trace: `bench drafts
+--fit FILE`.
 
 Drafts for answers of the checkpoint before the last, so `bench drafts` can be run on the last one with fresh targets.
 Their own checkpoint gives the mates; the last one stands in for history. Each draft is a lesson, as online; here they

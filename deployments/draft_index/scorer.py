@@ -1,8 +1,8 @@
 """How far evidence is to be trusted: a small network, learned online and shared by all groups of an engine.
 
-It begins as `scorer_weights.json`, which `bench drafts --fit` made from recorded rollouts; each draft that is followed by
-what really came teaches it a little. Its inputs (choice.py) speak of matches, alignments and counts, never of tokens.
-Used by index.py, on one thread.
+It begins as `scorer_weights.json`, which `bench drafts --fit` made from recorded rollouts; each draft that is followed
+by what really came teaches it a little. Its inputs (choice.py) speak of matches, alignments and counts, never of
+tokens. Used by index.py, on one thread.
 """
 
 import json
