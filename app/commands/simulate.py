@@ -194,7 +194,7 @@ def _run(
                 how = {"spans": spans and not seed, "check": check, "progress": partial(_show, bar, task)}
                 began_s = time.monotonic()
                 if name in extra.systems:
-                    run = systems.run(scenario, name, seed, steps, **how)
+                    run = extra.run(scenario, name, seed, steps, **how)
                 else:
                     run = setup.run(name, chosen, seed, **how)
                 bar.remove_task(task)
