@@ -46,7 +46,7 @@ def command():
 command.add_command(calibrate)
 command.add_command(decoupled)
 command.add_command(control)
-command.add_command(ladder)
+command.add_command(ladder, "ladder")
 command.add_command(tail)
 
 
