@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from deployments.drafter.client import behind
+from deployments.drafter.lines import behind
 from deployments.drafter.window import Window
 from policies.actions import Way
 from policies.decoupled import (
