@@ -139,7 +139,7 @@ def test_a_drafter_that_speaks_but_is_late_each_time_is_waited_for_longer_and_th
         assert not pair.drafters.waits(chunk_id)
         line.silent = False  # it has said that it is near
         line.since_s = pair.clock()
-    assert waited_s == [0.5 * 2**turn for turn in range(MOST_LATE + 1)]
+    assert waited_s == [0.5 * 2**turn for turn in range(MOST_LATE)]
     assert pair.drafters.counts()["model_given_back"] == 1
 
 

@@ -20,7 +20,7 @@ MOST_KEPT = 256
 """Lines without a chunk; beyond them the one that has been kept longest goes. More than chunks run in one engine."""
 
 MOST_LATE = 4
-"""Waits in a row that brought no draft in time; each is twice as long as the one before: 0.5, 1, 2 and 4 s."""
+"""Waits in a row that brought no draft in time; each is twice as long as the one before: 0.5, 1, 2, 4 s."""
 
 MOST_ALONE = 1000
 """Verifications in a row without a guess. A drafter computes 20,000 tokens of context meanwhile, as a rule: 1 ms each
@@ -59,7 +59,7 @@ class Line:
     @property
     def hopeless(self) -> bool:
         """Whether its drafter never joins, and had better draft for others."""
-        return self.address is not None and (self.late > MOST_LATE or self.alone >= MOST_ALONE)
+        return self.address is not None and (self.late >= MOST_LATE or self.alone >= MOST_ALONE)
 
     def extends_to(self, chunk: ChunkRequest) -> bool:
         """Whether the chunk goes on with this very sample, and its tokens with these."""
