@@ -113,18 +113,20 @@ def test_a_line_that_never_joins_is_counted_and_given_back_and_its_sample_asks_n
 
 
 def test_others_have_what_was_given_back():
-    """Room for one of two: the first never gets anywhere, so that the second has to wait for it to be given back."""
-    pair = Pair(FAST, kv_blocks=LONG // 32 + 60)
-    stuck = pair.start(LONG, 3_000)
-    pair.model.pace = 0
+    """Room for one of two: the first gets nowhere, and the second has none until the first is given back."""
+    pair = Pair(pace=0, kv_blocks=LONG // 32 + 60)
+    pair.start(LONG, 3_000)
+    for _ in range(MOST_ALONE // 2):
+        pair.step()
     other = pair.start(LONG, 3_000, index=1)
     pair.step()
     assert pair.sessions.counts()["without_kv"] == 1
-    pair.end(stuck, goes_on=False)
+    while not pair.drafters.counts().get("model_given_back"):
+        pair.step()
     pair.model.pace = FAST
     while not pair.accepted[other]:
         pair.step()
-    assert pair.sessions.counts()["without_kv"] == 0
+    assert pair.sessions.counts()["without_kv"] == 0 and pair.drafters.counts()["model_given_back"] == 1
 
 
 def test_a_drafter_that_speaks_but_is_late_each_time_is_waited_for_longer_and_then_given_back():

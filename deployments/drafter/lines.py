@@ -23,8 +23,8 @@ MOST_LATE = 4
 """Waits in a row that brought no draft in time; each is twice as long as the one before: 0.5, 1, 2, 4 s."""
 
 MOST_ALONE = 1000
-"""Verifications in a row without a guess. A drafter computes 20,000 tokens of context meanwhile, as a rule: 1 ms each
-on the CPU, where a verification takes 20 ms and more."""
+"""Verifications in a row without a guess. Counted in these, since a machine on which they take long computes contexts
+slowly too; at 50 ms each a drafter has 50 s to get there."""
 
 Sample = tuple[str, int]
 """Its group's name, and its number there."""
