@@ -66,7 +66,7 @@ def test_a_program_that_is_missing_is_tried_again():
 
 def test_it_dies_with_its_parent():
     code = (
-        "import sys, time; from kvpool.process import ChildProcess\n"
+        "import sys, time; from tailrace.kvpool.child_process import ChildProcess\n"
         f"child = ChildProcess('child', lambda: (['/bin/sleep', '600'], {ENVIRONMENT}))\n"
         "while child.pid is None: time.sleep(0.01)\n"
         "time.sleep(0.2); print(child.pid, flush=True); time.sleep(600)\n"

@@ -42,10 +42,10 @@ def test_what_the_model_has_sent_is_verified_and_counted_as_its_own(ends):
     engine.step()
     wish, *_ = other.hear()
     assert (wish.tokens.tolist(), wish.end) == ([*PROMPT.tolist(), ANSWER[0]], len(PROMPT) + 59)
-    other.say(Guess(chunk_id, len(PROMPT) + 1, [*ANSWER[1:6], 7, 8], 9, 5))
+    other.say(Guess(wish.name, len(PROMPT) + 1, [*ANSWER[1:6], 7, 8], 9, 5))
     came(engine, chunk_id)
     assert engine.step()[chunk_id] == [], "nothing had come when it was proposed for"
-    assert other.hear() == [Confirm(chunk_id, len(PROMPT) + 1, ANSWER[1:2])]
+    assert other.hear() == [Confirm(wish.name, len(PROMPT) + 1, ANSWER[1:2])]
     assert engine.step()[chunk_id] == [*ANSWER[2:6], 7]
     report = engine.end(chunk_id)
     assert (report.drafted[Source.MODEL], report.accepted[Source.MODEL]) == (5, 4)
@@ -61,7 +61,7 @@ def test_a_sample_that_takes_turns_sits_out_until_its_window_has_come(ends):
     assert is_paused(request)
     wish, *_ = other.hear()
     assert DraftMode(wish.window, wish.coupled) == DraftMode(4, True)
-    other.say(Guess(chunk_id, len(PROMPT) + 1, ANSWER[1:5], 0, 0))
+    other.say(Guess(wish.name, len(PROMPT) + 1, ANSWER[1:5], 0, 0))
     came(engine, chunk_id)
     engine.drafts.propose()
     assert not is_paused(request) and request.spec_token_ids == ANSWER[1:5]
@@ -88,7 +88,7 @@ def test_a_copy_that_drafts_from_the_index_asks_no_drafter_and_waits_for_none(en
     for _ in range(3):
         engine.step()
         assert not is_paused(request)
-    assert {message.name for message in other.hear()} == {original}
+    assert {message.name.split()[0] for message in other.hear()} == {original}
 
 
 def test_an_engine_drafts_by_a_model_first_while_it_reaches_one(ends):

@@ -9,8 +9,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.deployments.drafter.client import Drafters, behind, end_of, rank
+from tailrace.deployments.drafter.client import Drafters, rank
 from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.lines import behind, end_of
 from tailrace.deployments.drafter.server import Address, listen, say
 from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
@@ -79,17 +80,30 @@ class Drafter:
         say(self.socket, self.peer, list(messages))
 
 
-@pytest.fixture
-def line():
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextlib.contextmanager
+def line_of(clock):
     """An engine's Drafters, a drafter on the other end, and a chunk."""
     with zmq.Context() as context:
         other = Drafter(context)
-        drafters = Drafters(DrafterConfig(model="m"))
+        drafters = Drafters(DrafterConfig(model="m"), clock)
         plan = DraftPlan(GroupRef("b/p", "key"), 0, 0, 60, (0, 0), FixedBudget(tokens=4))
         chunk = ChunkRequest("c", 7, CONTEXT, 8, 30, SamplingParams(), 0, draft=plan)
         yield drafters, other, chunk
         drafters.stop()
         other.socket.close()
+
+
+@pytest.fixture
+def line():
+    with line_of(Clock()) as made:
+        yield made
 
 
 def until(drafters: Drafters, done) -> None:
@@ -105,18 +119,18 @@ def test_an_engine_opens_confirms_and_takes_only_guesses_that_fit(line):
     (wish,) = other.hear()
     assert (wish.key, wish.window, wish.coupled, wish.end) == (7, 4, False, end_of(chunk)) == (7, 4, False, 39)
     drafters.made("c", [1, 2])
-    other.say(Guess("c", 10, [1, 2, 3, 4], 0, 0))
+    other.say(Guess(wish.name, 10, [1, 2, 3, 4], 0, 0))
     until(drafters, lambda: len(drafters.proposal("c").tokens))
-    assert other.hear() == [Confirm("c", 10, [1, 2])]
+    assert other.hear() == [Confirm(wish.name, 10, [1, 2])]
     proposal = drafters.proposal("c")
     assert proposal.tokens.tolist() == [3, 4] and proposal.sources.tolist() == [Source.MODEL] * 2
-    other.say(Guess("c", 10, [1, 5, 6], 0, 0), Guess("gone", 0, [1], 0, 0), Guess("c", 99, [1], 0, 0))
+    other.say(Guess(wish.name, 10, [1, 5, 6], 0, 0), Guess("gone", 0, [1], 0, 0), Guess(wish.name, 99, [1], 0, 0))
     until(drafters, lambda: drafters.counts().get("model_overtaken"))
     assert drafters.proposal("c").tokens.tolist() == [3, 4], "one that was overtaken changes nothing"
     drafters.made("c", [3, 9])
     assert drafters.proposal("c").tokens.tolist() == []
     drafters.close("c")
-    assert other.hear() == [Confirm("c", 12, [3, 9]), Stop("c")]
+    assert other.hear() == [Confirm(wish.name, 12, [3, 9]), Stop(wish.name)]
 
 
 def test_a_drafter_that_was_born_again_is_told_everything(line):
@@ -128,12 +142,13 @@ def test_a_drafter_that_was_born_again_is_told_everything(line):
     assert wish.tokens.tolist() == CONTEXT.tolist(), "told at once, before a step has computed the context"
     drafters.made("c", [1])
     drafters.exchange()
-    assert other.hear() == [Confirm("c", 10, [1])]
-    other.say(Unknown("c"))
+    assert other.hear() == [Confirm(wish.name, 10, [1])]
+    other.say(Unknown(wish.name), Unknown(wish.name))  # it may say so of several messages
     until(drafters, lambda: drafters.counts()["model_opened"] == 2)
     drafters.exchange()
-    (wish,) = other.hear()
-    assert wish.tokens.tolist() == [*CONTEXT.tolist(), 1]
+    (again,) = other.hear()
+    assert again.tokens.tolist() == [*CONTEXT.tolist(), 1] and again.name != wish.name
+    assert drafters.counts()["model_opened"] == 2
     drafters.meet([])
     drafters.exchange()
     drafters.made("c", [2])
@@ -173,23 +188,27 @@ def test_for_a_sample_without_a_window_nobody_drafts_whatever_drafters_come_and_
     assert drafters.close("c") == (0, 0) and "model_opened" not in drafters.counts()
 
 
-def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever(line, monkeypatch):
-    drafters, other, chunk = line
-    drafters.open(chunk, None)
-    assert not drafters.waits("c"), "it runs ahead"
-    drafters.close("c")
-    drafters.meet([other.address])
-    drafters.exchange()
-    drafters.open(chunk, DraftMode(2, True))
-    drafters.made("c", [1])
-    drafters.exchange()
-    other.hear()
-    assert drafters.waits("c")
-    other.say(Guess("c", 11, [2, 3], 0, 0))
-    until(drafters, lambda: not drafters.waits("c"))
-    assert drafters.proposal("c").tokens.tolist() == [2, 3]
-    drafters.made("c", [2, 3, 4])
-    monkeypatch.setattr("tailrace.deployments.drafter.client.PATIENCE_S", 0.0)
-    until(drafters, lambda: not drafters.waits("c"))
-    drafters.made("c", [5])
-    assert not drafters.waits("c"), "silence is waited for once"
+def test_a_sample_that_takes_turns_waits_for_a_guess_but_not_for_ever():
+    clock = Clock()
+    with line_of(clock) as (drafters, other, chunk):
+        drafters.open(chunk, None)
+        assert not drafters.waits("c"), "it runs ahead"
+        drafters.close("c")
+        drafters.meet([other.address])
+        drafters.exchange()
+        drafters.open(chunk, DraftMode(2, True))
+        (wish,) = other.hear()
+        drafters.made("c", [1])
+        clock.now_s += 0.4
+        assert drafters.waits("c")
+        other.say(Guess(wish.name, 11, [2, 3], 0, 0))
+        until(drafters, lambda: not drafters.waits("c"))
+        assert drafters.proposal("c").tokens.tolist() == [2, 3]
+        drafters.made("c", [2, 3, 4])
+        clock.now_s += 0.7
+        assert drafters.waits("c"), "the last guess took 0.4 s, so it is patient for 0.8"
+        clock.now_s += 0.2
+        assert not drafters.waits("c")
+        drafters.made("c", [5])
+        assert not drafters.waits("c"), "silence is waited for once"
+        assert drafters.counts()["model_late"] == 1

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tailrace.deployments.drafter.client import behind
+from tailrace.deployments.drafter.lines import behind
 from tailrace.deployments.drafter.window import Window
 from tailrace.policies.models.spec_cost_model import (
     DrafterCost,

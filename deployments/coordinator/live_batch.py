@@ -85,7 +85,8 @@ class LiveBatch:
         """What the engine needs to go on with `sample` where it stands."""
         place = sample.group.ref, sample.index, self.message.step
         expected = start.expected_tokens, start.class_starts
-        plan = DraftPlan(*place, *expected, drafting, start.way, start.method) if drafting.most else None
+        most = self._max_tokens[start.sample_id.rpartition("#")[0]]
+        plan = DraftPlan(*place, *expected, drafting, start.way, start.method, most) if drafting.most else None
         context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(
             chunk_id=start.chunk_id,

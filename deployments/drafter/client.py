@@ -1,15 +1,15 @@
 """An engine's side of the draft models: which drafter drafts for which sample, and what has come of it.
 
-Invariant: nothing here waits; what has not come is not proposed. A guess counts only as far as it agrees with the
-tokens that the sample has by now, so one that was overtaken is no harm. A sample goes to the drafter that its name
-ranks first, hence to the same one on whatever engine it runs; when a drafter goes, only its samples move. Owned by
-`Drafts`, on the engine's thread; `meet` is called from another.
+Invariant: what has not come is not proposed, and only a sample that takes turns with its drafter waits, never for long.
+A guess counts only as far as it agrees with the tokens that the sample has by now, so one that was overtaken is no
+harm. A sample has one line to its drafter over all its chunks here (`lines.py`); a line that brings nothing is given
+back. It goes to the drafter that the sample's name ranks first, hence to the same one on whatever engine it runs; when
+a drafter goes, only its samples move. Owned by `Drafts`, on the engine's thread; `meet` is called from another.
 """
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -17,14 +17,12 @@ import zmq
 
 from tailrace.deployments.draft_index.proposal import Proposal
 from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.drafter.lines import Kept, Line, chunk_end, end_of
 from tailrace.deployments.drafter.server import Address
 from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
 from tailrace.policies.protocol.actions import DraftMode
-
-PATIENCE_S = 0.5
-"""Longest wait of a sample that takes turns with its drafter; then it goes on alone until a draft comes."""
 
 TRUST = 8.0
 """Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
@@ -33,31 +31,17 @@ FADE = 0.97
 """Of a sample's acceptance, per verification."""
 
 
-@dataclass(slots=True)
-class Line:
-    """A chunk's line to its drafter. `tokens`: its context and what was made since."""
-
-    chunk: ChunkRequest
-    way: DraftMode
-    tokens: list[int]
-    address: Address | None = None  # of its drafter; None: there is none
-    guess: list[int] = field(default_factory=list)  # for what follows `tokens`
-    since_s: float = 0.0  # that it has had no guess
-    silent: bool = False  # waits no more until a guess comes
-    accepted: float = 0.0  # of
-    tested: float = 0.0  # draft tokens that were verified, both faded
-    judged: tuple[int, int] = (0, 0)  # drafts whose turn came, those that were right: as its drafter said last
-
-
 class Drafters:
-    """Of one engine; `meet` tells it of the first ones."""
+    """Of one engine; `meet` tells it of the first ones. `clock`: seconds."""
 
-    def __init__(self, config: DrafterConfig):
-        self._config = config
+    def __init__(self, config: DrafterConfig, clock: Callable[[], float] = time.monotonic):
+        self._config, self._clock = config, clock
         self._zmq = zmq.Context()
         self._met: tuple[Address, ...] = ()  # as last heard
         self._sockets: dict[Address, zmq.Socket] = {}
-        self._running: dict[str, Line] = {}
+        self._running: dict[str, Line] = {}  # by chunk id
+        self._kept = Kept()
+        self._named: dict[str, Line] = {}  # those that have a drafter, by the name it knows
         self._outbox: dict[Address, list[Message]] = {}
         self._counts: Counter[str] = Counter()
         self._accepted, self._tested = 1.0, 2.0  # of all samples, faded; the guess counts as two draft tokens
@@ -70,20 +54,21 @@ class Drafters:
 
     def open(self, chunk: ChunkRequest, way: DraftMode | None) -> None:
         """A chunk has been added that drafts. Its drafter hears of it before the step that computes the context here:
-        it has to compute that too."""
-        line = Line(chunk, way or self._config.way, chunk.token_ids.tolist())
+        it has to compute that too, unless it did so in the sample's chunk before."""
+        line = self._taken_up(chunk, way or self._config.way)
+        if line is None:
+            line = Line(chunk, way or self._config.way, chunk.token_ids.tolist())
+            self._assign(line)
         self._running[chunk.chunk_id] = line
-        self._assign(line)
         self._send()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
         """The chunk has these tokens more."""
         line = self._running[chunk_id]
-        if line.address is not None:
-            self._outbox[line.address].append(Confirm(chunk_id, len(line.tokens), list(tokens)))
-        line.tokens += tokens
-        line.guess = behind(line.guess, tokens)
-        line.since_s = time.monotonic()
+        self._confirm(line, tokens)
+        line.made(tokens, self._clock())
+        if line.hopeless:
+            self._give_back(line)
 
     def judge(self, chunk_id: str, accepted: int, drafted: int) -> None:
         """Of `drafted` tokens of a draft model the first `accepted` were right."""
@@ -91,13 +76,24 @@ class Drafters:
         line.accepted, line.tested = FADE * line.accepted + accepted, FADE * line.tested + tested
         self._accepted, self._tested = FADE * self._accepted + accepted, FADE * self._tested + tested
 
-    def close(self, chunk_id: str) -> tuple[int, int]:
-        """The chunk has ended: drafts whose turn came, verified or overtaken, and those of them that were right."""
+    def close(self, chunk_id: str, goes_on: bool = False) -> tuple[int, int]:
+        """The chunk has ended: drafts whose turn came in it, verified or overtaken, and those of them that were right.
+
+        `goes_on`: the sample may have another chunk here.
+        """
         line = self._running.pop(chunk_id)
-        if line.address is not None:
-            self._outbox[line.address].append(Stop(chunk_id))
+        wanted = line.address is not None or line.given_back
+        keeps = goes_on and wanted and len(line.tokens) < end_of(line.chunk)
+        for given_up in self._kept.put(line, self._clock()) if keeps else [line]:
+            self._leave(given_up)
         self._send()
-        return line.judged
+        return line.take_judged()
+
+    def tidy(self) -> None:
+        """Close lines that nobody has taken up; now and then, also while nothing runs."""
+        for line in self._kept.take_old(self._clock()):
+            self._leave(line)
+        self._send()
 
     # ---- what it does ------------------------------------------------------------------------------
 
@@ -116,11 +112,13 @@ class Drafters:
         line = self._running[chunk_id]
         if not line.way.coupled or line.guess or line.silent or line.address is None:
             return False
-        if len(line.tokens) >= end_of(line.chunk):
+        if len(line.tokens) >= chunk_end(line.chunk):
             return False
-        line.silent = time.monotonic() - line.since_s > PATIENCE_S
-        self._counts["model_late"] += line.silent
-        return not line.silent
+        waits = line.waits(self._clock())
+        self._counts["model_late"] += not waits
+        if line.hopeless:
+            self._give_back(line)
+        return waits
 
     def proposal(self, chunk_id: str) -> Proposal:
         """What the draft model says follows, a window at most; each token as likely right as those before were, so far.
@@ -139,32 +137,78 @@ class Drafters:
         return bool(self._sockets)
 
     def counts(self) -> dict[str, int]:
-        """Since the start: guesses that came, those that were overtaken, chunks opened, waits given up."""
-        return dict(self._counts) | {"drafters": len(self._sockets)}
+        """Since the start: lines opened, taken up by another chunk, joined by their drafter, and given back because it
+        never joined (`model_opened`, `model_resumed`, `model_joined`, `model_given_back`); guesses that came, those
+        that were overtaken, waits given up. Now: drafters; lines, of which not joined yet (`model_lines`,
+        `model_unjoined`), of which without a chunk (`model_kept`)."""
+        lines = self._named.values()
+        now = {"drafters": len(self._sockets), "model_lines": len(lines), "model_kept": len(self._kept)}
+        return dict(self._counts) | now | {"model_unjoined": sum(not line.joined for line in lines)}
 
     def stop(self) -> None:
         self._zmq.destroy(linger=0)
 
     # ------------------------------------------------------------------------------------------------
 
+    def _taken_up(self, chunk: ChunkRequest, way: DraftMode) -> Line | None:
+        """The line that the sample's last chunk here has left, with what was made since; None: there is none."""
+        plan = chunk.draft
+        line = self._kept.take((plan.group.group_id, plan.sample_index))
+        if line is None:
+            return None
+        if not line.extends_to(chunk) or not way.window:
+            self._leave(line)
+            return None
+        self._counts["model_resumed"] += line.address is not None
+        another = (way, end_of(chunk)) != (line.way, end_of(line.chunk))
+        line.chunk, line.way = chunk, way
+        if more := chunk.token_ids[len(line.tokens) :].tolist():
+            self._confirm(line, more)
+        line.follow(more, self._clock())
+        if another and line.address is not None:
+            self._outbox[line.address].append(self._wish(line))
+        return line
+
+    def _confirm(self, line: Line, tokens: list[int]) -> None:
+        if line.address is not None:
+            self._outbox[line.address].append(Confirm(line.name, len(line.tokens), list(tokens)))
+
     def _assign(self, line: Line) -> None:
         """To the drafter that ranks first for this sample, with all that is known of it; to none for no window."""
-        chunk = line.chunk
-        plan, sampling = chunk.draft, chunk.sampling
-        sample = f"{plan.group.group_id}#{plan.sample_index}"
+        self._named.pop(line.name, None)
+        sample = "{}#{}".format(*line.sample)
         drafters = self._sockets if line.way.window else ()
         line.address, line.guess = max(drafters, key=lambda a: rank(sample, a), default=None), []
-        line.silent, line.since_s = False, time.monotonic()
+        line.silent, line.since_s, line.patience_s = False, self._clock(), self._config.patience_s
+        line.late, line.alone, line.joined, line.given_back, line.said = 0, 0, False, False, (0, 0)
         if line.address is None:
             return
+        self._counts["model_opened"] += 1
+        line.name = f"{line.chunk.chunk_id} {self._counts['model_opened']}"  # what an older one is told is not for it
+        self._named[line.name] = line
+        self._outbox[line.address].append(self._wish(line))
+
+    def _wish(self, line: Line) -> Open:
+        chunk, sampling = line.chunk, line.chunk.sampling
         key = chunk.sample_key if self._config.shared_noise else other_key(chunk.sample_key)
-        wish = Open(
-            chunk.chunk_id, key, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+        return Open(
+            line.name, key, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
             list(sampling.stop_token_ids), chunk.prompt_tokens, end_of(chunk), *line.way,
             np.array(line.tokens, np.int32),
         )  # fmt: skip
-        self._outbox[line.address].append(wish)
-        self._counts["model_opened"] += 1
+
+    def _leave(self, line: Line) -> None:
+        """Its drafter drafts for it no more."""
+        if line.address is not None:
+            self._outbox[line.address].append(Stop(line.name))
+            del self._named[line.name]
+        line.address, line.guess = None, []
+
+    def _give_back(self, line: Line) -> None:
+        """Its drafter never joins: it is free for others, and this sample goes on alone."""
+        self._leave(line)
+        line.given_back = True
+        self._counts["model_given_back"] += 1
 
     def _reconnect(self) -> None:
         met = self._met
@@ -175,6 +219,11 @@ class Drafters:
             if address not in self._sockets:
                 self._sockets[address], self._outbox[address] = self._connect(address), []
         self._sockets = {address: self._sockets[address] for address in met}
+        for line in self._kept.take_all():
+            if line.address in self._sockets:
+                self._kept.put(line, self._clock())
+            else:
+                self._named.pop(line.name, None)
         for line in self._running.values():
             if line.address not in self._sockets:
                 self._assign(line)
@@ -204,28 +253,18 @@ class Drafters:
             return []
 
     def _hear(self, address: Address, message: Message) -> None:
-        line = self._running.get(message.name)
+        line = self._named.get(message.name)
         if line is None or line.address != address:
             return
         if isinstance(message, Unknown):
             self._assign(line)
         elif isinstance(message, Guess) and message.start <= len(line.tokens):
-            known = line.tokens[message.start :]
-            overtaken = known != message.tokens[: len(known)]
-            line.guess = line.guess if overtaken else message.tokens[len(known) :]
-            line.silent, line.judged = line.silent and overtaken, (message.tested, message.accepted)
-            self._counts["model_overtaken"] += overtaken
+            joined = line.joined
+            in_time = line.hear(message, self._config.patience_s, self._clock())
+            line.count(message.tested, message.accepted)
+            self._counts["model_joined"] += line.joined and not joined
+            self._counts["model_overtaken"] += not in_time
             self._counts["model_guesses"] += 1
-
-
-def end_of(chunk: ChunkRequest) -> int:
-    """Position from which on no draft is wanted: the last token of a chunk is never a draft's."""
-    return len(chunk.token_ids) + chunk.max_tokens - 1
-
-
-def behind(guess: list[int], tokens: list[int]) -> list[int]:
-    """What is left of a guess when these tokens have come; nothing, when one of them is another."""
-    return guess[len(tokens) :] if guess[: len(tokens)] == tokens else []
 
 
 def rank(sample: str, address: Address) -> bytes:

@@ -58,7 +58,7 @@ class DrafterServer:
     def _main(self, config: EngineConfig, host: str, rank: int, started: Future[Address]) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             try:
-                sessions = Sessions(config, rank)
+                sessions = Sessions.launched(config, rank)
                 started.set_result(listen(socket, host))
             except Exception as error:  # noqa: BLE001 - the edge of the thread: the constructor raises it
                 started.set_exception(error)

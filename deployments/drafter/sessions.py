@@ -2,8 +2,10 @@
 
 A sample is one request of vLLM's for as long as its drafts prove right: when its window is full the request is held
 back, with its KV. After a wrong token, or when the verifier has overtaken it, another one begins from the confirmed
-context, most of which the prefix cache knows. Invariant: no draft leaves its window, and each sample is drawn with the
-noise it was opened with (`deployments.vllm_exact.sampler`).
+context, most of which the prefix cache knows; but a context that is being computed is computed to its end, whatever is
+confirmed meanwhile, so that a late drafter catches up. Invariant: no draft leaves its window, each sample is drawn with
+the noise it was opened with (`deployments.vllm_exact.sampler`), and all requests together fit into the KV cache:
+samples that were opened first have theirs, the others wait.
 """
 
 import time
@@ -35,9 +37,13 @@ REHEARSED_TOKENS = 8
 class Session:
     """One sample that is drafted for."""
 
-    __slots__ = ("accepted", "chunk", "coupled", "fresh", "name", "request", "tested", "tokens", "used_s", "window")
+    __slots__ = (
+        "accepted", "at", "chunk", "coupled", "fits", "fresh", "late", "name", "request", "terms", "tested", "tokens",
+        "told", "used_s", "window",
+    )  # fmt: skip
 
     def __init__(self, wish: Open, max_model_len: int):
+        self.terms = wish[:8]
         sampling = SamplingParams(
             temperature=wish.temperature, top_p=wish.top_p, top_k=wish.top_k, min_p=wish.min_p,
             stop_token_ids=tuple(wish.stop_token_ids),
@@ -47,28 +53,51 @@ class Session:
         self.window = Window(len(self.tokens), min(wish.end, max_model_len), DraftMode(wish.window, wish.coupled))
         self.coupled = wish.coupled
         self.request, self.name = None, ""  # vLLM's scheduler-side Request, and the name of its outputs
+        self.at = 0  # position of the request's next token; behind `window.reached` once the verifier has overtaken it
+        self.fits = True  # into the KV cache, beside those that were opened before
         self.fresh = False  # has something to tell
+        self.told = -1  # tokens that were confirmed when the last guess was told; -1: none was, yet
+        self.late = False  # its verifier has gone on without a guess, so it waits for none
         self.tested = self.accepted = 0  # drafts whose turn has come, and those that were right
         self.used_s = time.monotonic()
 
+    @property
+    def computing(self) -> bool:
+        """Whether its request has made no token yet."""
+        return self.request is not None and not self.request.num_output_tokens
+
+    def extends_to(self, wish: Open) -> bool:
+        """Whether this very sample is asked for, with these tokens and perhaps more."""
+        return self.terms == wish[:8] and wish.tokens[: len(self.tokens)].tolist() == self.tokens
+
 
 class Sessions:
-    """Builds the engine on construction (5 to 10 s); raises what vLLM raises on a bad model folder."""
+    """`engine`: vLLM's LLMEngine in this process, and `requests` its requests."""
 
-    def __init__(self, config: EngineConfig, rank: int):
-        self._engine = launch(config, rank)
-        self._requests = Requests(self._engine)
-        self._max_model_len = self._engine.vllm_config.model_config.max_model_len
+    def __init__(self, engine, requests: Requests, max_model_len: int):
+        self._engine, self._requests, self._max_model_len = engine, requests, max_model_len
         self._sessions: dict[Key, Session] = {}
         self._by_request: dict[str, Key] = {}  # by the name of their outputs
         self._counts: Counter[str] = Counter()
         self._times = StepCostEstimator()
-        self._rehearse()
+
+    @classmethod
+    def launched(cls, config: EngineConfig, rank: int) -> "Sessions":
+        """Builds the engine (5 to 10 s); raises what vLLM raises on a bad model folder."""
+        engine = launch(config, rank)
+        sessions = cls(engine, Requests(engine), engine.vllm_config.model_config.max_model_len)
+        sessions._rehearse()
+        return sessions
 
     # ---- what verifiers tell it --------------------------------------------------------------------
 
     def open(self, peer: Hashable, wish: Open) -> None:
-        """Draft for this sample from now on; ValueError, one line, when it cannot be."""
+        """Draft for this sample from now on, or, where that is done already, in this way; ValueError, one line, when it
+        cannot be."""
+        if (known := self._sessions.get((peer, wish.name))) is not None and known.extends_to(wish) and wish.window:
+            self._turn(known, wish)
+            self.confirm(peer, Confirm(wish.name, len(known.tokens), wish.tokens[len(known.tokens) :].tolist()))
+            return
         self.stop(peer, wish.name)
         session = Session(wish, self._max_model_len)
         reason = self._requests.refusal(session.chunk) or (wish.window < 1 and f"a window of {wish.window}")
@@ -84,6 +113,8 @@ class Sessions:
         judged = session.window.confirm(told.start, told.tokens)
         session.tokens += told.tokens[known - told.start :]
         session.used_s = time.monotonic()
+        if session.window.confirmed > known:
+            session.late = session.told != known
         session.accepted += judged.accepted
         session.tested += judged.accepted + (judged.wasted is not None)
         self._counts["accepted"] += judged.accepted
@@ -91,7 +122,7 @@ class Sessions:
             self._counts["rejections"] += 1
             self._counts["wasted"] += judged.wasted
             self._counts[f"wasted.{judged.wasted}"] += 1
-        if not judged.resumes:
+        if not judged.resumes and not (session.computing and judged.wasted is None):
             self._counts["resumed"] += 1
             self._drop(session)
 
@@ -99,7 +130,9 @@ class Sessions:
         """Nothing more for this sample; unknown ones are ignored."""
         session = self._sessions.pop((peer, name), None)
         if session is not None:
+            self._counts["stopped_before_a_guess"] += session.told < 0
             self._drop(session)
+            self._share_kv()
 
     def forget(self, idle_s: float) -> None:
         """Stop whatever nobody has asked for in so many seconds: its engine is gone."""
@@ -112,12 +145,14 @@ class Sessions:
     @property
     def busy(self) -> bool:
         """Whether a step would draft something."""
-        return any(session.window.room for session in self._sessions.values())
+        return any(session.window.room and session.fits for session in self._sessions.values())
 
     def step(self) -> list[tuple[Hashable, Guess]]:
         """One token more for each sample that has room; what there is to tell, and whom."""
+        self._share_kv()
         for key, session in self._sessions.items():
-            self._ready(key, session)
+            if session.fits:
+                self._ready(key, session)
         decoding = self._decoding()
         began_s = time.monotonic()
         outputs = self._engine.step()
@@ -129,6 +164,25 @@ class Sessions:
         if decoding and len(outputs) == decoding:
             self._times.record(decoding, took_s)
         return self._told()
+
+    def _turn(self, session: Session, wish: Open) -> None:
+        """It is drafted for in another way. A request that would end too soon is dropped."""
+        end, session.coupled = min(wish.end, self._max_model_len), wish.coupled
+        if end != session.window.end:
+            self._drop(session)
+        session.window.turn(end, DraftMode(wish.window, wish.coupled))
+
+    def _share_kv(self) -> None:
+        """Those opened first have what they may need; the others have no request."""
+        free_blocks = self._requests.kv_blocks
+        for session in self._sessions.values():
+            most_tokens = min(len(session.tokens) + session.window.ahead, session.window.end) + 1
+            need_blocks = -(-most_tokens // self._requests.block_tokens)
+            session.fits = need_blocks <= free_blocks
+            if session.fits:
+                free_blocks -= need_blocks
+            else:
+                self._drop(session)
 
     def _ready(self, key: Key, session: Session) -> None:
         """Its request is there and runs, if there is room to draft, and is held back if not."""
@@ -146,7 +200,9 @@ class Sessions:
                 window.stopped = True
                 self._counts["refused"] += 1
             else:
-                self._by_request[session.name] = key
+                self._by_request[session.name], session.at = key, len(context)
+        if session.computing:
+            session.used_s = time.monotonic()
 
     def _decoding(self) -> int:
         """Samples of which the coming step computes one token each, if it prefills nothing; else 0."""
@@ -154,26 +210,34 @@ class Sessions:
         return len(running) if all(request.num_output_tokens for request in running) else 0
 
     def _take(self, output) -> None:
-        """The next token of a sample. There is no room for it where vLLM has preempted one that was held back."""
+        """The next token of a sample. There is no room for it where vLLM has preempted one that was held back; one that
+        was overtaken while its context was computed begins anew, and a verifier that takes turns hears that it is near.
+        """
         key = self._by_request.get(output.request_id)
         if key is None:
             return
         session, tokens = self._sessions[key], list(output.outputs[0].token_ids)
-        if fits := len(tokens) <= session.window.room:
+        behind = session.at != session.window.reached
+        if behind:
+            self._counts["behind"] += 1
+            session.fresh = session.coupled
+        elif fits := len(tokens) <= session.window.room:
             session.window.draft(tokens, output.finished)
+            session.at += len(tokens)
             session.fresh = True
             self._counts["drafted"] += len(tokens)
-        if output.finished or not fits:
+        if output.finished or behind or not fits:
             self._drop(session)
 
     def _told(self) -> list[tuple[Hashable, Guess]]:
-        """A sample whose verifier does not wait hears of every token; one that waits, of whole windows."""
+        """A verifier that does not wait hears of every token; one that waits, of whole windows."""
         told = []
         for (peer, name), session in self._sessions.items():
             window = session.window
-            if session.fresh and not (session.coupled and window.room):
+            if session.fresh and not (session.coupled and window.room and not session.late):
                 told.append((peer, Guess(name, window.confirmed, list(window.guess), session.tested, session.accepted)))
                 session.fresh = False
+                session.told = window.confirmed if window.guess else session.told
         return told
 
     def _drop(self, session: Session) -> None:
@@ -208,8 +272,11 @@ class Sessions:
 
     def counts(self) -> dict[str, int]:
         """Since the start: samples, tokens drafted, accepted and wasted, rejections in all and by how many tokens each
-        wasted (`wasted.N`), steps and their microseconds."""
-        return dict(self._counts) | {"open": len(self._sessions)}
+        wasted (`wasted.N`), samples stopped before any guess was told, contexts that were computed too late (`behind`),
+        steps and their microseconds. Now: samples open, of which told a guess already, of which without KV."""
+        sessions = self._sessions.values()
+        now = {"joined": sum(s.told >= 0 for s in sessions), "without_kv": sum(not s.fits for s in sessions)}
+        return dict(self._counts) | now | {"open": len(sessions)}
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

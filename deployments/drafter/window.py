@@ -2,8 +2,9 @@
 
 Having sent w tokens, a drafter may draft w more; one that is coupled waits for the verifier after the first w. So a
 wrong draft token wastes at most 2w - 1 behind it, or w - 1. Invariant: what is drafted ends at most so far behind what
-is confirmed, and what is confirmed only grows, by the verifier's own tokens. Positions are those of the context: 0 is
-the first token of the prompt. Pure; owned by `Sessions`, one for each sample.
+is confirmed (where the way has just become a narrower one, nothing is drafted until that is so), and what is confirmed
+only grows, by the verifier's own tokens. Positions are those of the context: 0 is the first token of the prompt. Pure;
+owned by `Sessions`, one for each sample.
 """
 
 from collections.abc import Sequence
@@ -26,20 +27,29 @@ class Judged(NamedTuple):
 class Window:
     """Of a sample whose first `confirmed` tokens are known; nothing is drafted at or behind position `end`."""
 
-    __slots__ = ("_ahead", "confirmed", "end", "guess", "stopped")
+    __slots__ = ("ahead", "confirmed", "end", "guess", "stopped")
 
     def __init__(self, confirmed: int, end: int, way: DraftMode):
-        self.confirmed, self.end = confirmed, end
-        self._ahead = way.window if way.coupled else 2 * way.window
+        self.confirmed = confirmed
+        self.turn(end, way)
         self.guess: list[int] = []  # the tokens from position `confirmed` on
         self.stopped = False  # the last of them ends the sample
+
+    def turn(self, end: int, way: DraftMode) -> None:
+        """From now on it is drafted for in this way, up to this position."""
+        self.end, self.ahead = end, way.window if way.coupled else 2 * way.window
+
+    @property
+    def reached(self) -> int:
+        """Position of the next draft token."""
+        return self.confirmed + len(self.guess)
 
     @property
     def room(self) -> int:
         """Tokens that may be drafted now."""
         if self.stopped:
             return 0
-        return max(0, min(self._ahead, self.end - self.confirmed) - len(self.guess))
+        return max(0, min(self.ahead, self.end - self.confirmed) - len(self.guess))
 
     def draft(self, tokens: Sequence[int], stopped: bool = False) -> None:
         """The model has drafted these. Raises ValueError where there is no room for them."""

@@ -15,7 +15,8 @@ MOST_TOKENS = 1 << 24
 
 
 class Open(NamedTuple):
-    """To a drafter: draft for this sample, with the noise of `key`, from the context `tokens` (int32) on."""
+    """To a drafter: draft for this sample, with the noise of `key`, from the context `tokens` (int32) on. Said again
+    under the same name it changes the window and the end, and costs nothing that was computed."""
 
     name: str
     key: int
@@ -47,7 +48,8 @@ class Stop(NamedTuple):
 
 class Guess(NamedTuple):
     """To an engine: what may follow the first `start` tokens, which are confirmed. Since the sample was opened the
-    turn of `tested` drafts has come, all before them being right, and `accepted` of these were right."""
+    turn of `tested` drafts has come, all before them being right, and `accepted` of these were right. Without tokens:
+    the drafter is near, and will have some once the engine waits for it."""
 
     name: str
     start: int

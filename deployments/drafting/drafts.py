@@ -129,14 +129,14 @@ class EngineDrafts:
         self._fresh.append(drafted)
         self._spent_s += time.perf_counter() - began_s
 
-    def close(self, chunk_id: str) -> DraftReport | None:
-        """A chunk has ended: how its drafts went; None when it had no plan."""
+    def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
+        """A chunk has ended: how its drafts went; None when it had no plan. `goes_on`: its sample may do so here."""
         drafted = self._running.pop(chunk_id, None)
         if drafted is None:
             return None
         self._groups.close(drafted.group)
         if self._model is not None:
-            drafted.report.model_tested, drafted.report.model_accepted = self._model.close(chunk_id)
+            drafted.report.model_tested, drafted.report.model_accepted = self._model.close(chunk_id, goes_on)
         self._free.append(drafted.slot)
         for source in Source:
             self._counts[f"drafted.{source.name.lower()}"] += int(drafted.report.drafted[source])
@@ -282,6 +282,8 @@ class EngineDrafts:
             self._looked_s = now_s
             self._sizes = {"index_tokens": self._groups.tokens, "index_bytes": self._groups.nbytes}
             self._sizes |= self._feed.counts() if self._feed is not None else {}
+            if self._model is not None:
+                self._model.tidy()
         model = self._model.counts() if self._model is not None else {}
         return dict(self._counts) | {"draft_us": int(self._spent_s * 1e6)} | self._sizes | model
 

@@ -118,7 +118,7 @@ class Stepper:
         if self._link is not None and not keep_kv:
             self._link.forgo(running.request_id)
         self._requests.abort(running.request_id)
-        self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED))
+        self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         """One engine step; the chunks that ended since the last one, by chunk id."""
@@ -202,7 +202,8 @@ class Stepper:
 
     def _finish(self, chunk_id: str, reason: str) -> None:
         running = self._running[chunk_id]
-        result = self._end(chunk_id, ENDS.get(reason, ChunkEnd.ABORTED))
+        end = ENDS.get(reason, ChunkEnd.ABORTED)
+        result = self._end(chunk_id, end, end is ChunkEnd.LENGTH)
         if reason not in ENDS:
             if self._link is not None:
                 self._link.forget(running.request_id)
@@ -217,13 +218,15 @@ class Stepper:
         else:
             self._link.hold(running.request_id, running.chunk, result)
 
-    def _end(self, chunk_id: str, end: ChunkEnd) -> ChunkResult:
+    def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult:
+        """`goes_on`: the sample may have another chunk here."""
         running = self._running.pop(chunk_id)
         self._past_preemptions += running.request.num_preemptions
         # Every tensor-parallel rank keeps the same records; the first one's count.
         wanted = (running.request_id, len(running.chunk.token_ids), len(running.token_ids))
         record = self._engine.collective_rpc("take_record", args=wanted)[0]
-        return running.result(end, record, self._drafts.close(chunk_id) if self._drafts is not None else None)
+        drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
+        return running.result(end, record, drafts)
 
     def reset_cache(self) -> bool:
         """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""

@@ -33,6 +33,7 @@ class DraftPlan:
     policy: Drafting
     way: DraftMode | None = None  # None: as the configuration of the draft model says
     method: str | None = None  # of EVIDENCE: by that part of the index; else a draft model's first, where there is one
+    most_tokens: int | None = None  # of the whole answer; None: the sample ends with this chunk
 
 
 @dataclass(slots=True)

@@ -18,6 +18,9 @@ class Requests:
         self.eos_token_id = engine.get_tokenizer().eos_token_id
         model = engine.vllm_config.model_config
         self._vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
+        self.block_tokens = engine.vllm_config.cache_config.block_size
+        # vLLM keeps one block, the null block, for itself.
+        self.kv_blocks = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
     def refusal(self, chunk: ChunkRequest) -> str | None:
         """Why a chunk cannot run on this model, in a few words; None when it can."""

@@ -6,6 +6,9 @@ import yaml
 from tailrace.app.cluster import service
 from tailrace.app.config import ELASTIC_CONFIG, ServeFile
 
+DRAFT_MODEL = {"model": "demo", "mode": "coupled", "patience_s": 300.0}
+"""As large as its target, so never ahead of it: here it drafts since samples wait for it, on however slow a machine."""
+
 DRAFTER = {
     "name": "Drafter",
     "autoscaling_config": {
@@ -18,7 +21,7 @@ DRAFTER = {
 @pytest.fixture(scope="package")
 def file() -> ServeFile:
     file = yaml.safe_load(ELASTIC_CONFIG.read_text())
-    file["applications"][0]["args"]["drafter"] = {"model": "demo", "mode": "coupled"}  # else it may never be ahead
+    file["applications"][0]["args"]["drafter"] = DRAFT_MODEL
     file["applications"][0]["deployments"].append(DRAFTER)
     return ServeFile.model_validate(file)
 

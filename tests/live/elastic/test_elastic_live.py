@@ -35,12 +35,14 @@ trained = train.remote()
 print("asked", flush=True)
 print(json.dumps(ray.get(trained)))
 """
+IN_TAIL = 4
 SOME, ENDLESS = 250, 3900
 """Most tokens of a sample in the tail; and where it is to go on for as long as something is awaited."""
 
 
-def policies(tail: str | dict, racing: str | dict = "off") -> Policies:
-    return Policies(placement="cost_aware", chunking={"type": "fixed", "chunk_tokens": 64}, tail=tail, racing=racing)
+def policies(tail: str | dict, chunk_tokens: int = 64, **more) -> Policies:
+    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
+    return Policies(placement="cost_aware", chunking=chunking, tail=tail, **more)
 
 
 CONSOLIDATE = {"type": "consolidate", "after_s": 0.5, "max_slowdown": 9.0}
@@ -49,7 +51,7 @@ CONSOLIDATE = {"type": "consolidate", "after_s": 0.5, "max_slowdown": 9.0}
 def batch(name: str, tail_tokens: int) -> RolloutBatch:
     """Many short samples, and a few that go on for long."""
     groups = [PromptGroup(prompt_id=f"p{i}", text=f"Count from {i}: ", samples=4, max_tokens=24) for i in range(4)]
-    groups.append(PromptGroup(prompt_id="tail", text="Once upon a time", samples=4, max_tokens=tail_tokens))
+    groups.append(PromptGroup(prompt_id="tail", text="Once upon a time", samples=IN_TAIL, max_tokens=tail_tokens))
     return RolloutBatch(batch_id=name, groups=tuple(groups), seed=5)
 
 
@@ -76,10 +78,11 @@ async def until(client, replicas: int) -> None:
 
 
 async def drafted(client) -> None:
-    """A chunk has ended that a draft model drafted for."""
-    while not any(replica.work.get("drafted.model") for replica in (await client.status()).replicas):
+    """The answer has come of a chunk that a draft model drafted for, from its first token to its last: of more chunks
+    than there are samples the sample's chunk before had that draft model too. A sample waits for its drafts here, so it
+    takes no longer than that model's start, and a few chunks."""
+    while not any(one.work.get("model_resumed", 0) > IN_TAIL for one in (await client.status()).replicas):
         await asyncio.sleep(0.2)
-    await asyncio.sleep(1)  # its answer comes once its KV is saved
 
 
 async def steps(client) -> dict:
@@ -91,7 +94,7 @@ async def steps(client) -> dict:
     command = [sys.executable, "-c", TRAINER, ray.get_runtime_context().gcs_address, json.dumps(LOOPBACK_ONLY)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # waits: both cores are taken
     await client.journal(True)
-    await client.set_policies(policies("hold", RACES["racing"] | {"room": 4}))
+    await client.set_policies(policies("hold", racing=RACES["racing"] | {"room": 4}))
     raced = await rolled(client, "raced")
     races = read_journal((await client.journal(False)).splitlines())
     assert await asyncio.to_thread(trainer.stdout.readline) == "asked\n"
@@ -111,7 +114,7 @@ async def steps(client) -> dict:
     await client.reserve(2)
     await asyncio.wait_for(until(client, 2), 180)
     following.cancel()
-    await client.set_policies(policies(CONSOLIDATE | {"type": "draft"}))
+    await client.set_policies(policies(CONSOLIDATE | {"type": "draft"}, 32, drafting={"type": "fixed", "tokens": 4}))
     await client.forget_history()  # or nothing is left to a draft model
     again = await rolled(client, "again", lambda: drafted(client))
     return {
