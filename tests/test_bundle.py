@@ -129,7 +129,7 @@ def test_the_defaults_are_seer_s():
         ({"placement": "zzz"}, "unknown placement 'zzz'; known: least_kv"),
         ({"ordering": {"type": "seer", "explore": 1.5}}, "Seer.explore: Input should be less than or equal to 1"),
         ({"ordering": {"type": "seer", "exploer": 0.5}}, "Seer.exploer: Extra inputs are not permitted"),
-        ({"chunking": {"type": "fixed", "chunk_tokens": 0}}, "Fixed.chunk_tokens"),
+        ({"chunking": {"type": "fixed", "chunk_tokens": 0}}, "FixedChunks.chunk_tokens"),
         ({"draft_models": {"type": "planned", "drafter": {"base_s": 0}}}, "Planned.drafter.base_s: Input should be"),
         ({"draft_models": {"type": "planned", "verifier": {"tokens_s": 1}}}, "Planned.verifier.tokens_s: Extra inputs"),
         ({"ordering": {"explore": 0.5}}, "give a name or a mapping with `type`"),

@@ -154,7 +154,7 @@ def test_no_view_has_a_field_for_a_true_length():
             "replica_id", "kv_capacity_tokens", "kv_free_tokens", "running", "max_running", "weights_version",
             "node_id", "speeds",
         ),
-        "Speeds": (
+        "ReplicaSpeeds": (
             "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s", "step_per_chunk_s", "observed_at",
         ),
         "RacesView": ("room", "copies", "gain"),
@@ -168,6 +168,8 @@ def test_no_view_has_a_field_for_a_true_length():
             "expected", "medium_at", "long_at", "acceptance", "cost",
         ),
     }  # fmt: skip
+    lookups = {name for name in vars(views.ReplicasView) if not name.startswith("_")}
+    assert lookups == {"next_with_room", "ready", "room_tokens", "roomiest", "running", "speeds"}
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)
