@@ -6,6 +6,7 @@ Invariant: what was started here is stopped here, also after an error or Ctrl-C;
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import BadInput, Failed
+from tailrace.app.errors import Failed, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
 
 
@@ -34,7 +35,7 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENAB
 raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does."""
 
 DEPLOY_S = 600.0
-"""Longest wait for a deployment in progress: a large model takes minutes to load."""
+"""Max wait for a deployment in progress: a large model takes minutes to load."""
 
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address that `auto` means."""
@@ -43,22 +44,35 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
     """A client of the service on a running cluster: `auto`, or host:port of its head.
 
-    Call it before anything else imports ray. Raises BadInput when no cluster, or no such application, answers.
+    Uses this process's Ray connection if there is one (then `address` is not read); else makes one, which wants the
+    call to come before the first import of ray. Raises ConnectionError if no cluster or no such application answers,
+    TimeoutError if the application is still being deployed after DEPLOY_S.
     """
+    if not _ray_is_connected():
+        _connect_ray(address)
+    _await_application(address, app_name)
+    return RolloutClient(app_name)
+
+
+def _ray_is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _connect_ray(address: str) -> None:
     if _is_loopback(address):
-        os.environ.update(LOOPBACK_ONLY)  # a driver must call its node what the head calls it
+        os.environ.update(LOOPBACK_ONLY)  # a driver must call its node by the head's name for it
     import ray
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise BadInput(f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from error
-    _await_application(address, app_name)
-    return RolloutClient(app_name)
+        reason = str(error).splitlines()[0]
+        raise Unreachable(f"--address {address}: no Ray cluster answers there ({reason})") from error
 
 
 def _await_application(address: str, app_name: str) -> None:
-    """Wait, DEPLOY_S at most, while the application is being deployed."""
+    """Wait while the application is being deployed, for DEPLOY_S at most."""
     from ray import serve
 
     deadline = time.monotonic() + DEPLOY_S
@@ -66,13 +80,13 @@ def _await_application(address: str, app_name: str) -> None:
         application = serve.status().applications.get(app_name)
         if application is None:
             mend = "run `serve deploy serve.yaml` first"
-            raise BadInput(f"--address {address}: no application {app_name!r} there; {mend}")
+            raise Unreachable(f"--address {address}: no application {app_name!r} there; {mend}")
         if application.status == "RUNNING":
             return
         if application.status == "DEPLOY_FAILED":
             raise Failed(f"application {app_name!r} could not be deployed: {_reason(application.message)}")
         if time.monotonic() > deadline:
-            raise Failed(f"application {app_name!r} is still {application.status} after {DEPLOY_S:.0f} s")
+            raise StillDeploying(f"application {app_name!r} is still {application.status} after {DEPLOY_S:.0f} s")
         time.sleep(0.5)
 
 

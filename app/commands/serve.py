@@ -43,7 +43,7 @@ def command(config, port, dashboard_port):
         _await_dashboard(head, dashboard_port)
         _run(("serve", "deploy", "--address", dashboard, str(config.resolve())), environment)
         click.echo(f"deploying; drivers: RAY_AUTH_MODE=token, --address {LOOPBACK}:{port}; the token is in ~/.ray")
-        click.echo(f"state: PYTHONPATH=. RAY_AUTH_MODE=token serve status --address {dashboard}; Ctrl-C stops")
+        click.echo(f"state: RAY_AUTH_MODE=token serve status --address {dashboard}; Ctrl-C stops")
         head.wait()
         raise Failed(f"the Ray head has stopped with exit code {head.returncode}")
     except KeyboardInterrupt:
@@ -53,9 +53,7 @@ def command(config, port, dashboard_port):
 
 
 def _environment() -> dict[str, str]:
-    root = Path(__file__).parent.parent.parent
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    ours = {"RAY_AUTH_MODE": "token", "PYTHONPATH": path, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    ours = {"RAY_AUTH_MODE": "token", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     return os.environ | LOOPBACK_ONLY | ours
 
 

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 def environment(port: int) -> dict[str, str]:
     """A driver's: the cluster's address and its token."""
-    return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
 MASTERS: list[str] = []
