@@ -13,6 +13,8 @@ from test_imports import CHAIN, EVERY, ROOT, names_of, offences, sources, tree_o
 MAX_LINES = 300
 ONE_NOUN = {
     "policies/core/rollout.py": "`RolloutCore`, the state machine",
+    "app/simulator/host.py": "the simulated shell",
+    "app/simulator/hardware.py": "published figures of GPUs and models, a table",
 }
 """Files that may be longer, since splitting their one noun would read worse."""
 

@@ -103,8 +103,13 @@ class Replayed:
         until = end if end < sample.length else self._max_tokens
         group = GroupRef(group_id, group_id)
         plan = DraftPlan(
-            group, sample.index, recorded.epoch, chunk.expected_tokens, chunk.class_starts, self._policy
-        )  # fmt: skip
+            group=group,
+            sample_index=sample.index,
+            epoch=recorded.epoch,
+            expected_tokens=chunk.expected_tokens,
+            class_starts=chunk.class_starts,
+            policy=self._policy,
+        )
         context = np.concatenate([prompt, answer[:at]])
         request = _StandInRequest(len(context))
         what = chunk.chunk_id, 0, context, len(prompt), until - at, SamplingParams(), 0

@@ -9,8 +9,8 @@ import asyncio
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from tailrace.deployments.engine.runner import EngineDown
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.router import ReplicaGone, poll_all
 
 POLL_TIMEOUT_S = 10.0

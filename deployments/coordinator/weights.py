@@ -19,10 +19,10 @@ LOAD_S = 600.0
 class Weights:
     """`version` 0 is what the engines were started with."""
 
-    def __init__(self, fleet: EngineClient):
+    def __init__(self, engines: EngineClient):
         self.version, self.source = 0, ""
         self.problem: str | None = None  # why the last load of a replica failed
-        self._fleet = fleet
+        self._engines = engines
         self._loading: set[str] = set()
         self._held: dict[str, int] = {}  # replica -> version, as last reported
         self._changed = asyncio.Event()
@@ -31,7 +31,7 @@ class Weights:
         """From now on this version; or why not, and nothing changes: it is old, or some replica cannot take it."""
         if version <= self.version:
             return Rejected(reason=f"weights version {version} is not above {self.version}; versions only grow")
-        for reason in await self._fleet.weights_refusals(source):
+        for reason in await self._engines.weights_refusals(source):
             if reason is not None:
                 return Rejected(reason=reason)
         self._set(version, source)
@@ -67,7 +67,7 @@ class Weights:
     async def _load(self, replica_id: str) -> None:
         self._loading.add(replica_id)
         try:
-            await self._fleet.load_weights(replica_id, self.version, self.source)
+            await self._engines.load_weights(replica_id, self.version, self.source)
         except (ReplicaLost, ChunkError) as error:
             self.problem = f"{replica_id}: {error}"
         finally:

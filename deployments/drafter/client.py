@@ -192,10 +192,19 @@ class Drafters:
         chunk, sampling = line.chunk, line.chunk.sampling
         key = chunk.sample_key if self._config.shared_noise else other_key(chunk.sample_key)
         return Open(
-            line.name, key, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
-            list(sampling.stop_token_ids), chunk.prompt_tokens, end_of(chunk), *line.way,
-            np.array(line.tokens, np.int32),
-        )  # fmt: skip
+            name=line.name,
+            key=key,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop_token_ids=list(sampling.stop_token_ids),
+            prompt_tokens=chunk.prompt_tokens,
+            end=end_of(chunk),
+            window=line.way.window,
+            coupled=line.way.coupled,
+            tokens=np.array(line.tokens, np.int32),
+        )
 
     def _leave(self, line: Line) -> None:
         """Its drafter drafts for it no more."""

@@ -48,7 +48,15 @@ class Session:
             temperature=wish.temperature, top_p=wish.top_p, top_k=wish.top_k, min_p=wish.min_p,
             stop_token_ids=tuple(wish.stop_token_ids),
         )  # fmt: skip
-        self.chunk = ChunkRequest(wish.name, wish.key, wish.tokens, wish.prompt_tokens, 1, sampling, 0)
+        self.chunk = ChunkRequest(
+            chunk_id=wish.name,
+            sample_key=wish.key,
+            token_ids=wish.tokens,
+            prompt_tokens=wish.prompt_tokens,
+            max_tokens=1,
+            sampling=sampling,
+            weights_version=0,
+        )
         self.tokens: list[int] = wish.tokens.tolist()  # confirmed ones
         self.window = Window(len(self.tokens), min(wish.end, max_model_len), DraftMode(wish.window, wish.coupled))
         self.coupled = wish.coupled
@@ -256,7 +264,23 @@ class Sessions:
         for count in REHEARSED:
             for number in range(count):
                 end = len(context) + REHEARSED_TOKENS
-                self.open("", Open(str(number), number, 1.0, 1.0, 0, 0.0, [], len(context), end, 64, False, context))
+                self.open(
+                    "",
+                    Open(
+                        name=str(number),
+                        key=number,
+                        temperature=1.0,
+                        top_p=1.0,
+                        top_k=0,
+                        min_p=0.0,
+                        stop_token_ids=[],
+                        prompt_tokens=len(context),
+                        end=end,
+                        window=64,
+                        coupled=False,
+                        tokens=context,
+                    ),
+                )
             while self.busy:
                 self.step()
             for number in range(count):

@@ -97,7 +97,16 @@ class EngineDrafts:
         group.index.extend(plan.sample_index, 0, answer)
         slot = self._free.pop() if self._free else len(self._running)
         report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
-        self._running[chunk.chunk_id] = DraftedTokens(chunk, request, group, slot, len(answer), until, report, NOTHING)
+        self._running[chunk.chunk_id] = DraftedTokens(
+            chunk=chunk,
+            request=request,
+            group=group,
+            slot=slot,
+            generated=len(answer),
+            until=until,
+            report=report,
+            draft=NOTHING,
+        )
         if self._model is not None:
             self._model.open(chunk, NO_MODEL if plan.method in EVIDENCE else plan.way)
         if plan.policy != self._policy:

@@ -70,7 +70,18 @@ class Scaling:
         least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
         races = self._races.outlook(most)
         roles = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
-        return TailView(now, unended - running, running, unended, submitted, views, least, most, races, roles)
+        return TailView(
+            now=now,
+            waiting=unended - running,
+            running=running,
+            unended=unended,
+            submitted=submitted,
+            replicas=views,
+            least=least,
+            most=most,
+            races=races,
+            roles=roles,
+        )
 
     def _empty(self, replica_id: str) -> None:
         speeds = self._table.speeds(replica_id)

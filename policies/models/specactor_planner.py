@@ -125,7 +125,14 @@ class Decoupled(BaseModel):
         """The best window of this pair; None where the drafter cannot keep up with any."""
         rate = RATES[self.rate]
         plans = [
-            Plan(drafter, verifier, window, samples, rate(p, drafter, verifier, samples, window), f"accepts {p:.2f}")
+            Plan(
+                drafter=drafter,
+                verifier=verifier,
+                window=window,
+                samples=samples,
+                tokens_s=rate(p, drafter, verifier, samples, window),
+                reason=f"accepts {p:.2f}",
+            )
             for window in self._windows(samples, p, drafter, verifier)
         ]
         return max(plans, key=_worth, default=None)
@@ -144,7 +151,14 @@ class Decoupled(BaseModel):
 
 
 def _plain(verifier: VerifierCost, samples: int) -> Plan:
-    return Plan(None, verifier, 0, samples, 1 / verifier.seconds(samples, 0), "no drafter pays")
+    return Plan(
+        drafter=None,
+        verifier=verifier,
+        window=0,
+        samples=samples,
+        tokens_s=1 / verifier.seconds(samples, 0),
+        reason="no drafter pays",
+    )
 
 
 def _worth(plan: Plan) -> tuple[float, int, int]:
