@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
-from tailrace.deployments.coordinator.engine_client import ChunkError, ReplicaLost
 from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import NoDrafting
 from tailrace.policies.protocol.actions import StartChunk

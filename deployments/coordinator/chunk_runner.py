@@ -6,16 +6,20 @@ Invariant: every `StartChunk` gives exactly one event, whatever happens to its r
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from opentelemetry.trace import StatusCode
 
-from tailrace.deployments.coordinator.engine_client import ChunkError, EngineClient, ReplicaLost, one_line
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, one_line
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkFailed, ChunkFinished, Event, ReplicaLeft
+
+if TYPE_CHECKING:  # it brings Ray, which tests of this class do without
+    from tailrace.deployments.coordinator.engine_client import EngineClient
 
 Write = Callable[[], None] | None
 
@@ -23,7 +27,7 @@ Write = Callable[[], None] | None
 class ChunkRunner:
     """`now`: the coordinator's clock, in seconds."""
 
-    def __init__(self, engines: EngineClient, telemetry: Telemetry, now: Callable[[], float]):
+    def __init__(self, engines: "EngineClient", telemetry: Telemetry, now: Callable[[], float]):
         self._engines, self._telemetry, self._now = engines, telemetry, now
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:

@@ -8,8 +8,9 @@ Used by `Rollouts`.
 import asyncio
 from collections.abc import Coroutine
 
-from tailrace.deployments.coordinator.engine_client import ChunkError, EngineClient, ReplicaLost
+from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 
 LOAD_S = 600.0
