@@ -129,7 +129,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
 
 def _deploy(file: ServeFile) -> None:
     """On the cluster that this process is connected to; returns when the application runs."""
-    if file.application.autoscaling_policy is not None:  # which only Serve's declarative way has
+    if file.application.autoscaling_policy is not None or len(file.applications) > 1:  # Serve's declarative way alone
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
@@ -147,10 +147,12 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """The file as Serve takes it: what it says nothing of is left out there, but null in `args` is a value."""
-    said = file.model_dump(mode="json", exclude_none=True)
-    said["applications"][0]["args"] = file.application.args.model_dump(mode="json")
-    return said
+    """The file as Serve takes it: keys without a value are left out, but null in our `args` is a value."""
+    found = file.model_dump(mode="json", exclude_none=True)
+    for place, application in enumerate(file.applications):
+        if application is file.application:
+            found["applications"][place]["args"] = application.args.model_dump(mode="json")
+    return found
 
 
 def _reason(report: str) -> str:
