@@ -124,7 +124,7 @@ class Application(StrictModel):
             raise ValueError("policies.ordering group_static binds groups to the replicas of the moment: take another")
         if engine.num_replicas is not None:
             raise ValueError("Engine.num_replicas is fixed, Engine.autoscaling_config is not: remove one of them")
-        if (limits.least, limits.most) != (scaling.min_replicas, scaling.max_replicas):
+        if (limits.min, limits.max) != (scaling.min_replicas, scaling.max_replicas):
             raise ValueError("Coordinator.user_config.replicas must be Engine's min_replicas and max_replicas")
         if (coordinator.autoscaling_config.min_replicas, coordinator.autoscaling_config.max_replicas) != (1, 1):
             raise ValueError("Coordinator.autoscaling_config: min_replicas and max_replicas must be 1: there is one")

@@ -17,8 +17,8 @@ class StrictModel(BaseModel):
 class ReplicaLimits(StrictModel):
     """Engine replicas that there may be; how many there are, `policies.tail` decides."""
 
-    least: int = Field(ge=0)
-    most: int = Field(ge=1)
+    min: int = Field(ge=0)
+    max: int = Field(ge=1)
 
 
 class UserConfig(StrictModel):

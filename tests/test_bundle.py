@@ -37,7 +37,7 @@ USERS_OWN = {
     "kv_on_update": {"type": "user_policies:KeepYoung", "args": {"updates": 2}},
     "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
     "lengths": {"type": "user_policies:Doubling", "args": {}},
-    "drafting": {"type": "user_policies:HalfADraft", "args": {"most": 8}},
+    "drafting": {"type": "user_policies:HalfADraft", "args": {"max_draft_tokens": 8}},
     "draft_models": {"type": "user_policies:AlwaysTwo", "args": {"acceptance": 0.25}},
     "tail": {"type": "user_policies:OneForEight", "args": {"samples": 8}},
     "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},

@@ -65,7 +65,7 @@ class Replayed:
     def __init__(self, drafts: EngineDrafts, wire: Wire, policy: Drafting, step: StepModel, max_tokens: int):
         self._drafts, self._recorded, self._policy, self._step = drafts, wire.recorded, policy, step
         self._max_tokens = max_tokens
-        self.most = min(policy.most, DraftConfig().draft_tokens)
+        self.most = min(policy.max_draft_tokens, DraftConfig().draft_tokens)
         self._running: dict[str, _Running] = {}
         self._cost, self._stepped = (0, 0.0), False  # the step that runs: tokens, seconds; whether it is over
         for chunks, tokens in VERIFIED:
@@ -155,7 +155,7 @@ def replaying(
         return Replayed(drafts, wire, policy, step, workload.max_tokens)
 
     try:
-        yield replayed if policy.most else None
+        yield replayed if policy.max_draft_tokens else None
     finally:
         for drafts in started:
             drafts.stop()

@@ -100,7 +100,7 @@ class Policied:
 
     def __init__(self, policy: Drafting, acceptance: AcceptanceSource, step: StepModel, seed: int):
         self._policy, self._acceptance, self._step, self._seed = policy, acceptance, step, seed
-        self.most = policy.most
+        self.most = policy.max_draft_tokens
         self._memory = None
         self._accepted, self._drafted = 0.5, 1.0
         self._slots, self._free = 0, []
@@ -212,6 +212,6 @@ def by_policy(
     policy: Drafting, acceptance: AcceptanceSource | None, step: StepModel, seed: int
 ) -> Callable[[int], Speculation]:
     """The way of each replica, by its index; without chances, or a policy that drafts, one token a step."""
-    if acceptance is None or not policy.most:
+    if acceptance is None or not policy.max_draft_tokens:
         return lambda index: PlainDecoding()
     return lambda index: Policied(policy, acceptance, step, seed)

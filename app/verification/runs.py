@@ -131,7 +131,7 @@ MODEL = {"type": "fixed", "tokens": 8}
 RUNS = (
     VerificationRun("plain", WHOLE | {"drafting": "off"}, TWO, ()),
     VerificationRun("chunks_of_64", chunked(64, "length_class"), TWO),
-    VerificationRun("chunks_of_23", chunked(23, {"type": "aimd", "least_match_tokens": 1}), TWO),
+    VerificationRun("chunks_of_23", chunked(23, {"type": "aimd", "min_match_tokens": 1}), TWO),
     VerificationRun("moved", chunked(48, "fixed", "round_robin"), TWO, MOVES),
     VerificationRun("raced", chunked(64, "closed_form") | RACES, TWO, ("drafted_tokens", "races"), kill_the_context),
     VerificationRun("history_drafts", chunked(64, "fixed"), TWO, after_an_epoch=True),

@@ -118,7 +118,7 @@ def measure(
     replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
     draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
     may_be = file.application.of("Coordinator").user_config.replicas
-    limits, models = Limits(may_be.least, may_be.most), probes.models(pooled(probes.ladders))
+    limits, models = Limits(may_be.min, may_be.max), probes.models(pooled(probes.ladders))
     return {
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),

@@ -177,7 +177,7 @@ class EngineDrafts:
         fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
         fresh, self._fresh = self._apart(fresh)
         cost = self._times.cost()
-        if fresh and cost is not None and self._policy.most:
+        if fresh and cost is not None and self._policy.max_draft_tokens:
             proposals = self._proposals(fresh, cost)
             budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
@@ -202,7 +202,7 @@ class EngineDrafts:
     def _proposals(self, fresh: list[DraftedTokens], cost: StepCost) -> list[Proposal]:
         """Of each, group by group: one call of the index serves all samples of a group."""
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
-        most, share = min(self._policy.most, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
+        most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
         proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
         for row, drafted in enumerate(fresh):
             guess = self._from_model(drafted, most)

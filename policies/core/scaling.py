@@ -23,8 +23,8 @@ LOOK_S = 0.25
 class Limits(NamedTuple):
     """Engine replicas that there may be."""
 
-    least: int
-    most: int
+    min: int
+    max: int
 
 
 class Scaling:
@@ -67,7 +67,8 @@ class Scaling:
         running, unended = len(self._running), self._buffer.unended
         submitted = sum(batch.samples for batch in self._buffer.batches.values())
         views = tuple(self._table.view(replica_id) for replica_id in reversed(order))
-        least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
+        most = self._limits.max
+        least = max(self._limits.min, min(self._reserved, most))
         races = self._races.outlook(most)
         roles = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
         return TailView(
@@ -77,8 +78,8 @@ class Scaling:
             unended=unended,
             submitted=submitted,
             replicas=views,
-            least=least,
-            most=most,
+            min_replicas=least,
+            max_replicas=most,
             races=races,
             roles=roles,
         )
@@ -99,7 +100,7 @@ class Scaling:
         while free < len(order) - wanted.engines and not self._table.running(order[free]):
             free += 1
         engines = wanted.engines if wanted.engines >= len(order) else len(order) - free
-        asked = ReplicaGoal(engines, min(wanted.drafters, view.most - engines) if view.unended else 0)
+        asked = ReplicaGoal(engines, min(wanted.drafters, view.max_replicas - engines) if view.unended else 0)
         if asked == self._asked:
             return []
         self._asked, self._ways.drafters = asked, asked.drafters

@@ -37,7 +37,7 @@ class Hold(BaseModel):
     type: Literal["hold"] = "hold"
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
-        return ReplicaGoal(view.most), memory
+        return ReplicaGoal(view.max_replicas), memory
 
 
 class Shrinking(BaseModel):
@@ -52,17 +52,17 @@ class Shrinking(BaseModel):
     after_s: float = Field(1.0, ge=0.0, description="how long the last answer stands before a smaller one replaces it")
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
-        answer, since, unended = memory or (ReplicaGoal(view.least), view.now, 0)
+        answer, since, unended = memory or (ReplicaGoal(view.min_replicas), view.now, 0)
         if not view.unended:
-            engines, drafters = view.least, 0
+            engines, drafters = view.min_replicas, 0
         elif view.waiting or view.unended > unended or not view.replicas:
-            engines, drafters = view.most, 0
+            engines, drafters = view.max_replicas, 0
         else:
             engines, drafters = self.cut(view, answer)
             engines = min(engines, answer.engines)
             drafters = min(drafters, sum(answer) - engines)
-        engines = min(max(engines, view.least), view.most)
-        needed = ReplicaGoal(engines, min(drafters, view.most - engines))
+        engines = min(max(engines, view.min_replicas), view.max_replicas)
+        needed = ReplicaGoal(engines, min(drafters, view.max_replicas - engines))
         if needed == answer or needed.engines > answer.engines or view.now - since >= self.after_s:
             answer, since = needed, view.now
         return answer, (answer, since, view.unended)
@@ -94,7 +94,7 @@ class Consolidate(Shrinking):
     max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
 
     def needed(self, view: TailView, answer: int) -> int:
-        return fewest(view.replicas, view.running, view.most, self.max_slowdown)
+        return fewest(view.replicas, view.running, view.max_replicas, self.max_slowdown)
 
 
 class Draft(Consolidate):
@@ -103,7 +103,7 @@ class Draft(Consolidate):
     type: Literal["draft"] = "draft"
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
-        return ReplicaGoal(self.needed(view, answer.engines), view.most)
+        return ReplicaGoal(self.needed(view, answer.engines), view.max_replicas)
 
 
 class Threshold(Shrinking):
@@ -115,7 +115,7 @@ class Threshold(Shrinking):
 
     def needed(self, view: TailView, answer: int) -> int:
         few = view.unended < self.at_share * view.submitted
-        return max(1, ceil(self.to_share * view.most)) if few else view.most
+        return max(1, ceil(self.to_share * view.max_replicas)) if few else view.max_replicas
 
 
 class Auto(Shrinking):
@@ -137,10 +137,10 @@ class Auto(Shrinking):
         speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
         if not speeds:
             return answer
-        worth = self.worth / view.most
+        worth = self.worth / view.max_replicas
         step = ReplicaSpeeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
-        least = roomy(view.replicas, view.running, view.most)
-        paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.most + 1)]
+        least = roomy(view.replicas, view.running, view.max_replicas)
+        paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.max_replicas + 1)]
         paces += [
             (mean_s(step, view.running, one.engines) / one.gain, ReplicaGoal(one.engines, one.drafters))
             for one in view.roles

@@ -66,7 +66,7 @@ class Decoupled(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["decoupled"] = "decoupled"
-    most_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
+    max_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
     rate: Literal["going_on", "renewal", "published"] = Field(
         "going_on", description="whose protocol; published: too many tokens per round, each too slow"
     )
@@ -113,7 +113,7 @@ class Decoupled(BaseModel):
 
     def better(self, p: float, drafter: DrafterCost, verifier: VerifierCost) -> SamplePlan:
         """For a sample of acceptance p, to a hundredth; both kinds are rated at a batch of one, as in the paper."""
-        rate, windows = RATES[self.rate], range(1, self.most_window + 1)
+        rate, windows = RATES[self.rate], range(1, self.max_window + 1)
         coupled_s, waiting = max((coupled_tokens_s(p, drafter, verifier, 1, w), -w) for w in (0, *windows))
         decoupled_s, ahead = max((rate(p, drafter, verifier, 1, w), -w) for w in windows)
         reason = f"accepts {p:.2f}: coupled {coupled_s:.1f} tokens/s, decoupled {decoupled_s:.1f}"
@@ -140,7 +140,7 @@ class Decoupled(BaseModel):
     def _windows(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> list[int]:
         """Those worth a try: in SpecActor's rounds, beyond them the drafter is the slower, and longer windows gain less
         than they take. The paper's end is max(ceil(V' / D'), ceil(beta / alpha))."""
-        windows = range(1, self.most_window + 1)
+        windows = range(1, self.max_window + 1)
         if self.rate == "going_on":
             return list(windows)
         if self.rate == "renewal":

@@ -131,8 +131,8 @@ class TailView(NamedTuple):
     unended: int  # samples of the batches in flight
     submitted: int  # all samples of these batches
     replicas: tuple[ReplicaView, ...]  # in the order in which they stay: Serve stops the last one first
-    least: int  # replicas that there may be
-    most: int
+    min_replicas: int  # limits of the configuration, raised by a reservation
+    max_replicas: int
     races: RacesView = RacesView()
     roles: tuple[RolesView, ...] = ()  # of what draft models might do, what is expected to gain
 
