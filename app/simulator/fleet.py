@@ -1,4 +1,4 @@
-"""The replicas of a simulated cluster, and what they tell the core of themselves.
+"""The replicas of a simulated cluster, and what they tell the core by themselves.
 
 Invariant: what is told is what a live replica could have measured by then. Called by `Host`.
 """
@@ -148,5 +148,5 @@ class ModelledFleet:
         return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
 
     def save_s(self, chunk: SimulatedChunk) -> float:
-        """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may go on."""
+        """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may continue."""
         return self.model.fetch_base_s + (chunk.context + int(chunk.made) - chunk.stored) / self.model.fetch_tokens_s

@@ -242,7 +242,7 @@ class _Host:
 
     def _turn(self, replica: ModelledReplica) -> None:
         if replica.due_s != self._now:
-            return  # it was booked anew since
+            return  # it was booked again since
         self._booked[replica.index] = inf
         for chunk in replica.turn():
             self._stopped(chunk)
@@ -251,7 +251,7 @@ class _Host:
             self._book(mate)
 
     def _stopped(self, chunk: SimulatedChunk) -> None:
-        """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
+        """A chunk has left its replica; if its sample continues, its new KV goes to the pool first."""
         chunk.over = True
         goes_on = chunk.keeps and chunk.generated < chunk.sample.length
         model = self._fleet.model

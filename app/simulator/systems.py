@@ -147,7 +147,7 @@ class Setup:
 
     @classmethod
     def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
-        """A paper's workload, drawn anew for each seed, on its cluster."""
+        """A paper's workload, drawn again for each seed, on its cluster."""
         model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
         cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
         index = scenario.drafting()[0]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tailrace.app.simulator.types import Span
 
 OWNER = "owner"
-"""The draft method of a runner that no copy names one for: it goes on as it did before the race."""
+"""The draft method of a runner that no copy names one for: it continues as it did before the race."""
 
 
 class ReplicaLifetime(NamedTuple):

@@ -16,7 +16,7 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.racing import USUAL, MethodProfile
 
 UNDER_WAY_TOKENS = 20
-"""Of a sample, on average: each has ended a chunk of 16 by then, and most go on."""
+"""Of a sample, on average: each has ended a chunk of 16 by then, and most continue."""
 
 SHOWN = {
     "drafted_tokens": "nothing was drafted",

@@ -1,7 +1,7 @@
 """What becomes of the tail: every tail policy on real replicas, beside static groups and vLLM's suffix drafts.
 
 All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
-forgotten. Orders that draw do so alike within a turn, and anew in the next: when the longest sample starts is luck.
+forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
 The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache has rolled it
 out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
 Called by `tailrace bench tail`.

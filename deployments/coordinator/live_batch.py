@@ -82,7 +82,7 @@ class LiveBatch:
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
     def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
-        """What the engine needs to go on with `sample` where it stands."""
+        """What the engine needs to continue with `sample` where it stands."""
         plan = self._draft_plan(sample, start, drafting) if drafting.max_draft_tokens else None
         context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(

@@ -109,7 +109,7 @@ class Rollouts:
         self._tell(ev.ReplicasReserved(self.now(), replicas))
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
-        """Every replica loads the folder `source` in place, between chunks; samples in flight go on under `version`.
+        """Every replica loads the folder `source` in place, between chunks; samples in flight continue under `version`.
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """

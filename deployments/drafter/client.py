@@ -123,7 +123,7 @@ class Drafters:
     def proposal(self, chunk_id: str) -> Proposal:
         """What the draft model says follows, a window at most; each token as likely right as those before were, so far.
 
-        What is behind the window is for the next step: it is there while the drafter hears what has come of this one.
+        What is after the window is for the next step: it is there while the drafter hears what has come of this one.
         """
         line = self._running[chunk_id]
         guess, trusted = line.guess[: line.way.window], TRUST * self._accepted / self._tested
@@ -214,7 +214,7 @@ class Drafters:
         line.address, line.guess = None, []
 
     def _give_back(self, line: Line) -> None:
-        """Its drafter never joins: it is free for others, and this sample goes on alone."""
+        """Its drafter never joins: it is free for others, and this sample continues alone."""
         self._leave(line)
         line.given_back = True
         self._counts["model_given_back"] += 1

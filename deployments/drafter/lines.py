@@ -1,6 +1,6 @@
 """An engine's lines to its draft models: one for each sample, for as long as the engine makes tokens of it.
 
-A line outlives its chunks: it is kept when a chunk ends whose sample goes on, and the sample's next chunk takes it up
+A line outlives its chunks: it is kept when a chunk ends whose sample continues, and the sample's next chunk takes it up
 with whatever has been made meanwhile, so that a drafter which needs longer than a chunk to compute the context gets
 there in a later one. Invariant: at most MOST_KEPT lines are kept, none of them for longer than KEPT_S. Pure;
 owned by `Drafters`.
@@ -62,7 +62,7 @@ class Line:
         return self.address is not None and (self.late >= MOST_LATE or self.alone >= MOST_ALONE)
 
     def extends_to(self, chunk: ChunkRequest) -> bool:
-        """Whether the chunk goes on with this very sample, and its tokens with these."""
+        """Whether the chunk continues with this very sample, and its tokens with these."""
         ours, known = self.chunk, len(self.tokens)
         same = (ours.sample_key, ours.prompt_tokens) == (chunk.sample_key, chunk.prompt_tokens)
         return same and ours.sampling == chunk.sampling and chunk.token_ids[:known].tolist() == self.tokens

@@ -2,7 +2,7 @@
 
 Engines ask every replica where it listens (`directory.py`) and talk to it directly; the coordinator is not in between.
 Invariant: a model whose tokens mean something else than the target's is refused as it starts. A replica that dies
-takes no tokens with it: its samples go on without drafts until it, or another, is found.
+takes no tokens with it: its samples continue without drafts until it, or another, is found.
 """
 
 from pathlib import Path

@@ -16,7 +16,7 @@ from tailrace.policies.protocol.actions import DraftMode
 class Judged(NamedTuple):
     """What a confirmation says of the drafts: how many it accepts, and what a wrong one wasted (None: none was wrong).
 
-    `resumes`: the model goes on where it stands; else from the confirmed context, which it has not seen.
+    `resumes`: the model continues where it stands; else from the confirmed context, which it has not seen.
     """
 
     accepted: int

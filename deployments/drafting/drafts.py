@@ -171,7 +171,7 @@ class EngineDrafts:
             self._feed.append(plan.group, plan.sample_index, start, tokens)
 
     def propose(self, forks: Forks | None = None) -> None:
-        """After a step: give every request that goes on its draft for the next one, its forks the other branches."""
+        """After a step: give every request that continues its draft for the next one, its forks the other branches."""
         began_s = time.perf_counter()
         self._groups.receive()
         fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
@@ -241,7 +241,7 @@ class EngineDrafts:
         return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
 
     def _branch(self, drafted: DraftedTokens, forks: list[Fork], budget: int) -> None:
-        """Each fork catches up with what is known of the sample, and goes on along a branch of its own."""
+        """Each fork catches up with what is known of the sample, and continues along a branch of its own."""
         if not forks:
             return
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index

@@ -65,7 +65,7 @@ class EngineRunner:
     def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
         """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored.
 
-        `keep_kv`: somebody will go on with the sample, so its KV is worth saving.
+        `keep_kv`: somebody will continue with the sample, so its KV is worth saving.
         """
         self._inbox.put((self._abort, chunk_id, keep_kv))
 
@@ -78,7 +78,7 @@ class EngineRunner:
 
         Chunks submitted before this call end under the old version. Those submitted after it wait behind it and are
         then checked against the version that is there: the new one, or the old one when the load was refused. The
-        future gets ValueError when the folder does not fit (the old weights go on), EngineDown when the engine stops
+        future gets ValueError when the folder does not fit (the old weights continue), EngineDown when the engine stops
         first; a failure half-way ends the engine. Takes seconds, during which `stats` shows what was before.
         """
         return self._ask(self._load, version, source)

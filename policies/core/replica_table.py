@@ -176,7 +176,7 @@ class ReplicaTable:
         return self._replicas[replica_id].speeds
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
-        """By which chunks can draft there, first what a chunk drafts by of itself."""
+        """By which chunks can draft there, first what a chunk drafts by by itself."""
         return self._replicas[replica_id].methods
 
     def node(self, replica_id: str) -> str:

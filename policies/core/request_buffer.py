@@ -136,7 +136,7 @@ class Chunk:
         self.aborting = self.beaten = False
         self.copies: list[Chunk] = []
         self.copy_of: Chunk | None = None
-        self.method: str | None = None  # by which it drafts; None: as its replica does of itself
+        self.method: str | None = None  # by which it drafts; None: as its replica does by itself
 
 
 class RequestBuffer:

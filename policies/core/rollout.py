@@ -233,7 +233,7 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queue a waiting sample; a group whose replica has left is bound anew, with all that waits of it."""
+        """Queue a waiting sample; a group whose replica has left is bound again, with all that waits of it."""
         group = sample.group
         if group.home is not None and not self.replicas.stays(group.home):
             self._unbound.add((group,))

@@ -64,7 +64,7 @@ class RunningChunks:
         return made
 
     def stop(self, chunk: Chunk) -> None:
-        """It has ended, of itself or with its replica. A race without its original goes on with a copy."""
+        """It has ended, by itself or with its replica. A race without its original continues with a copy."""
         del self.chunks[chunk.chunk_id]
         self.copies.pop(chunk.chunk_id, None)
         self.turns += 1

@@ -1,8 +1,8 @@
 """Replicas over time: asks the tail policy how many there should be, and gets there without losing or repeating work.
 
-Those that Serve would stop first close: they take no new chunks, what waits for them is bound anew, and what runs there
-moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are asked
-for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
+Those that Serve would stop first close: they take no new chunks, what waits for them is bound again, and what runs
+there moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are
+asked for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
 """
 
 from typing import NamedTuple
@@ -117,7 +117,7 @@ def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
 
 
 def move_s(chunk: Chunk, speeds: ReplicaSpeeds) -> float:
-    """What going on elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
+    """What continuing elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
     context = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + chunk.sample.streamed_tokens
     compute_s = context / speeds.prefill_tokens_s
     if not speeds.fetch_tokens_s:

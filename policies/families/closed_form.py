@@ -1,6 +1,6 @@
 """Draft budgets that minimise the time of what is left of the step, by a model of it (DAS 4.2, equations 3 to 7).
 
-Invariant: budgets come from the N that minimises equation 5, found anew at each step for the lengths that remain. A
+Invariant: budgets come from the N that minimises equation 5, found again at each step for the lengths that remain. A
 member of the drafting family; called by the engine once per step.
 """
 

@@ -124,7 +124,7 @@ class Auto(Shrinking):
     On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured speeds.
     Where copies race, they take free places, lengthen the step, and multiply the pace by what the racing policy expects
     of them. Draft models on others multiply it by what the draft models' policy expects; races are then left out, since
-    both gain from the same idle time. Samples go on side by side, so the longest one's end, plus what replicas are
+    both gain from the same idle time. Samples continue side by side, so the longest one's end, plus what replicas are
     worth until then, is least where every step's seconds * (1 + worth * share of the replicas) / pace is, whatever
     lengths are still to come. A replica thus takes chunks that move, or copies, or drafts, while that saves more of the
     makespan than its share of `worth`; else it is given back.
@@ -149,7 +149,7 @@ class Auto(Shrinking):
 
 
 def token_s(view: TailView, step: ReplicaSpeeds, count: int) -> float:
-    """Seconds in which a sample goes on by as many tokens as one step makes without a race, on `count` replicas."""
+    """Seconds in which a sample continues by as many tokens as one step makes without a race, on `count` replicas."""
     own, races = view.running, view.races
     places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
     if places <= 0:

@@ -13,7 +13,7 @@ class SampleEnd(StrEnum):
 
 
 class DraftMode(NamedTuple):
-    """How a draft model drafts for a sample: at most so many tokens of a draft, 0: it does not; and whether it waits
+    """How a draft model drafts for a sample: at most this many tokens of a draft, 0: it does not; and whether it waits
     for them to be verified, and the sample for them."""
 
     window: int
@@ -30,7 +30,7 @@ class StartChunk:
     are estimates as the chunk starts: only drafting reads them.
 
     `copy_of`: it races with that chunk, whose tokens it makes too; `method`: by which it drafts (None: as its replica
-    does of itself).
+    does by itself).
     `way`: how a draft model drafts, where there is one (None: as that is configured).
     """
 
@@ -54,7 +54,7 @@ class StartChunk:
 class AbortChunk:
     """Stop a running chunk at the next token; its `ChunkFinished` still has to come.
 
-    `keep_kv`: whether somebody goes on with its KV, so that what is not in the pool yet is still worth storing.
+    `keep_kv`: whether somebody continues with its KV, so that what is not in the pool yet is still worth storing.
     """
 
     chunk_id: str
@@ -83,14 +83,14 @@ class EmitGroup:
 
 
 class ReleaseCause(StrEnum):
-    ENDED = "ended"  # nobody goes on with it
-    STALE = "stale"  # it is of other weights than what goes on
+    ENDED = "ended"  # nobody continues with it
+    STALE = "stale"  # it is of other weights than what continues
     FULL = "full"  # others need the room sooner
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKv:
-    """The pool need not hold this any more: the sample's own KV behind the prompt, or, with `sample_id` None, the
+    """The pool need not hold this any more: the sample's own KV after the prompt, or, with `sample_id` None, the
     prompt's that the group's samples share."""
 
     group_id: str

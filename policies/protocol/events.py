@@ -95,7 +95,7 @@ class ReplicaJoined:
     """A replica is ready under `weights_version`. Sent again when that, or `methods`, has changed.
 
     Replicas with one `node_id` share that node's part of the KV pool. `methods`: by which chunks can draft there now,
-    first what a chunk drafts by of itself; empty: none can be told by which.
+    first what a chunk drafts by by itself; empty: none can be told by which.
     """
 
     now: float

@@ -50,7 +50,7 @@ class LengthsView(NamedTuple):
 
 
 class ReplicaSpeeds(NamedTuple):
-    """What a replica measured of itself; a decode step takes step_base_s + step_per_chunk_s * chunks running, with as
+    """What a replica measured by itself; a decode step takes step_base_s + step_per_chunk_s * chunks running, with as
     many draft tokens of each as lately."""
 
     prefill_tokens_s: float
@@ -138,7 +138,7 @@ class TailView(NamedTuple):
 
 
 class DraftView(NamedTuple):
-    """The samples of one replica that the engine step just over has verified and that go on, one row each; K is the
+    """The samples of one replica that the engine step just over has verified and that continue, one row each; K is the
     longest proposal of a sample."""
 
     right: np.ndarray  # float32[n, K]: estimated chance that draft token j is right if those before it are; 0 behind
