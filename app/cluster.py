@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import Failed, StillDeploying, Unreachable
+from tailrace.app.errors import Failed, OtherCluster, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
 
 
@@ -44,11 +44,13 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
     """A client of the service on a running cluster: `auto`, or host:port of its head.
 
-    Uses this process's Ray connection if there is one (then `address` is not read); else makes one, which wants the
-    call to come before the first import of ray. Raises ConnectionError if no cluster or no such application answers,
-    TimeoutError if the application is still being deployed after DEPLOY_S.
+    Uses this process's Ray connection if there is one; else makes one, which wants the call to come before the first
+    import of ray. Raises ConnectionError if no cluster or no such application answers, TimeoutError if the application
+    is still being deployed after DEPLOY_S, ValueError if Ray is connected to another cluster than `address`.
     """
-    if not _ray_is_connected():
+    if _ray_is_connected():
+        _check_same_cluster(address)
+    else:
         _connect_ray(address)
     _await_application(address, app_name)
     return RolloutClient(app_name)
@@ -57,6 +59,21 @@ def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
 def _ray_is_connected() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
+
+
+def _check_same_cluster(address: str) -> None:
+    """Raise OtherCluster if `address` is not the connected cluster's. `auto` is always it.
+
+    A loopback host matches every host: a head's own driver may call it either way, and the port tells clusters apart.
+    """
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    (host, _, port), (here_host, _, here_port) = address.rpartition(":"), here.rpartition(":")
+    loopback = _is_loopback(address) or _is_loopback(here)
+    if address != "auto" and (port != here_port or (host != here_host and not loopback)):
+        mend = "leave the address out, or call ray.shutdown() first"
+        raise OtherCluster(f"address {address}: this process is connected to the Ray cluster at {here}; {mend}")
 
 
 def _connect_ray(address: str) -> None:

@@ -24,10 +24,8 @@ from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
-from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.ordering import GroupStatic
 from tailrace.policies.families.registry import name_of, unknown_key
-from tailrace.policies.families.tail import Auto, Draft, Hold
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
 ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
@@ -116,7 +114,7 @@ class Application(StrictModel):
         if missing and len(missing) < len(parts):
             raise ValueError(f"replicas that come and go need {', '.join(missing)} too; serve.elastic.yaml shows it")
         tail = coordinator.user_config.policies.tail
-        if missing and not isinstance(tail, Hold):
+        if missing and getattr(tail, "changes_replicas", True):
             raise ValueError(f"policies.tail {name_of(tail)} needs replicas that come and go: see serve.elastic.yaml")
         if missing:
             return self
@@ -135,12 +133,14 @@ class Application(StrictModel):
         if self.args.drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
             raise ValueError("deployments: Drafter has settings, but args.drafter is null: name a draft model there")
         drafter, policies = self.of("Drafter"), self.of("Coordinator").user_config.policies
-        planned = isinstance(policies.draft_models, Planned)
+        planned = getattr(policies.draft_models, "needs_drafter", False)
         if planned and self.args.drafter is None:
-            raise ValueError("policies.draft_models planned needs args.drafter: name a draft model there")
-        asks = isinstance(policies.tail, Draft) or (planned and isinstance(policies.tail, Auto))
+            named = name_of(policies.draft_models)
+            raise ValueError(f"policies.draft_models {named} needs args.drafter: name a draft model there")
+        tail = policies.tail
+        asks = getattr(tail, "wants_drafters", False) or (planned and getattr(tail, "may_want_drafters", False))
         if asks and drafter.autoscaling_config is None:
-            what = f"policies.tail {policies.tail.type}"
+            what = f"policies.tail {name_of(tail)}"
             raise ValueError(f"{what} needs args.drafter, and Drafter.autoscaling_config from 0 replicas up")
         if drafter.autoscaling_config is not None:
             if self.autoscaling_policy is None:

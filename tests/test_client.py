@@ -2,9 +2,12 @@
 
 import asyncio
 import inspect
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from tailrace.app import cluster
 from tailrace.app.blocking import blocking, blocking_iterator
 from tailrace.app.client import RolloutClient
 from tailrace.app.errors import StillDeploying, Unreachable
@@ -83,3 +86,26 @@ def test_a_driver_catches_the_built_in_errors():
     assert issubclass(Unreachable, ConnectionError) and Unreachable("there").exit_code == 2
     assert issubclass(StillDeploying, TimeoutError) and StillDeploying("now").exit_code == 1
     assert str(Unreachable("nobody there")) == "nobody there"
+
+
+@pytest.mark.parametrize(
+    "address, taken",
+    [
+        ("auto", True),
+        ("10.0.0.7:6379", True),
+        ("127.0.0.1:6379", True),
+        ("10.0.0.7:6380", False),
+        ("10.0.0.8:6379", False),
+    ],
+)
+def test_connect_refuses_another_cluster_than_the_connected_one(monkeypatch, address, taken):
+    context = SimpleNamespace(gcs_address="10.0.0.7:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(cluster, "_await_application", lambda address, app_name: None)
+    monkeypatch.setattr(cluster, "RolloutClient", lambda app_name: app_name)
+    if taken:
+        assert cluster.connect(address, "mine") == "mine"
+        return
+    with pytest.raises(ValueError, match=r"connected to the Ray cluster at 10\.0\.0\.7:6379"):
+        cluster.connect(address)

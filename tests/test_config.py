@@ -1,6 +1,7 @@
 """serve.yaml is strict: what Serve would ignore silently is an error here, on one line that names the key."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ import yaml
 from tailrace.app.cluster import declared
 from tailrace.app.config import ServeFile, load_config
 from tailrace.app.errors import BadInput
+from tailrace.policies.families.tail import Hold
 
 ROOT = Path(__file__).parent.parent
 
@@ -134,3 +136,17 @@ def test_the_keys_that_pass_are_serves():
 
     assert set(ServeKeys.model_fields) < set(DeploymentSchema.model_fields)
     assert set(ActorOptions.model_fields) == set(RayActorOptionsSchema.model_fields)
+
+
+class WithDrafters(Hold):
+    """A user's tail policy that asks for drafters by its capability."""
+
+    wants_drafters: ClassVar[bool] = True
+
+
+def test_a_users_tail_policy_asks_for_drafters_by_its_capability(tmp_path):
+    data = changed((*POLICIES, "tail"), {"type": f"{__name__}:WithDrafters"})
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(BadInput, match=r"WithDrafters needs args\.drafter, and Drafter\.autoscaling_config"):
+        load_config(path)

@@ -72,6 +72,7 @@ class Planned(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["planned"] = "planned"
+    needs_drafter: ClassVar[bool] = True
     acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until samples have shown their own")
     drafter: DrafterStep = Field(DrafterStep(), description="what a step of the draft model takes")
     verifier: VerifierStep = Field(VerifierStep(), description="what a step of an engine takes")

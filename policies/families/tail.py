@@ -6,7 +6,7 @@ replicas that are there is reached by closing those that Serve would stop first,
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,7 +25,11 @@ class ReplicaGoal(NamedTuple):
 
 @runtime_checkable
 class Tail(Protocol):
-    """What the core asks of a tail policy, built in or the user's own."""
+    """A tail policy, built in or the user's own.
+
+    The configuration reads three capabilities, each a ClassVar[bool] that may be left out: `changes_replicas`
+    (default True), `wants_drafters` (default False) and `may_want_drafters` (default False: with draft models planned).
+    """
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]: ...
 
@@ -35,6 +39,7 @@ class Hold(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["hold"] = "hold"
+    changes_replicas: ClassVar[bool] = False
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
         return ReplicaGoal(view.max_replicas), memory
@@ -101,6 +106,7 @@ class Draft(Consolidate):
     """Consolidates; draft models run on what has become free, ahead of the samples that are left (SpecActor 4.1)."""
 
     type: Literal["draft"] = "draft"
+    wants_drafters: ClassVar[bool] = True
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
         return ReplicaGoal(self.needed(view, answer.engines), view.max_replicas)
@@ -131,6 +137,7 @@ class Auto(Shrinking):
     """
 
     type: Literal["auto"] = "auto"
+    may_want_drafters: ClassVar[bool] = True
     worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
