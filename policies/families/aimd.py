@@ -1,7 +1,7 @@
 """Draft windows that grow while drafts are right and fall back when they are not (HistoSpec of RhymeRL 5.4).
 
-Invariant: each sample's window is `start_tokens` when its chunk begins, and stays within that and `most`. A member of
-the drafting family; called by the engine once per step.
+Invariant: each sample's window is `start_tokens` when its chunk begins, and stays between that and `max_draft_tokens`.
+A member of the drafting family; called by the engine once per step.
 """
 
 from typing import Any, ClassVar, Literal
@@ -23,7 +23,7 @@ class Aimd(BaseModel):
     type: Literal["aimd"] = "aimd"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    max_draft_tokens: int = Field(32, ge=1, le=64, description="most draft tokens of a sample in a step")
+    max_draft_tokens: int = Field(32, ge=1, le=64, description="max draft tokens of a sample in a step")
     start_tokens: int = Field(2, ge=1, le=64, description="first window, and the one after a wrong token")
     grow_tokens: int = Field(2, ge=1, le=64, description="growth of the window when the whole draft was right")
     min_match_tokens: int = Field(3, ge=0, le=64, description="shortest context a draft may rest on")

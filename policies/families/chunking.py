@@ -13,17 +13,17 @@ class Chunking(Protocol):
 
 
 class FixedChunks(BaseModel):
-    """min(chunk_tokens, what is left of the sample's max_tokens); null runs every sample in one piece.
+    """min(chunk_tokens, the rest of the sample's max_tokens); null runs every sample in one piece.
 
-    KV is kept and moved in whole blocks, so whoever continues with a sample computes what stands in an unfinished one
-    again. With `block_tokens` a chunk that is not the last ends so early that only its last token, whose KV nobody has
-    computed, stands behind a whole block; a chunk that would have no token then is as long as without.
+    KV is kept and moved in whole blocks, so the tokens of an unfinished block are computed again after a move. With
+    `block_tokens`, a chunk that is not the last ends one token after a whole block: the KV of that last token is not
+    computed yet. A chunk that would have no token then keeps its full length.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fixed"] = "fixed"
-    chunk_tokens: int | None = Field(8192, ge=1, description="most new tokens of a chunk; null: no chunks")
-    block_tokens: int = Field(1, ge=1, description="end chunks at KV blocks of so many tokens, as the engines' are")
+    chunk_tokens: int | None = Field(8192, ge=1, description="max new tokens of a chunk; null: no chunks")
+    block_tokens: int = Field(1, ge=1, description="tokens of the engines' KV blocks, at which chunks end")
 
     def tokens(self, sample: SampleView) -> int:
         left = sample.max_tokens - sample.generated_tokens

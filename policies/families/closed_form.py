@@ -1,4 +1,4 @@
-"""Draft budgets that minimise the time of what is left of the step, by a model of it (DAS 4.2, equations 3 to 7).
+"""Draft budgets that minimise the modelled time of the rest of the step (DAS 4.2, equations 3 to 7).
 
 Invariant: budgets come from the N that minimises equation 5, found again at each step for the lengths that remain. A
 member of the drafting family; called by the engine once per step.
@@ -16,7 +16,7 @@ FADE = 0.995
 
 ALPHAS = np.geomspace(0.1, 10.0, 17)
 INNER = np.arange(1, 32)
-"""Inner points of a grid with 32 steps: two such grids tell N to a thousandth."""
+"""Inner points of a grid with 32 steps: two such grids find N to a thousandth."""
 
 GUESS_X, GUESS_TRIES = np.array([0.5, 1.0, 2.0]), np.full(3, 16.0)
 GUESS_Y = 0.7 * (1 - np.exp(-GUESS_X))
@@ -35,15 +35,15 @@ class ClosedForm(BaseModel):
     """DAS 4.2: the budgets that minimise base cost x forward passes + token cost x drafts, solved for the passes too.
 
     With l tokens left to a sample and p drafts over all of them, k l (1 - exp(-alpha p / l)) are accepted (equation 3);
-    N passes then take p = -(l / alpha) ln(1 - (1 - N / l) / k) where l > N, and none else (equation 7). A sample gets
-    p / N draft tokens a step. alpha and k are fitted to what was accepted of how much on this replica.
+    N passes then take p = -(l / alpha) ln(1 - (1 - N / l) / k) where l > N, else none (equation 7). A sample gets
+    p / N draft tokens a step. alpha and k are fitted to the accepted and drafted tokens of this replica.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["closed_form"] = "closed_form"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    max_draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="max draft tokens of a sample in a step")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
         """`memory`: Evidence."""
@@ -76,7 +76,7 @@ class ClosedForm(BaseModel):
 def fit(evidence: PositionCounts) -> tuple[float, float]:
     """alpha and k of equation 3, by least squares over a grid of alpha.
 
-    A verification of d drafts of which a are accepted makes 1 + a tokens: x = d / (1 + a) drafts and
+    A verification of d drafts, a of them accepted, makes 1 + a tokens: x = d / (1 + a) drafts and
     y = a / (1 + a) accepted per token of the answer, and equation 3 reads y = k (1 - exp(-alpha x)).
     """
     tries = evidence.tries[1:]
@@ -108,6 +108,6 @@ def best_passes(left: np.ndarray, alpha: float, k: float, base_s: float, token_s
 
 
 def budgets(left: np.ndarray, alpha: float, k: float, passes: float) -> np.ndarray:
-    """Equation 7: the drafts with which each sample is through after so many passes."""
+    """Equation 7: the drafts with which each sample ends after this number of passes."""
     share = np.minimum(np.maximum(1 - passes / left, 0.0) / k, 1 - 1e-12)
     return -(left / alpha) * np.log1p(-share)

@@ -1,8 +1,7 @@
-"""How samples are drafted by draft models, chunk by chunk: as configured, or as SpecActor's planner says (4.1).
+"""Policies of draft models, chunk by chunk: as configured, or by SpecActor's planner (4.1).
 
-Contract: pure functions of a view, so that whoever replays the events gets the same answers. `Planned` asks the planner
-that the simulator's systems plan by, with figures that were measured here. Asked by `policies.core.draft_planner`
-alone.
+Contract: pure functions of a view, so a replay of the events gives the same answers. `Planned` uses the planner of the
+simulator's systems, with figures measured here. Called by `policies.core.draft_planner` alone.
 """
 
 from functools import lru_cache
@@ -18,14 +17,14 @@ from tailrace.policies.protocol.views import DraftModelsView
 
 @runtime_checkable
 class DraftModels(Protocol):
-    """What the core asks. `acceptance`: of a draft token, all before it being right, until some have been seen;
-    `replicas`: draft models that run, or the most where the tail policy says how many."""
+    """The interface to the core. `acceptance`: prior chance that a draft token is right if all earlier ones are.
+    `replicas`: running draft models, or their max where the tail policy decides the number."""
 
     acceptance: float
     replicas: int
 
     def way(self, view: DraftModelsView, acceptance: float) -> tuple[DraftMode | None, str]:
-        """How a sample of this acceptance is drafted in its next chunk, and why; None: as the drafter is configured."""
+        """The draft mode of a sample's next chunk with its reason, or None for the drafter's configured mode."""
 
     def gain(self, view: DraftModelsView) -> float:
         """How many times as fast as without draft models samples are expected to be; 1.0 where nothing is planned."""
@@ -64,20 +63,20 @@ class VerifierStep(BaseModel):
 
 
 class Planned(BaseModel):
-    """Algorithm 1 for what runs as a chunk starts; Algorithm 2 for samples that accept less than the mean.
+    """Algorithm 1 for the running chunks as a chunk starts; Algorithm 2 for samples that accept less than the mean.
 
-    Both by the rates of `policies.models.spec_cost_model` where nobody waits. By default with guesses, for a model of
-    32 billion parameters on four GPUs and one of half a billion; `tailrace profile` measures.
+    Both use the rates of `policies.models.spec_cost_model` without waiting. The default figures are guesses for a model
+    of 32 billion parameters on four GPUs with a draft model of half a billion; `tailrace profile` measures real ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["planned"] = "planned"
     needs_drafter: ClassVar[bool] = True
     acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until samples have shown their own")
-    drafter: DrafterStep = Field(DrafterStep(), description="what a step of the draft model takes")
-    verifier: VerifierStep = Field(VerifierStep(), description="what a step of an engine takes")
+    drafter: DrafterStep = Field(DrafterStep(), description="cost of a step of the draft model")
+    verifier: VerifierStep = Field(VerifierStep(), description="cost of a step of an engine")
     max_window: int = Field(8, ge=1, le=64, description="longest window that is tried; engines verify `draft_tokens`")
-    replicas: int = Field(1, ge=1, description="draft models that run; the most where tail says how many")
+    replicas: int = Field(1, ge=1, description="running draft models; their max where tail decides the number")
 
     def way(self, view: DraftModelsView, acceptance: float) -> tuple[DraftMode | None, str]:
         mean, own = round(view.acceptance, 2), round(acceptance, 2)

@@ -1,9 +1,9 @@
-"""How many draft tokens each running sample of a replica gets in this engine step (its draft budget).
+"""Draft budgets: the number of draft tokens of each running sample of a replica in an engine step.
 
 Called by the engine once per step, with the drafts that the index proposes. Drafts never change tokens, so a policy
-can only cost time; `goodput` does so no more than its cost model and the proposals' probabilities are wrong.
+can only cost time; for `goodput` the loss is bounded by the errors of its cost model and of the probabilities.
 Contract: `decide` is a pure function of view and memory, writes to neither, and gives each sample at most
-min(proposed, most) tokens. Memory is None at first, and holds what a policy keeps by slot.
+min(proposed, max_draft_tokens) tokens. Memory is None at first, and holds a policy's state by slot.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -19,9 +19,9 @@ from tailrace.policies.protocol.views import DraftView
 
 @runtime_checkable
 class Drafting(Protocol):
-    """What the engine asks of a drafting policy, built in or the user's own; the core, whether it `reads_classes`.
+    """The interface of a drafting policy, built in or the user's own. The core reads `reads_classes` alone.
 
-    `by_worth`: it drafts a token only where its chance is worth the time, so proposals may end where none can be.
+    `by_worth`: the policy drafts a token only if its chance is worth its time, so proposals may be cut where none is.
     """
 
     reads_classes: bool
@@ -29,7 +29,7 @@ class Drafting(Protocol):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most draft tokens that one sample can ever get: the engine asks the index for no more."""
+        """Max draft tokens of a sample: the engine asks the index for no more."""
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
         """Draft tokens of each row, int32[n], and the memory for the next step."""
@@ -52,7 +52,7 @@ class NoDrafting(BaseModel):
 
 
 class FixedBudget(BaseModel):
-    """The same for every sample at every step: what most engines do."""
+    """The same number for every sample at every step, as in other engines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fixed"] = "fixed"
@@ -103,8 +103,8 @@ class Concurrency(BaseModel):
     type: Literal["concurrency"] = "concurrency"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    max_draft_tokens: int = Field(8, ge=1, le=64, description="most draft tokens of a sample in a step")
-    batch_tokens: int = Field(32, ge=1, le=65_536, description="most draft tokens of all samples together in a step")
+    max_draft_tokens: int = Field(8, ge=1, le=64, description="max draft tokens of a sample in a step")
+    batch_tokens: int = Field(32, ge=1, le=65_536, description="max draft tokens of all samples together in a step")
     min_probability: float = Field(0.3, ge=0.0, le=1.0, description="chance below which a draft token is dropped")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:

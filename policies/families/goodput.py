@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.policies.protocol.views import DraftView
 
 BINS = 10
-"""Of chances from 0 to 1: what is claimed with 0.9 and comes true at 0.6 says nothing of what is claimed with 0.3."""
+"""Bins of chances from 0 to 1: a claimed 0.9 that comes true at 0.6 says nothing about a claimed 0.3."""
 
 FADE = 0.995
-"""Per step: what was seen 140 steps ago counts half. Drafts that did not pay are tried again after a few hundred."""
+"""Per step: evidence of 140 steps ago counts half. Drafts that did not pay are tried again after a few hundred."""
 
 TRUST = 10.0
 """Draft tokens that each bin's claim is worth before anything was seen."""
@@ -27,21 +27,21 @@ class Track(NamedTuple):
 
     claimed: np.ndarray  # float64[BINS]
     right: np.ndarray  # float64[BINS]
-    last: np.ndarray  # float32[slots, most]: chances claimed in each slot's last proposal
+    last: np.ndarray  # float32[slots, max_draft_tokens]: chances claimed in each slot's last proposal
 
     def factors(self) -> np.ndarray:
-        """What a claimed chance has to be multiplied with, by bin."""
+        """Correction factor of a claimed chance, by bin."""
         trusted = TRUST * (np.arange(BINS) + 0.5) / BINS
         return (self.right + trusted) / (self.claimed + trusted)
 
 
 class Goodput(BaseModel):
-    """Most expected tokens a second of step time, by measured step costs; late in a step, of the longest samples.
+    """Max expected tokens per second of step time, by measured step costs; late in a step, of the longest samples.
 
     Draft token j of sample i is kept with the product of the chances of tokens 1 to j. Taking tokens in falling order
     of that product, the expected tokens of the step over its time, (n + sum of products) / t(n + taken), is best at
     one of the prefixes: products fall along a sample, so each prefix is a choice of budgets, and the best one of its
-    size. Budget 0 is among them and wins unless another gains `margin`. When few samples run, nothing waits for their
+    size. Budget 0 is among them and wins unless another gains `margin`. When few samples run, no sample waits for their
     places and the longest decides when the step ends: each one's tokens then count by its share of the longest
     expected remainder, to the power of `tail_weight`; a sample that has outlived its expectation counts in full.
     """
@@ -50,10 +50,10 @@ class Goodput(BaseModel):
     type: Literal["goodput"] = "goodput"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = True
-    max_draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
-    margin: float = Field(0.01, ge=0.0, le=1.0, description="least predicted gain over no drafts")
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="max draft tokens of a sample in a step")
+    margin: float = Field(0.01, ge=0.0, le=1.0, description="min predicted gain over no drafts")
     tail_weight: float = Field(1.0, ge=0.0, le=8.0, description="how much the longest sample counts late; 0: no more")
-    tail_running: int = Field(4, ge=0, le=4096, description="late is when at most so many samples run here")
+    tail_running: int = Field(4, ge=0, le=4096, description="late means at most this many running samples here")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
         """`memory`: Track."""
@@ -81,12 +81,12 @@ class Goodput(BaseModel):
         if count > self.tail_running:
             return np.ones(count)
         left = (view.expected - view.generated).astype(np.float64)
-        outlived = left <= 1  # it is not about to end: nobody knows when it does
+        outlived = left <= 1  # it is not about to end: its end is unknown
         left[outlived] = max(1.0, left.max())
         return (left / left.max()) ** self.tail_weight
 
     def _learn(self, view: DraftView, claimed: np.ndarray, memory: Track | None) -> Track:
-        """Of a draft, the right tokens and the first wrong one have been put to the test; behind that none has."""
+        """The right tokens of a draft and the first wrong one were tested; the tokens after it were not."""
         track = memory or Track(np.zeros(BINS), np.zeros(BINS), np.zeros((0, self.max_draft_tokens), np.float32))
         last = np.zeros((max(len(track.last), int(view.slot.max()) + 1), self.max_draft_tokens), np.float32)
         last[: len(track.last)] = track.last

@@ -13,6 +13,6 @@ def fraction(seed: int, name: str) -> float:
 
 @lru_cache(maxsize=1 << 12)
 def eight_fractions(seed: int, block: int) -> tuple[float, ...]:
-    """Eight numbers in [0, 1) from one digest, for what is drawn by count: draw n is `[n % 8]` of block `n // 8`."""
+    """Eight numbers in [0, 1) from one digest, for draws by count: draw n is `[n % 8]` of block `n // 8`."""
     digest = blake2b(f"{seed}\0block\0{block}".encode(), digest_size=56).digest()
     return tuple(int.from_bytes(digest[i : i + 7], "little") / (1 << 56) for i in range(0, 56, 7))

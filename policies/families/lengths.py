@@ -1,8 +1,8 @@
-"""How long an answer is expected to become, from what is known of its group, its prompt's history and the batch.
+"""Length policies: the expected length of an answer, by its group, its prompt's history and the batch.
 
 Contract: `expected` is a pure function, within generated + 1 to max_tokens. `reads_all` says whether it looks at
-`running` and `batch` of its view; if not the core spares itself the work and leaves them empty. Called by `LengthBook`
-when a sample is queued or one of its mates finishes; orderings and drafting go by the result.
+`running` and `batch` of its view; if not, the core leaves them empty. Called by `LengthTracker` when a sample is queued
+or one of its mates finishes; orderings and drafting use the result.
 """
 
 from itertools import chain
@@ -20,7 +20,7 @@ HUBER = 1.345
 
 @runtime_checkable
 class Lengths(Protocol):
-    """What the core asks of a lengths policy, built in or the user's own."""
+    """The interface of a lengths policy, built in or the user's own."""
 
     reads_all: bool
 
@@ -43,7 +43,7 @@ class MaxFinished(BaseModel):
 class HistoryQuantile(BaseModel):
     """A quantile of the prompt's earlier answers that got as far; without history, of its finished mates'.
 
-    RhymeRL 6 ranks prompts by the median of their last epoch. Who outlives all of them counts as max_tokens.
+    RhymeRL 6 ranks prompts by the median of their last epoch. An answer longer than all of them counts as max_tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,18 +72,21 @@ class LengthClassEstimate(BaseModel):
 
 
 class Shrunk(BaseModel):
-    """The mean of what is left to an answer that got this far, of a log-normal law shrunk between prompt and batch.
+    """The mean remainder of an answer that got this far, by a log-normal law shrunk between prompt and batch.
 
-    Log lengths of a prompt scatter about its own mean, and these about the batch's; how much of the spread lies
-    between prompts is estimated as the step continues. A prompt's mean is the posterior one given its history, its
-    finished mates, and its running ones as answers longer than what they have (right-censored; by EM).
+    Log lengths of a prompt scatter about its own mean, and these about the batch's; the share of the spread between
+    prompts is estimated as the step continues. A prompt's mean is the posterior one given its history, its
+    finished mates, and its running ones as right-censored answers (by EM).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["shrunk"] = "shrunk"
     reads_all: ClassVar[bool] = True
     history_weight: float = Field(
-        0.7, ge=0.0, le=1.0, description="an answer of the last epoch counts so much of one of now; older ones less"
+        0.7,
+        ge=0.0,
+        le=1.0,
+        description="weight of an answer of the last epoch against a current one; older ones weigh less",
     )
 
     def expected(self, group: LengthsView, generated: int) -> int:
@@ -106,7 +109,7 @@ class Shrunk(BaseModel):
 def _posterior(total: float, count: float, beyond: list[float], spread: float) -> tuple[float, float]:
     """Mean log length, and the answers it rests on: `count` that add up to `total`, and one beyond each of `beyond`.
 
-    Three rounds of EM (each running answer stands at its own expectation) come within 1 % of the fixed point.
+    Three rounds of EM (each running answer at its own expectation) come within 1 % of the fixed point.
     """
     mean, known = total / count, {at: beyond.count(at) for at in beyond}
     for _ in range(3 if known else 0):
@@ -116,7 +119,7 @@ def _posterior(total: float, count: float, beyond: list[float], spread: float) -
 
 
 def _hazard(z: float) -> float:
-    """Density over survival of the standard normal: the mean of what lies beyond z."""
+    """Density over survival of the standard normal: the mean of values beyond z."""
     return exp(-z * z / 2) / sqrt(2 * pi) / _survival(z) if z < 8 else z + 1 / z
 
 
@@ -142,7 +145,7 @@ def _within(group: LengthsView, generated: int, tokens: int) -> int:
 def class_starts(group: LengthsView) -> tuple[int, int]:
     """Answer tokens from which a sample of the group counts as medium, and as long (DAS 4.2).
 
-    Its first class is that of most earlier answers to the prompt, or of most finished mates where there are none.
+    Its first class is the commonest of earlier answers to the prompt, or of finished mates if there are none.
     """
     known = [*chain(*group.history)] or group.finished
     classes = group.batch.classes

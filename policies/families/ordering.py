@@ -1,4 +1,4 @@
-"""Who runs next. An ordering gives a waiting sample one key per lane; the core takes the least key that fits.
+"""Orderings: which sample runs next. A waiting sample has one key per lane; the core takes the smallest that fits.
 
 Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not wait),
 on its group's finished samples, and on expected lengths (which change as one finishes); on anything else of the group
@@ -18,7 +18,7 @@ from tailrace.policies.protocol.views import GroupView, SampleView
 
 @runtime_checkable
 class Ordering(Protocol):
-    """What the core asks of an ordering, built in or the user's own."""
+    """The interface of an ordering, built in or the user's own."""
 
     lanes: int
     growing_lanes: tuple[int, ...]
@@ -41,7 +41,7 @@ class OneLane(BaseModel):
         return 0
 
     def bind(self, group: int, groups: int, replicas: Sequence[str]) -> str | None:
-        """The replica that the `group`-th of a batch's `groups` groups is bound to; None: free to go anywhere."""
+        """The replica to which the `group`-th of a batch's `groups` groups is bound, or None if it may run anywhere."""
         return None
 
 
@@ -66,10 +66,10 @@ class GroupStatic(Fcfs):
 class Seer(OneLane):
     """Seer 4.3, Algorithm 1: probes first, shortest first; then groups by greatest estimated length.
 
-    L_g is what the `lengths` policy expects of group g: by its default, as in the paper, the greatest finished length,
-    or max_tokens while none has finished. With probability `explore` a decision goes to the least-run group instead
-    (the paper gives no rate); which of its samples is drawn by prompt and index, so that runs of the same prompts
-    compare, whatever their batches are called.
+    L_g is the expected length of group g by the `lengths` policy: by its default, as in the paper, the greatest
+    finished length, or max_tokens while none has finished. With probability `explore` a decision goes to the least-run
+    group instead (the paper gives no rate). The draw depends on prompt and index alone, so that runs of the same
+    prompts compare under any batch name.
     """
 
     type: Literal["seer"] = "seer"
@@ -90,16 +90,16 @@ class Seer(OneLane):
 
 
 class RemainingFirst(OneLane):
-    """Probes first, shortest first; then whoever has most left to make, by the `lengths` policy.
+    """Probes first, shortest first; then the sample with the longest expected remainder, by the `lengths` policy.
 
-    What is left, not the whole length, is what a sample still adds to the step. Each `patience`-th decision goes to the
+    A sample adds its remainder to the step, not its whole length. Each `patience`-th decision goes to the
     sample that has run the fewest chunks instead, so one that has run c waits for at most `patience` decisions per
     chunk that samples before it in that order still lack: an estimate can delay a sample, and never starve it.
     """
 
     type: Literal["remaining_first"] = "remaining_first"
     lanes: ClassVar[int] = 2
-    patience: int = Field(16, ge=2, description="each so-many-th decision goes to the sample that ran least")
+    patience: int = Field(16, ge=2, description="each n-th decision goes to the sample that ran the fewest chunks")
 
     def lane(self, pick: int) -> int:
         return int(pick % self.patience == self.patience - 1)

@@ -1,9 +1,9 @@
-"""Where a chunk runs. A placement picks one replica that has room; `memory` is its own value, kept by the core.
+"""Placements: where a chunk runs. A placement picks one replica with room; the core keeps its `memory`.
 
 Contract: the replica returned is ready and has room for `need_tokens`; at least one such replica exists when
 `choose` is called. `sticky` placements see each sample once: its later chunks go where the first one went.
-`min_pull_tokens` says from how many tokens on a replica of these speeds (None: not measured yet) should take a
-sample's KV from the pool instead of computing it; None: never.
+`min_pull_tokens` is the number of tokens from which a replica of these speeds (None: not measured yet) should pull a
+sample's KV from the pool instead of computing it, or None for never.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicasView, Sample
 
 @runtime_checkable
 class Placement(Protocol):
-    """What the core asks of a placement. `memory` is None at the first call."""
+    """The interface of a placement. `memory` is None at the first call."""
 
     sticky: bool
 
@@ -35,7 +35,7 @@ class EveryHit(BaseModel):
 
 
 class LeastKv(EveryHit):
-    """Seer's rule: the replica with the most free KV; a sample moves only if that gains `stay_tokens` of room."""
+    """Seer's rule: the replica with the max free KV; a sample moves only if that gains `stay_tokens` of room."""
 
     type: Literal["least_kv"] = "least_kv"
     stay_tokens: int = Field(0, ge=0, description="KV room another replica must have more before a sample moves there")
@@ -60,7 +60,7 @@ class RoundRobin(EveryHit):
 
 
 class Pinned(EveryHit):
-    """Least KV for the first chunk; after that a sample stays where its KV is, and waits for room there."""
+    """The replica with the max free KV for the first chunk; later chunks stay with their KV and wait for room there."""
 
     type: Literal["pinned"] = "pinned"
     sticky: ClassVar[bool] = True
@@ -70,19 +70,19 @@ class Pinned(EveryHit):
 
 
 class CostAware(BaseModel):
-    """The cheaper of where a sample ran last and the roomiest replica, in seconds until its next chunk is done.
+    """The cheaper of the sample's last replica and the roomiest one, in seconds until its next chunk is done.
 
     cost_s = kv_s + new tokens * (step_base_s + step_per_chunk_s * (chunks running there + 1)). kv_s is 0 where it ran
-    last, else the lesser of computing its context and fetching what the pool holds of it and computing the rest.
+    last, else the smaller of computing its context, and fetching the pool's part of it and computing the rest.
     While one of the two has not measured its speeds, the sample stays if room here is at least half the room there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["cost_aware"] = "cost_aware"
     sticky: ClassVar[bool] = False
-    min_gain_s: float = Field(0.05, ge=0.0, description="what a move must save")
+    min_gain_s: float = Field(0.05, ge=0.0, description="min seconds that a move must save")
     pull_from_tokens: int | None = Field(
-        None, ge=0, description="least KV to take from the pool; null: from where that is faster than computing it"
+        None, ge=0, description="min KV to pull from the pool; null: where pulling is faster than computing"
     )
 
     def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
@@ -99,7 +99,7 @@ class CostAware(BaseModel):
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
     def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None:
-        """The knob, or the least n with fetch_base_s + n / fetch_tokens_s < n / prefill_tokens_s."""
+        """The knob, or the smallest n with fetch_base_s + n / fetch_tokens_s < n / prefill_tokens_s."""
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
         if speeds is None:

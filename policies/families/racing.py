@@ -51,13 +51,13 @@ class MethodProfile:
 
 @dataclass(frozen=True, slots=True)
 class MethodTable:
-    """Draft methods by what they bring. Raises ValueError where two have one name."""
+    """Draft methods with their gains. Raises ValueError if two have one name."""
 
     rungs: tuple[MethodProfile, ...]
 
     def __post_init__(self) -> None:
         if len({rung.method for rung in self.rungs}) < len(self.rungs):
-            raise ValueError("a draft method stands twice on the ladder")
+            raise ValueError("a draft method is named twice in the table")
 
     def ranked(self, acceptances: Mapping[str, float] | None = None) -> tuple[MethodProfile, ...]:
         """Fastest first, each at its mean acceptance: the one given for it, else its profile's."""
@@ -65,7 +65,7 @@ class MethodTable:
         return tuple(sorted(self.rungs, key=lambda rung: (-rung.speedup(means[rung.method]), rung.method)))
 
     def first_choice(self, acceptances: Mapping[str, float] | None = None) -> str | None:
-        """The one method for all samples as a step starts. None: plain decoding is at least as fast as any."""
+        """The best method for all samples at a step's start, or None if plain decoding is at least as fast."""
         means = acceptances or {}
         for rung in self.ranked(acceptances)[:1]:
             if rung.speedup(means.get(rung.method, rung.mean_acceptance())) > 1.0:
@@ -119,8 +119,8 @@ class Assignment(NamedTuple):
 
 @runtime_checkable
 class Racing(Protocol):
-    """What the core asks. `room`: chunks on a replica up to which it takes copies, 0: nobody races; `usual`: the
-    acceptance of a sample that has none yet."""
+    """The interface to the core. `room`: running chunks up to which a replica takes copies, 0 for no races. `usual`:
+    the acceptance assumed for a sample without measurements."""
 
     room: int
     usual: float
@@ -150,14 +150,14 @@ USUAL = (
     MethodProfile("group", ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
     MethodProfile("model", ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
 )
-"""Guesses of what the group's index and a draft model bring; `tailrace bench ladder --out` measures it."""
+"""Guessed gains of the group's index and of a draft model; `tailrace bench ladder --out` measures them."""
 
 
 class FastestOfN(BaseModel):
     """Algorithm 3: the sample that accepts least gets every method it lacks before the next sample gets any.
 
-    Copies are made by methods that have a rung here and that replicas offer beside their first, so none without a draft
-    model unless `rungs` names parts of the index: `history`, `ngram`.
+    Copies use methods that `rungs` lists and that replicas offer besides their default. Without a draft model there are
+    none unless `rungs` names parts of the index: `history`, `ngram`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -165,7 +165,7 @@ class FastestOfN(BaseModel):
     room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
     usual: float = Field(0.5, ge=0.0, le=1.0, description="acceptance of a sample that has drafted nothing yet")
     rungs: tuple[MethodProfile, ...] = Field(
-        USUAL, min_length=1, description="what each method brings, see `tailrace bench ladder --out`"
+        USUAL, min_length=1, description="gain of each method, as written by `tailrace bench ladder --out`"
     )
     min_gain: float = Field(1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published")
 
@@ -212,7 +212,7 @@ class FastestOfN(BaseModel):
 
 
 def _least_loaded(heap: list[tuple[int, str, int]], but: str) -> str | None:
-    """Takes a place on the least loaded worker with room that is not `but`."""
+    """Take a place on the worker with the fewest copies that has room and is not `but`."""
     own = heappop(heap) if heap and heap[0][1] == but else None
     taken = None
     if heap:

@@ -65,7 +65,7 @@ def members(family: str) -> dict[str, type[BaseModel]]:
 
 
 def name_of(policy: BaseModel) -> str:
-    """What `type` calls a policy: its name, or the dotted path of a user's own."""
+    """The `type` of a policy: its name, or the dotted path of a user's own."""
     cls = type(policy)
     if any(cls in members(family).values() for family in FAMILIES):
         return policy.type
@@ -143,7 +143,7 @@ def _checked(family: str, policy: Any) -> BaseModel:
 
 
 def dump_policy(policy: BaseModel, info: SerializationInfo) -> dict:
-    """What `load_policy` makes the same policy of."""
+    """The mapping from which `load_policy` makes the same policy."""
     name, knobs = name_of(policy), policy.model_dump(mode=info.mode)
     return {"type": name, "args": knobs} if ":" in name else knobs
 

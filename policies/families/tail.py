@@ -1,7 +1,7 @@
-"""How many engine replicas a rollout keeps as its batch shrinks. `Scaling` asks, and sees to what follows.
+"""Tail policies: the number of engine replicas that a rollout keeps as its batch shrinks. Called by `Scaling`.
 
-Contract: `wanted` is a pure function of view and memory; memory is a value, None at first. What is wanted below the
-replicas that are there is reached by closing those that Serve would stop first, which may still run chunks.
+Contract: `wanted` is a pure function of view and memory; memory is a value, None at first. A smaller number is reached
+by closing the replicas that Serve would stop first; they may still run chunks.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicaView, TailView
 
 KV_SHARE = 0.9
-"""Of the KV of the replicas that stay, what consolidated chunks may reserve: reservations do not pack to the block."""
+"""Share of the remaining replicas' KV that consolidated chunks may reserve: reservations do not pack to the block."""
 
 
 class ReplicaGoal(NamedTuple):
@@ -46,15 +46,15 @@ class Hold(BaseModel):
 
 
 class Shrinking(BaseModel):
-    """Base of those that give replicas back: all of them as a batch comes or while samples wait; then what is needed,
-    once more than that has not been for a while. It grows again only with the work: measured speeds are noisy. Thus
-    engines may become drafters, or go; drafters may go.
+    """Base of policies that give replicas back. Full size while samples wait; then `needed()`, once fewer have sufficed
+    for `after_s`. It grows again only with the work, since measured speeds are noisy: engines may become drafters or
+    go, drafters may go.
 
-    Memory is (what is wanted, since when that is the answer, samples that had not ended).
+    Memory is (the answer, the time since when it holds, samples that had not ended).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    after_s: float = Field(1.0, ge=0.0, description="how long the last answer stands before a smaller one replaces it")
+    after_s: float = Field(1.0, ge=0.0, description="seconds that an answer holds before a smaller one replaces it")
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
         answer, since, unended = memory or (ReplicaGoal(view.min_replicas), view.now, 0)
@@ -103,7 +103,7 @@ class Consolidate(Shrinking):
 
 
 class Draft(Consolidate):
-    """Consolidates; draft models run on what has become free, ahead of the samples that are left (SpecActor 4.1)."""
+    """Consolidate, and run draft models on the free replicas for the remaining samples (SpecActor 4.1)."""
 
     type: Literal["draft"] = "draft"
     wants_drafters: ClassVar[bool] = True
@@ -125,15 +125,15 @@ class Threshold(Shrinking):
 
 
 class Auto(Shrinking):
-    """As many as make a token of what is left cheapest: its seconds, and what replicas are worth elsewhere meanwhile.
+    """The number that makes a remaining token cheapest: its seconds, and the replicas' worth elsewhere meanwhile.
 
     On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured speeds.
-    Where copies race, they take free places, lengthen the step, and multiply the pace by what the racing policy expects
-    of them. Draft models on others multiply it by what the draft models' policy expects; races are then left out, since
-    both gain from the same idle time. Samples continue side by side, so the longest one's end, plus what replicas are
-    worth until then, is least where every step's seconds * (1 + worth * share of the replicas) / pace is, whatever
-    lengths are still to come. A replica thus takes chunks that move, or copies, or drafts, while that saves more of the
-    makespan than its share of `worth`; else it is given back.
+    Racing copies take free places, lengthen the step, and multiply the pace by the racing policy's expected gain. Draft
+    models on other replicas multiply it by their policy's expected gain; races are then left out, since both gain from
+    the same idle time. Samples continue side by side. So the longest one's end, plus the replicas' worth until then, is
+    minimal where each step's seconds * (1 + worth * share of the replicas) / pace is, for any remaining lengths. A
+    replica takes moved chunks, copies or drafts while that saves more of the makespan than its share of `worth`; else
+    it is given back.
     """
 
     type: Literal["auto"] = "auto"
@@ -173,7 +173,8 @@ def mean_s(step: ReplicaSpeeds, chunks: int, replicas: int) -> float:
 
 
 def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdown: float) -> int:
-    """Replicas that do for `running` chunks; `replicas` in the order in which they stay, of at most `most`.
+    """The number of replicas that suffices for `running` chunks, at most `most`. `replicas`: Serve stops the last
+    first.
 
     They have room for all chunks, and a step of ceil(running / n) chunks takes at most 1 + max_slowdown times one of
     ceil(running / most), by the slowest speeds measured. `most` while nothing has been measured.
@@ -189,7 +190,7 @@ def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdow
 
 
 def roomy(replicas: Sequence[ReplicaView], running: int, most: int) -> int:
-    """The fewest replicas that have places and KV for all that runs, `most` at most."""
+    """The smallest number of replicas with places and KV for all running chunks, at most `most`."""
     used = sum(replica.kv_capacity_tokens - replica.kv_free_tokens for replica in replicas)
     places = room = 0
     for count in range(1, most):
