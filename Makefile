@@ -9,7 +9,7 @@ DASHBOARD_PORT ?= 8265
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench serve lock clean
+.PHONY: help setup demo test package lint bench serve lock clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -23,6 +23,9 @@ demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
 
 test: setup ## all tests: pure, then live, then gpu
 	@$(PY) -m pytest
+
+package: setup ## the wheel, built and installed in fresh environments (minutes; needs a package index)
+	@$(PY) -m pytest tests/packaging
 
 lint: setup ## ruff
 	@$(PY) -m ruff check .
