@@ -29,7 +29,10 @@ TABLE = (
     ("running", "ChunkFailed", "fewer than 5 failures in a row", "waiting", ""),
     ("running", "ChunkFailed", "fifth failure in a row", "ended", "EndSample(failed)"),
     ("running", "ChunkFailed", "fewer than 5 failures, batch cancelled", "ended", "EndSample(cancelled)"),
-    ("running", "ReplicaLeft", "as ChunkFailed, for each chunk on it", "waiting", ""),
+    ("running", "ReplicaLeft", "a copy continues elsewhere", "running", ""),
+    ("running", "ReplicaLeft", "fewer than 5 failures in a row", "waiting", ""),
+    ("running", "ReplicaLeft", "fifth failure in a row", "ended", "EndSample(failed)"),
+    ("running", "ReplicaLeft", "fewer than 5 failures, batch cancelled", "ended", "EndSample(cancelled)"),
 )
 
 

@@ -1,0 +1,130 @@
+"""The documentation: links resolve, commands parse, generated pages are current, the example policy works."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from test_rollout_cases import finish, join, submit, tick
+
+from tailrace.app.cli import main
+from tailrace.policies.core.request_buffer import State
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.ordering import Ordering
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import EndSample, StartChunk
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHEAP = [
+    ["simulate", "--scale", "0.05"],
+    ["policies"],
+    ["schema"],
+    ["timeline", str(ROOT / "tests/data/journal.jsonl.gz")],
+    [
+        "simulate",
+        "--scale",
+        "0.05",
+        "--compare",
+        "verl,config",
+        "--config",
+        str(ROOT / "examples/my_policy/serve.yaml"),
+    ],
+]
+LIVE = "starts Ray and vLLM; tests/live covers it"
+NOT_RUN = [("rollout", LIVE), ("serve", LIVE), ("verify", LIVE), ("profile", LIVE), ("pool", LIVE), ("drafts", LIVE)]
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "my_policy"))
+    yield
+    sys.modules.pop("my_policy", None)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+def command_lines() -> list[str]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        blocks = "\n".join(re.findall(r"^```[a-z]*\n(.*?)^```", text, flags=re.S | re.M))
+        lines = [line for line in blocks.splitlines() if re.match(r"(\w+=\S+ )?tailrace ", line)]
+        found += [re.sub(r"^\w+=\S+ ", "", line) for line in lines]
+        found += re.findall(r"`(tailrace [^`\n]+)`", text)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page):
+    links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text())
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_a_documented_command_and_its_options_exist(line):
+    words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
+    command = main
+    while words and isinstance(command, click.Group) and not words[0].startswith("-"):
+        name = words.pop(0).rstrip(",.;")
+        names = [part for part in name.split("|") if part.isupper() is False]
+        found = [command.get_command(click.Context(command), part) for part in names]
+        if not names:
+            break
+        assert all(found), f"{line}: no command {name}"
+        command = found[0]
+    options = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    given = {word.partition("=")[0].rstrip(",.;") for word in words if word.startswith("--")}
+    assert given <= options | {"--help", "--version"}, line
+
+
+@pytest.mark.parametrize("arguments", CHEAP, ids=lambda arguments: " ".join(arguments[:3])[-30:])
+def test_cheap_commands_run(arguments, examples):
+    assert not main(arguments, standalone_mode=False)
+
+
+@pytest.mark.parametrize(("name", "reason"), NOT_RUN)
+def test_what_is_not_run_exists(name, reason):
+    assert main.get_command(click.Context(main), name) and reason
+
+
+@pytest.mark.parametrize("name", ["configuration_reference", "command_reference"])
+def test_generated_pages_are_up_to_date(name, scripts):
+    made = __import__(name)
+    assert made.PAGE.read_text() == made.page(), f"run scripts/{name}.py"
+
+
+def test_the_state_table_is_the_cores_and_the_diagram_is_the_tables(scripts):
+    import core_states
+
+    page = core_states.PAGE.read_text()
+    assert core_states.rendered(page) == page, "run scripts/core_states.py"
+    states = {state for row in core_states.TABLE for state in (row[0], row[3]) if state}
+    assert states == {state.value for state in State}
+    assert all(hasattr(ev, row[1]) for row in core_states.TABLE)
+    drawn = set(re.findall(r"^    (\w+|\[\*\]) --> (\w+):", core_states.diagram(), flags=re.M))
+    assert drawn == {(row[0] or "[*]", row[3]) for row in core_states.TABLE if row[0] != row[3]}
+
+
+def test_a_policy_of_ones_own_runs_every_sample_to_its_end_shortest_first(examples):
+    ordering = {"type": "my_policy:ShortestFirst", "args": {"head_start": 8}}
+    policies = Policies(ordering=ordering, chunking={"type": "fixed", "chunk_tokens": 30})
+    assert isinstance(policies.ordering, Ordering)
+    assert Policies(**policies.model_dump()) == policies
+    core = RolloutCore(policies)
+    core.observe(join("r", 200, max_running=1))
+    submit(core, ev.GroupSpec("long", 10, 2, 90), ev.GroupSpec("short", 10, 2, 30))
+    started, ended = [], []
+    while actions := tick(core):
+        ended += [action.sample_id for action in actions if isinstance(action, EndSample)]
+        for start in (action for action in actions if isinstance(action, StartChunk)):
+            started.append(start.sample_id)
+            finish(core, start)
+    assert started[:2] == ["short#0", "short#1"]
+    assert sorted(ended) == ["long#0", "long#1", "short#0", "short#1"]
