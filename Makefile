@@ -9,7 +9,7 @@ DASHBOARD_PORT ?= 8265
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test package lint bench serve lock clean
+.PHONY: help setup demo test package lint bench serve lock docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -40,6 +40,11 @@ serve: setup ## a local Ray head (token authentication, loopback), and serve.yam
 
 lock: setup ## renew requirements/*.txt from pyproject.toml
 	@$(PY) scripts/lock.py
+
+docs: setup ## renew the generated pages of docs/
+	$(PY) scripts/configuration_reference.py
+	$(PY) scripts/command_reference.py
+	$(PY) scripts/core_states.py
 
 clean: ## remove .venv, caches and out/ (the demo model stays in the user's cache)
 	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ from tailrace import PromptGroup, RolloutBatch, connect
 client = connect()
 prompts = [PromptGroup(prompt_id="sky", text="Why is the sky blue?", samples=8, max_tokens=128)]
 for group in client.rollout_blocking(RolloutBatch(batch_id="step-0", groups=prompts, seed=1, step=0)):
-    rewards = [float(len(sample.token_ids)) for sample in group.samples]
-    print(group.prompt_id, rewards)
-    client.record_rewards_blocking(group, rewards)
+    for sample in group.samples:
+        versions = {segment.weights_version for segment in sample.segments}
+        print(group.prompt_id, sample.sample_index, sample.finish_reason, versions, sum(sample.logprobs))
+    client.record_rewards_blocking(group, [float(len(sample.token_ids)) for sample in group.samples])

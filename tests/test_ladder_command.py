@@ -111,5 +111,5 @@ def test_a_picture_is_drawn(tmp_path):
     ],
 )
 def test_bad_input_is_refused_before_an_engine_starts(arguments, said, capsys):
-    assert run(["ladder", *arguments]) == 2
+    assert run(["bench", "ladder", *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_a_ladder_of_some_methods_has_their_rungs_alone():
 
 
 def test_a_policy_with_a_method_twice_is_refused():
-    with pytest.raises(ValueError, match="stands twice"):
+    with pytest.raises(ValueError, match="named twice"):
         FastestOfN(rungs=(NGRAM, NGRAM))
 
 

@@ -17,7 +17,7 @@ def test_the_ladder_of_this_machine(tmp_path, capsys):
     ]
     profile.write_text(json.dumps({"steps": steps}))
     files = ["--profile", profile, "--drafter-profile", profile, "--out", out]
-    assert run(["ladder", "--json", "--acceptance", "model=0.8", *map(str, files)]) == 0
+    assert run(["bench", "ladder", "--json", "--acceptance", "model=0.8", *map(str, files)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     ladder = read_ladder(out)
     assert {rung.method for rung in ladder.rungs} == {"group", "history", "ngram", "model"}
