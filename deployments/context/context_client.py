@@ -24,14 +24,14 @@ class ContextClient:
     def __init__(self, shards: list[ActorHandle], config: ContextConfig, writer: str):
         self._ready: deque[Fetched] = deque()
         self._new, self._counts = Counts(), Counter()
-        self._lanes = [ShardExchange(shard, config, writer, self._ready.append, self._new) for shard in shards]
+        self._exchanges = [ShardExchange(shard, config, writer, self._ready.append, self._new) for shard in shards]
         self._held: dict[GroupRef, ShardExchange] = {}
 
     def hold(self, group: GroupRef) -> None:
         """From now on `take` gives what is known and gets known of this group, and once its history; of a group that
         was at rest, only what is new since then."""
-        lane = self._held[group] = self._lanes[shard_of(group.prompt_key, len(self._lanes))]
-        lane.hold(group)
+        exchange = self._held[group] = self._exchanges[shard_of(group.prompt_key, len(self._exchanges))]
+        exchange.hold(group)
 
     def rest(self, group: GroupRef) -> None:
         """No sample of this group runs here now; what was taken of it is kept, in case one does again."""
@@ -58,5 +58,5 @@ class ContextClient:
 
     def close(self) -> None:
         """Ends the threads; what was not sent yet is not."""
-        for lane in self._lanes:
-            lane.close()
+        for exchange in self._exchanges:
+            exchange.close()

@@ -2,7 +2,7 @@
 
 Invariant: one exchange at a time, each with a deadline; whatever goes wrong costs drafts, is counted by cause, and is
 tried again after a pause. What waits to be sent is bounded, the oldest goes first. Sending twice is harmless, so what
-may not have arrived is sent again. Made by Feed.
+may not have arrived is sent again. Made by ContextClient.
 """
 
 import threading
@@ -26,7 +26,7 @@ IDLE_S = 1.0
 
 
 class ShardExchange:
-    """`deliver` is called by the lane's thread, the rest by the engine's; see Feed for what they mean."""
+    """Its own thread calls `deliver`; the engine's thread calls the methods. See ContextClient for their meaning."""
 
     def __init__(
         self, shard: ActorHandle, config: ContextConfig, writer: str, deliver: Callable[[Fetched], None], counts: Counts
@@ -42,7 +42,7 @@ class ShardExchange:
         self._new_groups: list[GroupRef] = []
         self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a question for history that is under way
         self._unsent: list[Piece] = []
-        self._thread = threading.Thread(target=self._run, name="context-lane", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shard-exchange", daemon=True)
         self._thread.start()
 
     def hold(self, group: GroupRef) -> None:

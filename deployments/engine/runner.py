@@ -16,6 +16,7 @@ from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolEndpoint
 
@@ -23,10 +24,6 @@ OnDone = Callable[[ChunkResult | Exception], None]
 
 # An idle engine's snapshot is renewed this often, so that it does not look stale to whoever reads `observed_at`.
 IDLE_SNAPSHOT_S = 0.25
-
-
-class EngineDown(RuntimeError):
-    """The engine was stopped, or a step of it failed; its chunks must be resumed elsewhere."""
 
 
 class EngineRunner:
