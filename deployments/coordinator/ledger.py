@@ -1,4 +1,4 @@
-"""The tokens of every sample that is in flight: what its chunks made, in order, and who made it.
+"""The tokens of every sample that is in flight: the results of its chunks, in order, and the replica of each.
 
 Invariant (law 1): a chunk is written once, at the position its `StartChunk` named; tokens only grow. The core
 counts tokens, this ledger holds them. Called by the coordinator alone.
@@ -130,7 +130,7 @@ class GroupRecord:
 
     @property
     def ref(self) -> GroupRef:
-        """What the group context calls it."""
+        """The group's name in the group context."""
         return GroupRef(f"{self.batch_id}/{self.group.prompt_id}", self.prompt_key)
 
     def result(self, prompts: Prompts) -> GroupResult:

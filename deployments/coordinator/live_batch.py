@@ -82,7 +82,7 @@ class LiveBatch:
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
     def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
-        """What the engine needs to go on with `sample` where it stands."""
+        """The engine's request to continue `sample` at its present length."""
         place = sample.group.ref, sample.index, self.message.step
         expected = start.expected_tokens, start.class_starts
         most = self._max_tokens[start.sample_id.rpartition("#")[0]]
@@ -104,7 +104,7 @@ class LiveBatch:
         )
 
     def _kv_plan(self, start: StartChunk) -> KvPlan:
-        """Saving is worth it only if the sample may go on after this chunk."""
+        """Saving is worth it only if the sample may continue after this chunk."""
         goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
         return KvPlan(start.kv_version, start.min_pull_tokens, goes_on)
 

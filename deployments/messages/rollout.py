@@ -79,7 +79,7 @@ class PromptGroup(RequestMessage):
         if len(given) != 1:
             raise ValueError(f"give exactly one of token_ids, text, messages (given: {', '.join(given) or 'none'})")
         if not getattr(self, given[0]):
-            raise ValueError(f"{given[0]} is empty; a prompt needs at least one token")
+            raise ValueError(f"{given[0]} is empty; a prompt needs one token or more")
         if self.forced_token_ids is not None and len(self.forced_token_ids) != self.samples:
             raise ValueError(f"forced_token_ids has {len(self.forced_token_ids)} entries for {self.samples} samples")
         return self
