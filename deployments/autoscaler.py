@@ -1,8 +1,8 @@
-"""Serve's autoscaling, decided by the coordinator: this only hands Serve what `policies.tail` wants.
+"""Serve's autoscaling, decided by the coordinator: this module only hands Serve the number that the core wants.
 
 Serve calls it in its controller about ten times a second for all deployments of the application. Invariant: it never
 raises (that would stall every application there), never waits, and answers for every deployment it is asked about;
-where nothing has been said, what there is stays. What the coordinator records under a deployment's name
+without a report, the present number stays. The coordinator's record under a deployment's name
 (`Coordinator.record_autoscaling_stats`) is how many replicas that should have; Serve carries it here. Named by
 `autoscaling_policy` in `serve.yaml`.
 """
@@ -21,7 +21,7 @@ class AsCoordinated:
 
 def asked(told: dict, context: AutoscalingContext) -> int:
     """The coordinator's newest report of how many replicas a deployment should have; without one, as many as it has.
-    Serve's own figure is a mean over a window, which would ask for replicas that nobody has wanted."""
+    Serve's own figure is a mean over a window, which would ask for replicas that were never wanted."""
     series = told.get(context.deployment_name, {}).values()
     reports = [report for points in series for report in points]
     newest = max(reports, key=lambda report: report.timestamp, default=None)

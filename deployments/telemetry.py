@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, Span, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-# About 1 KiB per span as a dict: 200 MiB at most, and a step of 16,384 samples in 10 chunks each fits.
+# About 1 KiB per span as a dict: 200 MiB or less, and a step of 16,384 samples in 10 chunks each fits.
 SHELF_SPANS = 200_000
 
 _W3C = TraceContextTextMapPropagator()
@@ -149,7 +149,7 @@ class Telemetry:
     ) -> Span:
         """A started span; the caller ends it. Without a traceparent it begins a trace.
 
-        `keep` shelves the trace. A span that nobody wants does not record, but still passes its context on.
+        `keep` shelves the trace. A span without a reader does not record, but still passes its context on.
         """
         if traceparent is None:
             if not (keep or self._otlp):
@@ -170,5 +170,5 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """Sends what is still waiting to the collector."""
+        """Send waiting spans to the collector."""
         self._provider.shutdown()

@@ -1,1 +1,1 @@
-"""KEEPS: keys and versions of KV, and (once it is there) the pool that outlives every replica."""
+"""KEEPS: keys and versions of KV, and the pool that outlives every replica."""

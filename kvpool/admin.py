@@ -1,9 +1,9 @@
-"""What is done to the pool as a whole: a Mooncake client without memory of its own, and the master's HTTP pages.
+"""Operations on the pool as a whole: a Mooncake client without memory of its own, and the master's HTTP pages.
 
 Invariant: nothing here blocks the event loop or lasts longer than CALL_S: a dead master makes a call of the client
 take 4.3 s and its setup 90 s (Mooncake 0.3.13), so all of it runs on threads of its own. Owned by KvMaster.
 Moving KV from memory to the SSD is not among it: only the client that put a key may clear its copies. Mooncake does
-it alone when memory is full; what lies on the SSD is still found then.
+it alone when memory is full; copies on the SSD are still found then.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ UNREACHABLE = -900
 """Mooncake's error code RPC_FAIL (mooncake-store/include/types.h)."""
 
 IN_USE = {-703, -706, -714}
-"""Being written, leased (whoever looked a key up or reads it has a lease), or copied. Removing such a key by force
+"""Being written, leased (looking a key up or reading it takes a lease), or copied. Removing such a key by force
 would give its memory to another while it is read; without force, a reader whose lease has run out gets an error."""
 
 

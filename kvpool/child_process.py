@@ -1,8 +1,8 @@
 """One child process: started, watched, started again when it ends, stopped. Used by the pool's actors.
 
 Invariant: the child never outlives this process, however that ends: the kernel kills it (PR_SET_PDEATHSIG, set by
-util-linux's `setpriv`). The signal comes when the *thread* that forked ends, so one thread forks, reads what the
-child says (a pipe that nobody reads would stop it) and waits for it, as long as this object is in use.
+util-linux's `setpriv`). The signal comes when the *thread* that forked ends, so one thread forks, reads the
+child's output (a full pipe would stop it) and waits for it, as long as this object is in use.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Pause before a restart, doubled each time: a port may be taken for a moment, or for good."""
 
 SETTLED_S = 30.0
-"""Who ran this long is restarted after the first pause again."""
+"""A child that ran this long is restarted after the first pause again."""
 
 KEPT_LINES = 100
 TERM_S = 3.0
@@ -26,7 +26,7 @@ Launch = tuple[list[str], dict[str, str]]
 
 
 class ChildProcess:
-    """`launch` is called before every start, on the watching thread; what it raises counts as a failed start."""
+    """`launch` is called before every start, on the watching thread; an exception of it counts as a failed start."""
 
     def __init__(self, name: str, launch: Callable[[], Launch]):
         self.name = name
@@ -56,7 +56,7 @@ class ChildProcess:
             child.kill()
 
     def stop(self) -> None:
-        """End the child for good; blocks, TERM_S at most."""
+        """End the child for good; blocks up to TERM_S, and then until it is killed."""
         self._stopping.set()
         if (child := self._child) is not None:
             child.terminate()

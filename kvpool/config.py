@@ -1,4 +1,4 @@
-"""Knobs of the KV pool, and what one engine needs to reach it. Read by the pool's processes and by the connector."""
+"""Knobs of the KV pool, and the endpoint of one engine. Read by the pool's processes and by the connector."""
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -16,7 +16,7 @@ class PoolConfig(BaseModel):
     rdma_devices: str = Field("", description="names with commas between; empty: Mooncake finds them")
     dram_gib: float = Field(1.0, gt=0, description="memory per node")
     ssd_path: str | None = Field(None, description="absolute folder on every node; null: no SSD tier")
-    ssd_gib: float = Field(16.0, gt=0, description="most bytes on the SSD of a node")
+    ssd_gib: float = Field(16.0, gt=0, description="maximum use of the SSD of a node")
     buffer_mib: int = Field(64, ge=1, description="transfer buffer of an engine's client")
     lookup_deadline_s: float = Field(0.5, gt=0, description="a look-up that takes longer finds nothing")
     load_deadline_s: float = Field(2.0, gt=0, description="KV that takes longer to load is computed again")

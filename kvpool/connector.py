@@ -1,7 +1,7 @@
 """The KV connector that vLLM loads by dotted path: its own Mooncake connector with our scheduler and worker sides.
 
 Invariant: the pool is a cache. Whatever becomes of it, a request ends, and with the same tokens. One class on CPU and
-GPU. `launch.py` names it; the stepper asks it what became of each request (`settled`, `take`, `counts`).
+GPU. `launch.py` names it; the stepper asks it for the outcome of each request (`settled`, `take`, `counts`).
 """
 
 from collections import Counter
@@ -39,11 +39,11 @@ class PoolConnector(MooncakeStoreConnector):
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Nothing: the pool is shared, and keys carry their version. vLLM would empty it for everybody."""
+        """Nothing: the pool is shared, and keys carry their version. vLLM would empty it for all engines."""
         return True if self.role == KVConnectorRole.SCHEDULER else None
 
     def forgo(self, request_id: str) -> None:
-        """Nobody will continue with this request: do not save it when it ends."""
+        """Do not save this request when it ends: it will not be continued."""
         self.connector_scheduler.forgo(request_id)
 
     def settled(self, request_id: str) -> bool:
@@ -54,7 +54,7 @@ class PoolConnector(MooncakeStoreConnector):
 
     @property
     def counts(self) -> Counter:
-        """Everything counted so far on all ranks, by `WHAT.CAUSE`."""
+        """Everything counted so far on all ranks, by `EVENT.CAUSE`."""
         return self.connector_scheduler.counts
 
     def take_pulls(self) -> list[tuple[int, float]]:

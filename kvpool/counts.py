@@ -1,7 +1,7 @@
-"""What happened to KV, counted by cause: plain integers that add up over ranks, steps and replicas.
+"""Counts of KV events by cause: plain integers that add up over ranks, steps and replicas.
 
-Invariant: a count never goes down; nothing is dropped silently. Names are `WHAT` or `WHAT.CAUSE`; latencies fall into
-buckets `WHAT_ms.N`: took at most N milliseconds, N a power of two. Written by the connector, read by the replica.
+Invariant: a count never goes down; nothing is dropped silently. Names are `EVENT` or `EVENT.CAUSE`; latencies fall into
+buckets `EVENT_ms.N`: took N milliseconds or less, N a power of two. Written by the connector, read by the replica.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class Counts:
-    """A counter that threads share; `take` hands over what was counted since the last time."""
+    """A counter that threads share; `take` hands over the counts since the last time."""
 
     def __init__(self):
         self._new: Counter[str] = Counter()
@@ -31,5 +31,5 @@ class Counts:
 
 
 def bucket_ms(seconds: float) -> int:
-    """The least power of two, in milliseconds, that is no less than the duration; 1 at least."""
+    """The smallest power of two, in milliseconds, that is not below the duration; 1 or more."""
     return 1 << max(0, int(seconds * 1000 - 1e-9)).bit_length()

@@ -46,7 +46,7 @@ def version_pattern(kv_version: int) -> str:
 
 
 def fingerprint(model: str, *settings: object) -> str:
-    """16 hex digits that tell models, and settings that shape KV, apart: two that share a version share no key.
+    """16 hex digits that distinguish models, and settings that shape KV: two that share a version share no key.
 
     Reads the folder's weight files at SAMPLES evenly spaced places each (name and time say nothing across nodes, the
     whole of a large model takes minutes): a trained model differs from its start almost everywhere.

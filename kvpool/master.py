@@ -1,4 +1,4 @@
-"""KvMaster: runs mooncake_master on its node, knows the stores that reported, does what is done to the whole pool.
+"""KvMaster: runs mooncake_master on its node, knows the stores that reported, and operates on the whole pool.
 
 Invariant: its address never changes. The ports are constructor arguments, so a restarted process and a restarted
 actor listen where they did; then all keys are gone, the stores mount again by themselves, clients connect again.
@@ -58,7 +58,7 @@ class KvMaster:
         return self.address
 
     async def report(self, store: StoreNodeStatus, segment: str) -> bool | None:
-        """A store says how it is; is its segment mounted? None: nobody knows, the master cannot be reached."""
+        """Take a store's report. Returns whether its segment is mounted, or None if the master cannot be reached."""
         self._reports[store.node_id] = time.monotonic(), store
         return None if self._mounted is None else segment in self._mounted
 
@@ -120,7 +120,7 @@ class KvMaster:
             await asyncio.sleep(REPORT_S)
 
     def _launch(self) -> Launch:
-        lease_ms = int(self._config.load_deadline_s * 1000)  # what is being read is not evicted
+        lease_ms = int(self._config.load_deadline_s * 1000)  # keys that are being read are not evicted
         options = {
             "rpc_address": self._host,
             "rpc_port": self._rpc_port,

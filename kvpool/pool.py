@@ -26,7 +26,7 @@ JOIN_S, CALL_S = 60.0, 1.0
 LOOK_S = 5.0
 """Serve answers with all it knows of every application, so this is asked for seldom."""
 GONE_LOOKS = 2
-"""So many looks in a row must find the application missing."""
+"""Number of looks in a row that must find the application missing."""
 
 
 def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
@@ -41,7 +41,7 @@ def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
 
 
 def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
-    """Master and this node's store are up and this node's memory is mounted, JOIN_S at most.
+    """Master and this node's store are up and this node's memory is mounted; waits up to JOIN_S.
 
     Blocks; may be called on a thread with an event loop. Raises PoolDown, in one line.
     """
@@ -59,8 +59,7 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
 
 
 def master_name(config: PoolConfig, app_name: str) -> str:
-    """Another configuration is another pool: an application that is deployed again does not continue with the old
-    one."""
+    """Another configuration is another pool: an application that is deployed again does not continue the old one."""
     digest = blake2b(config.model_dump_json().encode(), digest_size=4).hexdigest()
     return f"{app_name}-kv-{digest}"
 

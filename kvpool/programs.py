@@ -19,7 +19,7 @@ def program(name: str, options: dict[str, object]) -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """A TCP port on which nobody listens at this address of this machine. OSError when there is none."""
+    """A free TCP port at this address of this machine. Raises OSError if there is none."""
     for port in random.sample(PORTS, k=100):
         with socket.socket() as probe:
             try:

@@ -1,9 +1,9 @@
-"""The connector's scheduler side: which KV is looked for, pulled and saved, per request, and what came of it.
+"""The connector's scheduler side: the KV looked up, pulled and saved for each request, and the outcome.
 
 A request says what it wants in `kv_transfer_params` (the first fields of `Traffic`). Invariants: the scheduler never
 waits for the pool longer than LOOKUP_WAIT_S; a request is looked up once and pulled once; KV is saved when a request
-ends, if somebody will continue with it; blocks that a transfer reads or writes stay pinned until every rank has
-reported it. Built by `kvpool.connector`, called by vLLM.
+ends, if somebody will go on with it; blocks that a transfer reads or writes stay pinned until every rank has reported
+it. Built by `kvpool.connector`, called by vLLM.
 """
 
 import time
@@ -53,13 +53,13 @@ class PoolScheduler(MooncakeStoreScheduler):
         self._paused_until_s = 0.0
         self._traffic: dict[str, Traffic] = {}
         self._jobs: dict[int, tuple[str, int]] = {}  # store job -> its request, ranks yet to report
-        self._saved_tokens: dict[int, int] = {}  # store job -> tokens saved, the least of all ranks
+        self._saved_tokens: dict[int, int] = {}  # store job -> tokens saved, minimum over ranks
         self._pinned_loads: dict[str, tuple[list[int], int]] = {}  # request -> blocks, ranks yet to report
         self.counts: Counter = Counter()
         self.pulls: list[tuple[int, float]] = []  # (tokens, seconds), until somebody takes them
         self.scheduled: tuple[int, int] = (0, 0)  # tokens and requests of the step last built
 
-    # ---- what the engine asks ----------------------------------------------------------------------
+    # ---- called by the engine ----------------------------------------------------------------------
 
     def settled(self, request_id: str) -> bool:
         """Whether every save of the request has ended, well or badly."""
@@ -85,7 +85,7 @@ class PoolScheduler(MooncakeStoreScheduler):
             self._traffic[request.request_id] = Traffic(**wish)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed_tokens` that can be pulled; None: not known yet, ask at the next step."""
+        """Tokens beyond `num_computed_tokens` that can be pulled, or None if not known yet: ask at the next step."""
         traffic = self._traffic.get(request.request_id)
         if traffic is None or traffic.min_pull_tokens is None or traffic.pulled_tokens:
             return 0, False
@@ -150,14 +150,14 @@ class PoolScheduler(MooncakeStoreScheduler):
     # ---- saving ------------------------------------------------------------------------------------
 
     def request_ended(self, request, block_ids: tuple[list[int], ...]) -> None:
-        """Queue the save of everything computed, when somebody will continue with the request."""
+        """Queue the save of all computed blocks if the request will be continued."""
         traffic = self._traffic.get(request.request_id)
         if traffic is None:
             return
         blocks = min(request.num_computed_tokens // self._block_size, len(block_ids[0]))
         traffic.names = tuple(self._names(request.block_hashes, traffic.version)[:blocks])
         loading = request.request_id in self._pinned_loads  # its tokens are not there yet
-        stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: nobody continues with it
+        stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: it is not continued
         if not (traffic.save and blocks) or stopped or loading:
             return
         if time.monotonic() < self._paused_until_s:
@@ -185,7 +185,7 @@ class PoolScheduler(MooncakeStoreScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def _reference_save_blocks(self, meta) -> None:
-        """vLLM's last step of building metadata: here names get their version, and saves that nobody wants go."""
+        """vLLM's last step of building metadata: here names get their version, and unwanted saves are dropped."""
         kept = []
         for job in meta.requests:
             traffic = self._traffic.get(job.req_id)
@@ -205,7 +205,7 @@ class PoolScheduler(MooncakeStoreScheduler):
         if job.req_id in self._traffic:
             self._traffic[job.req_id].jobs += 1
 
-    # ---- what became of it -------------------------------------------------------------------------
+    # ---- outcomes ----------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output) -> None:
         super().update_connector_output(connector_output)

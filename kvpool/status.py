@@ -1,4 +1,4 @@
-"""What the pool says by itself: values that its processes fill and the coordinator reads."""
+"""Status of the pool: values that its processes fill and the coordinator reads."""
 
 from pydantic import BaseModel, ConfigDict
 

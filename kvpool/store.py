@@ -30,7 +30,7 @@ class PoolStore:
         self._paused_until_s = 0.0
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        """1 where a key is there, 0 where not, a code below 0 where nobody knows."""
+        """1 where a key is there, 0 where not, a code below 0 where that is unknown."""
         return self._call("lookup", self._store.batch_is_exist, keys)
 
     def batch_put_from_multi_buffers(self, keys: list[str], addresses, sizes, config) -> list[int]:

@@ -1,6 +1,6 @@
 """KvStoreNode: runs mooncake_client on one node, which lends the pool that node's memory and, if asked, its SSD.
 
-Invariant: its segment keeps its name over restarts, and it leaves nothing behind: the SSD tier is one file whose
+Invariant: its segment keeps its name over restarts, and it leaves no files: the SSD tier is one file whose
 name is removed as soon as the process has it open, so its bytes are free when the process ends, however it ends.
 A lost store is a lost cache. A plain class: kvpool/pool.py makes the actor, one per node.
 """
@@ -23,14 +23,14 @@ REMOUNT_S = 20.0
 
 SSD_FILE = "kv_cache.data"
 SSD_BUFFER_BYTES = 128 * 2**20
-"""What is read from the SSD passes through this; upstream's 1.25 GB would be taken from the node at once."""
+"""Reads from the SSD pass through this buffer; upstream's 1.25 GB would be taken from the node at once."""
 
 Report = Callable[[StoreNodeStatus, str], Awaitable[bool | None]]
 """KvMaster.report, wherever it is."""
 
 
 class KvStoreNode:
-    """`port` names the segment, `host:port`, and is where other nodes ask for what lies on the SSD."""
+    """`port` names the segment, `host:port`, and is where other nodes ask for keys on the SSD."""
 
     def __init__(self, config: PoolConfig, node_id: str, master_address: str, host: str, port: int, report: Report):
         self._config, self._node_id, self._master_address = config, node_id, master_address
@@ -41,7 +41,7 @@ class KvStoreNode:
         self._process = ChildProcess("mooncake_client", self._launch)
 
     async def endpoint(self, deadline_s: float) -> PoolEndpoint:
-        """What an engine on this node needs, once the segment is mounted. Raises PoolDown after `deadline_s`."""
+        """The endpoint for an engine on this node, once the segment is mounted. Raises PoolDown after `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._is_mounted.wait()
@@ -91,7 +91,7 @@ class KvStoreNode:
             return
         try:
             is_open = any(link.is_symlink() and link.readlink() == file for link in Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:  # it has just ended, or closed what was looked at
+        except OSError:  # it has just ended, or closed a file meanwhile
             return
         if is_open:
             shutil.rmtree(self._folder)

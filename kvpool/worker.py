@@ -1,7 +1,7 @@
 """The connector's worker side: vLLM's Mooncake worker, with deadlines for loads and an account of every save.
 
 Invariant: a load is reported to the scheduler exactly once, when it ends or at its deadline, whichever comes first;
-what a late load still writes goes into blocks that the scheduler keeps pinned until it has returned. Needs no CUDA.
+a late load still writes into blocks that the scheduler keeps pinned until it has returned. Needs no CUDA.
 """
 
 import os
@@ -21,12 +21,12 @@ from tailrace.kvpool.keys import PREFIX
 from tailrace.kvpool.store import PoolStore
 
 PROBE_BLOCKS = (1, 8)
-"""Enough to tell the fixed cost of a pull from its speed; they lie in the KV cache for some milliseconds."""
+"""Enough to separate the fixed cost of a pull from its speed; they occupy the KV cache for some milliseconds."""
 
 
 @dataclass
 class PoolWorkerMetadata(MooncakeStoreWorkerMetadata):
-    """What one rank reports after a step; ranks add up."""
+    """Report of one rank after a step; ranks add up."""
 
     saved_tokens: dict[int, int] = field(default_factory=dict)  # store job -> tokens from the start that are saved
     returned_loads: Counter = field(default_factory=Counter)  # request -> ranks whose load has returned
@@ -128,7 +128,7 @@ class PoolWorker(MooncakeStoreWorker):
         for req_id in results.finished_recving or ():
             load = self._loads.pop(req_id)
             self._report.returned_loads[req_id] += 1
-            if not load.late:  # else its request has been told, and may be computing these blocks by now
+            if not load.late:  # else its request was reported failed, and may be computing these blocks by now
                 ended.add(req_id)
                 broken = load.block_ids & self._broken
                 self._invalid |= broken
@@ -176,7 +176,7 @@ class PoolWorker(MooncakeStoreWorker):
         return prefixes, sum(sum(db.block_len) // db.block_size for db in self.token_dbs)
 
     def probe(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of a small and a larger pull, measured with blocks that nobody uses yet."""
+        """(tokens, seconds) of a small and a larger pull, measured with blocks that are not in use yet."""
         measured, db = [], self.token_dbs[0]
         for blocks in PROBE_BLOCKS:
             keys = [f"{PREFIX}-probe-{os.getpid()}-{block}" for block in range(blocks)]

@@ -1,90 +1,110 @@
-"""`ChunkRunner` over a scripted engine client: one event for every chunk, whatever the call raises."""
+"""Every `StartChunk` gives one event, whatever the engine client does."""
 
 import asyncio
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
+from tailrace.deployments.coordinator.live_batch import LiveBatch
+from tailrace.deployments.coordinator.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
-from tailrace.policies.families.drafting import NoDrafting
-from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkEnd, ChunkFailed, ChunkFinished, ReplicaLeft
 
+NOW_S = 12.5
+RESULT = ChunkResult(
+    chunk_id="b/p#0@0", token_ids=np.array([4, 5], np.int32), logprobs=np.full(2, -1.0, np.float32),
+    raw_logprobs=np.full(2, -2.0, np.float32), end=ChunkEnd.LENGTH, weights_version=3, queue_s=0.5, prefill_s=1.0,
+    decode_s=2.0, cached_tokens=0, computed_tokens=3, stored_tokens=4, drafted_tokens=7, accepted_tokens=1,
+)  # fmt: skip
+START = StartChunk(
+    chunk_id="b/p#0@0", sample_id="b/p#0", replica_id="r1", start=0, max_tokens=2, weights_version=3, kv_version=3,
+    min_pull_tokens=None, expected_tokens=8, class_starts=(4, 8), reason="first",
+)  # fmt: skip
 
-class Engines:
-    """Answers a chunk with a value, or raises it if it is an error."""
+
+class Script:
+    """An engine client that gives one answer to every call: a result, or an exception that it raises."""
 
     def __init__(self, answer):
-        self.answer = answer
+        self._answer = answer
 
     async def generate(self, replica_id, chunk):
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
+        assert (replica_id, chunk.chunk_id) == ("r1", START.chunk_id)
+        return await self._say()
+
+    async def abort(self, replica_id, chunk_id, keep_kv):
+        await self._say()
+
+    async def _say(self):
+        if isinstance(self._answer, BaseException):
+            raise self._answer
+        return self._answer
 
 
-class Batch:
-    """One sample; `request` fails if told to, as a bug in it would."""
-
-    submitted_s = 0.0
-
-    def __init__(self, bug: bool = False):
-        self.written = []
-        self.samples = {"g#0": SimpleNamespace(started_s=None, append=lambda *what: self.written.append(what))}
-        self.bug = bug
-
-    def chunk_span(self, telemetry, start):
-        return telemetry.span("chunk", None)
-
-    def request(self, sample, start, span, drafting):
-        if self.bug:
-            raise KeyError("no such prompt")
-        return "request"
+def batch() -> LiveBatch:
+    group = PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=1, max_tokens=8)
+    message = RolloutBatch(batch_id="b", groups=(group,), keep_trace=True)
+    made = LiveBatch(message, [Prepared(group, (1, 2, 3), 8, "key")], {}, 10.0)
+    made.open_spans(Telemetry("test"))
+    return made
 
 
-START = StartChunk(
-    chunk_id="g#0/1", sample_id="g#0", replica_id="r", start=0, max_tokens=4, weights_version=0, kv_version=0,
-    min_pull_tokens=None, expected_tokens=4, class_starts=(1, 2), reason="a test",
-)  # fmt: skip
-RESULT = ChunkResult(
-    chunk_id="g#0/1", token_ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32),
-    raw_logprobs=np.zeros(3, np.float32), end=ChunkEnd.LENGTH, weights_version=0, queue_s=0.0, prefill_s=0.0,
-    decode_s=0.0, cached_tokens=0, computed_tokens=0,
-)  # fmt: skip
+def run(answer, of: LiveBatch | None = None):
+    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S)
+    return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
 
 
-def ran(answer, batch: Batch):
-    runner = ChunkRunner(Engines(answer), Telemetry("test", False), lambda: 7.0)
-    return asyncio.run(runner.run(START, batch, NoDrafting()))
-
-
-def test_a_result_is_a_finished_chunk_and_writes_its_tokens_down():
-    batch = Batch()
-    event, write = ran(RESULT, batch)
-    assert isinstance(event, ChunkFinished) and (event.now, event.new_tokens) == (7.0, 3)
+def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
+    of = batch()
+    event, write = run(RESULT, of)
+    assert event == ChunkFinished(
+        now=NOW_S, chunk_id=START.chunk_id, new_tokens=2, end=ChunkEnd.LENGTH, weights_version=3, stored_tokens=4,
+        drafted_tokens=7, accepted_tokens=1,
+    )  # fmt: skip
+    sample = of.samples["b/p#0"]
+    assert sample.tokens == 0 and sample.started_s == 2.5
     write()
-    assert batch.written == [(0, RESULT, "r")]
+    assert sample.tokens == 2
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
+    ("answer", "event"),
     [
-        (ReplicaLost("gone"), ReplicaLeft),
-        (ChunkError("refused"), ChunkFailed),
-        (RuntimeError("of a kind that nobody expected"), ChunkFailed),
-        (None, ChunkFailed),
+        (ReplicaLost("gone"), ReplicaLeft(NOW_S, "r1", "gone")),
+        (ChunkError("refused"), ChunkFailed(NOW_S, START.chunk_id, "refused")),
+        (KeyError("a bug"), ChunkFailed(NOW_S, START.chunk_id, "KeyError: 'a bug'")),
+        (ZeroDivisionError(), ChunkFailed(NOW_S, START.chunk_id, "ZeroDivisionError: no message")),
     ],
-    ids=["lost", "failed", "unexpected", "ill-formed"],
 )
-def test_every_failure_is_one_event_with_its_reason(answer, kind):
-    event, write = ran(answer, Batch())
-    assert isinstance(event, kind) and event.error and write is None
+def test_an_exception_is_an_event_too(answer, event):
+    assert run(answer) == (event, None)
 
 
-def test_a_bug_before_the_call_fails_the_chunk_alone():
-    event, write = ran(RESULT, Batch(bug=True))
-    assert isinstance(event, ChunkFailed) and "no such prompt" in event.error and write is None
+def test_an_answer_that_is_no_result_fails_the_chunk():
+    event, write = run("not a ChunkResult")
+    assert isinstance(event, ChunkFailed) and write is None
+
+
+def test_a_request_that_cannot_be_made_fails_the_chunk():
+    of = batch()
+    of.samples.clear()
+    event, write = run(RESULT, of)
+    assert event == ChunkFailed(NOW_S, START.chunk_id, "KeyError: 'b/p#0'") and write is None
+
+
+def test_a_cancelled_call_stays_cancelled():
+    """The coordinator ends: nothing is left to report to."""
+    with pytest.raises(asyncio.CancelledError):
+        run(asyncio.CancelledError())
+
+
+@pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
+def test_an_abort_that_comes_too_late_is_no_error(answer):
+    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S)
+    assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None

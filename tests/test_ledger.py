@@ -1,5 +1,7 @@
 """The ledger's half of law 1: a chunk is written once, where its sample stands."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from tailrace.deployments.coordinator.ledger import GroupRecord
 from tailrace.deployments.coordinator.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkResult, sample_key
 from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import ChunkEnd
 
 
@@ -53,6 +56,34 @@ def test_a_chunk_without_tokens_makes_no_segment():
     sample = record().samples[0]
     sample.append(0, chunk([]), "r1")
     assert sample.segments == [] and sample.tokens == 0
+
+
+class Words:
+    """Stands for the tokenizer: a text that shows which tokens it was made of."""
+
+    def decode(self, token_ids) -> str:
+        return " ".join(map(str, token_ids))
+
+
+@pytest.mark.parametrize("chunks", [[], [[]], [[4, 5], [], [6]]])
+def test_a_result_holds_the_chunks_in_order_as_plain_numbers(chunks):
+    sample = record().samples[0]
+    sample.end = SampleEnd.STOP
+    for tokens in chunks:
+        sample.append(sample.tokens, chunk(tokens), "r1")
+    result = sample.result(Words())
+    made = tuple(token for tokens in chunks for token in tokens)
+    assert result.token_ids == made and result.text == " ".join(map(str, made))
+    assert result.logprobs == (-1.0,) * len(made) and result.raw_logprobs == (-2.0,) * len(made)
+    assert {type(each) for each in result.token_ids} <= {int} and {type(each) for each in result.logprobs} <= {float}
+
+
+def test_a_logprob_keeps_its_bits():
+    sample = record().samples[0]
+    sample.end = SampleEnd.STOP
+    value = np.float32(-0.1)
+    sample.append(0, replace(chunk([4]), logprobs=np.array([value])), "r1")
+    assert sample.result(Words()).logprobs == (float(value),) != (-0.1,)
 
 
 def test_every_sample_has_its_own_key_and_replay():

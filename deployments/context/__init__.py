@@ -1,1 +1,1 @@
-"""The group context: what is learned online about a group, kept beside the engines and fed to their drafts."""
+"""The group context: tokens and lengths learned online about a group, kept in actors for the engines' drafts."""

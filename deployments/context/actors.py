@@ -1,7 +1,7 @@
 """The group context's actors: named, detached, one per shard. Coordinator and engines come to them by `ensure_context`.
 
 Invariant: they outlive every replica and none outlives the application; an application with another configuration
-has other actors, and ends the former ones. One that dies is started again, with what was on disk.
+has other actors, and ends the former ones. One that dies is started again, with its history on disk.
 """
 
 import asyncio

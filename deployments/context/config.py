@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class ContextConfig(BaseModel):
-    """Where tokens of groups in flight and answers of earlier epochs are kept, how many, and who waits how long."""
+    """Where tokens of groups in flight and answers of earlier epochs are kept, their bounds, and deadlines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -15,13 +15,13 @@ class ContextConfig(BaseModel):
         None, description="absolute folder, the same on every node; null: history lasts as long as its actors"
     )
     history_epochs: int = Field(16, ge=1, description="newest epochs kept of each prompt")
-    history_mib: float = Field(4096, gt=0, description="most bytes of answers kept, packed; oldest epochs go first")
-    live_mib: float = Field(512, gt=0, description="most memory of a shard for groups in flight")
-    ttl_s: float = Field(900, gt=0, description="a group in flight that nobody touches for so long is forgotten")
-    flush_s: float = Field(0.05, gt=0, description="least time between two exchanges of an engine with a shard")
+    history_mib: float = Field(4096, gt=0, description="maximum size of answers kept, packed; oldest epochs go first")
+    live_mib: float = Field(512, gt=0, description="maximum memory of a shard for groups in flight")
+    ttl_s: float = Field(900, gt=0, description="a group in flight is forgotten after this time without access")
+    flush_s: float = Field(0.05, gt=0, description="minimum time between two exchanges of an engine with a shard")
     flush_tokens: int = Field(64, ge=1, description="fewer new tokens than this wait, but")
     linger_s: float = Field(0.25, gt=0, description="no longer than this")
-    unsent_tokens: int = Field(1_000_000, ge=1, description="most tokens an engine keeps for an actor that is away")
+    unsent_tokens: int = Field(1_000_000, ge=1, description="maximum tokens an engine keeps for an actor that is away")
     deadline_s: float = Field(2.0, gt=0, description="an actor that takes longer has not answered an engine")
     lengths_deadline_s: float = Field(0.5, gt=0, description="a batch starts without past lengths that take longer")
     retry_s: float = Field(1.0, gt=0, description="pause of an engine's traffic with an actor after a failure")

@@ -1,7 +1,8 @@
 """An engine's side of the group context: tokens of its own samples out, those of mates elsewhere and of history in.
 
-Invariant: the engine never waits. What it says goes into a queue, what it hears lies ready; a thread for each shard,
-a Lane, does the talking. The caller counts its own uses of a group. Called by the engine's stepping thread, and by no
+Invariant: the engine never waits. Outgoing tokens are queued, incoming ones are ready to take; one ShardExchange for
+each shard, a thread, transfers both. The caller
+counts its own uses of a group. Called by the engine's stepping thread, and by no
 other.
 """
 
@@ -24,21 +25,21 @@ class ContextClient:
     def __init__(self, shards: list[ActorHandle], config: ContextConfig, writer: str):
         self._ready: deque[Fetched] = deque()
         self._new, self._counts = Counts(), Counter()
-        self._lanes = [ShardExchange(shard, config, writer, self._ready.append, self._new) for shard in shards]
+        self._exchanges = [ShardExchange(shard, config, writer, self._ready.append, self._new) for shard in shards]
         self._held: dict[GroupRef, ShardExchange] = {}
 
     def hold(self, group: GroupRef) -> None:
-        """From now on `take` gives what is known and gets known of this group, and once its history; of a group that
-        was at rest, only what is new since then."""
-        lane = self._held[group] = self._lanes[shard_of(group.prompt_key, len(self._lanes))]
-        lane.hold(group)
+        """From now on `take` returns all tokens of this group, known and new, and its history once. Of a group that was
+        at rest it returns only those that are new since then."""
+        exchange = self._held[group] = self._exchanges[shard_of(group.prompt_key, len(self._exchanges))]
+        exchange.hold(group)
 
     def rest(self, group: GroupRef) -> None:
-        """No sample of this group runs here now; what was taken of it is kept, in case one does again."""
+        """No sample of this group runs here now; its tokens taken so far are kept, in case one does again."""
         self._held[group].rest(group)
 
     def release(self, group: GroupRef) -> None:
-        """What was taken of this group is given up. What was appended is still sent."""
+        """Forget the tokens taken of this group. Appended tokens are still sent."""
         self._held.pop(group).release(group)
 
     def append(self, group: GroupRef, sample_index: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
@@ -47,7 +48,7 @@ class ContextClient:
         self._held[group].append(group, sample_index, start, tokens)
 
     def take(self) -> list[Fetched]:
-        """What has come since the last time for groups that are held. Not what this engine wrote while it held them."""
+        """News since the last call for groups that are held, without the tokens that this engine wrote meanwhile."""
         taken = [self._ready.popleft() for _ in range(len(self._ready))]
         return [fetched for fetched in taken if fetched.group in self._held]
 
@@ -57,6 +58,6 @@ class ContextClient:
         return dict(sorted(self._counts.items()))
 
     def close(self) -> None:
-        """Ends the threads; what was not sent yet is not."""
-        for lane in self._lanes:
-            lane.close()
+        """End the threads; tokens not sent yet are lost."""
+        for exchange in self._exchanges:
+            exchange.close()

@@ -1,6 +1,6 @@
-"""The tokens of one group in flight, in the order in which engines have told them.
+"""The tokens of one group in flight, in the order in which engines have sent them.
 
-Invariant: a position of a sample is written once, by whoever tells it first, so chunked, moved and raced samples are
+Invariant: a position of a sample is written once, by its first sender, so chunked, moved and raced samples are
 one path, whatever the interleaving. An entry never changes; a cursor is a number of entries, and reading from it on
 loses and repeats nothing. Kept in flat arrays: 4 bytes a token, 20 bytes an entry. Owned by `LiveGroups`.
 """
@@ -36,7 +36,7 @@ class GroupLog:
     def __init__(self, era: int):
         self._era = era
         self._entries, self._tokens = array("i"), array("i")
-        self._runs: dict[int, list[tuple[int, int]]] = {}  # by sample: what is known, [start, end), apart, ascending
+        self._runs: dict[int, list[tuple[int, int]]] = {}  # by sample: known positions, [start, end), apart, ascending
         self.finished: dict[int, int] = {}  # by sample: length of its answer
 
     @property
@@ -44,10 +44,10 @@ class GroupLog:
         return 4 * (len(self._tokens) + len(self._entries)) + 200 * len(self._runs)
 
     def append(self, writer: int, sample_index: int, start: int, tokens: memoryview) -> None:
-        """Positions [start, start + n) of a sample, int32; what is known is skipped, a gap before them is no error."""
+        """Positions [start, start + n) of a sample, int32; known ones are skipped, a gap before them is no error."""
         runs = self._runs.setdefault(sample_index, [])
         end = start + len(tokens)
-        if runs and runs[-1][0] <= start <= runs[-1][1]:  # it continues where the sample stands, as nearly always
+        if runs and runs[-1][0] <= start <= runs[-1][1]:  # it continues at the sample's end, as nearly always
             first, known = runs[-1]
             if end > known:
                 self._write(writer, sample_index, known, tokens[known - start :])
@@ -64,8 +64,8 @@ class GroupLog:
     def since(self, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, Cursor]:
         """The entries after `cursor`, int32[n, COLUMNS], their tokens, in the same order, and the cursor after them.
 
-        A cursor of another log stands for its reader's first look: all there is, by NOBODY, so that a reader that
-        leaves out its own entries gets them back. Copies; what a look costs is what is new.
+        A cursor of another log means a reader's first look. It gets all entries, by NOBODY, so that a reader
+        that leaves out its own entries gets them back. Copies; the cost of a look grows with the new tokens only.
         """
         reads_on = cursor.era == self._era
         known = cursor.entries if reads_on else 0

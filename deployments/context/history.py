@@ -1,8 +1,8 @@
-"""Answers of earlier epochs, by prompt, in one SQLite file: what is learned outlives the run.
+"""Answers of earlier epochs, by prompt, in one SQLite file, which outlives the run.
 
 Invariant: a prompt keeps its newest `epochs` epochs, a file `most_bytes` of packed tokens, oldest epochs going first;
-telling the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as it is, and this
-process continues in memory; `problem` says so. What breaks later raises sqlite3.Error. One thread at a time calls.
+recording the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as it is, and
+this process continues in memory; `problem` says so. Later failures raise sqlite3.Error. One thread at a time calls.
 Several of them make an Archive, through which shards and the command line come here.
 """
 
@@ -24,7 +24,7 @@ BUSY_S = 10.0
 """Longest wait for another process (an import) that is writing to the same file."""
 
 SLACK = 0.9
-"""What is left of a full file: making room looks at every row, so it must be seldom."""
+"""Share of a full file that is left: making room looks at every row, so it must be seldom."""
 
 TABLES = f"""
 CREATE TABLE IF NOT EXISTS answers (
@@ -61,7 +61,7 @@ DROP_PROMPTS = "DELETE FROM prompts WHERE prompt_key NOT IN (SELECT prompt_key F
 
 
 class Answer(NamedTuple):
-    """A whole answer; `tokens` int32. `finished`: it ended by itself, not at max_tokens. `reward`: None: not told."""
+    """A whole answer; `tokens` int32. `finished`: it ended by itself, not at max_tokens. `reward`: None if unknown."""
 
     sample_index: int
     weights_version: int
@@ -79,7 +79,7 @@ class PastLength(NamedTuple):
 
 
 class EpochView(NamedTuple):
-    """What is kept of one prompt and epoch. `mean_reward`: of those told."""
+    """Summary of one prompt and epoch. `mean_reward`: of the answers with a reward."""
 
     epoch: int
     answers: int
@@ -89,7 +89,7 @@ class EpochView(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a file holds."""
+    """Contents of a file."""
 
     prompts: int
     answers: int
@@ -100,7 +100,7 @@ class Totals(NamedTuple):
 
 
 class History:
-    """`path`: a file, made where absent; None: in memory. Bounds as in ContextConfig."""
+    """`path`: a file, made where absent, or None for memory. Bounds as in ContextConfig."""
 
     def __init__(self, path: Path | None, epochs: int, most_bytes: float):
         self._epochs, self._most_bytes = epochs, most_bytes
@@ -151,7 +151,7 @@ class History:
         return [PastLength(epoch, length, bool(finished)) for epoch, length, finished in rows]
 
     def epochs(self, prompt_key: str) -> list[EpochView]:
-        """What is kept of a prompt, newest epochs first."""
+        """Summaries of a prompt's epochs, newest first."""
         ask = """SELECT epoch, count(*), avg(length), avg(reward), sum(bytes) FROM answers WHERE prompt_key = ?
             GROUP BY epoch ORDER BY epoch DESC"""
         return [EpochView(*row) for row in self._base.execute(ask, (prompt_key,))]
@@ -162,7 +162,7 @@ class History:
         return Totals(*self._base.execute(ask).fetchone())
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """Prompt key, and id of the group told last, of a prompt by its key, its id, or that group's."""
+        """Prompt key, and id of the group recorded last, of a prompt by its key, its id, or that group's."""
         ask = """SELECT prompt_key, group_id FROM prompts
             WHERE prompt_key = ?1 OR group_id = ?1 OR substr(group_id, -length(?1) - 1) = '/' || ?1"""
         return self._base.execute(ask, (name,)).fetchone()
@@ -210,7 +210,7 @@ def pack(tokens: np.ndarray) -> bytes:
 
 
 def unpack(packed: bytes) -> np.ndarray:
-    """What was packed; int32."""
+    """Inverse of `pack`; int32."""
     return np.frombuffer(zlib.decompress(memoryview(packed)[1:]), f"<u{packed[0]}").astype(np.int32)
 
 

@@ -1,7 +1,7 @@
-"""The groups in flight of one shard: their logs, and what travels between a shard and the engines' feeds.
+"""The groups in flight of one shard: their logs, and the packets between a shard and the engines' context clients.
 
-Invariant: memory is bounded. A group that nobody has touched for `ttl_s` is forgotten, and beyond `most_bytes` the one
-longest untouched goes first; whoever reads on in a forgotten group starts again from what is there then. A plain
+Invariant: memory is bounded. A group without access for `ttl_s` is forgotten, and beyond `most_bytes` the one
+longest untouched goes first; a reader of a forgotten group starts again from the new log. A plain
 object whose clock is an argument, `now_s`. Called by ContextShard.
 """
 
@@ -73,7 +73,7 @@ class LiveGroups:
         self.sweep(now_s)
 
     def fetch(self, reader: str, wants: list[Want], now_s: float) -> tuple[Packet, list[Cursor]]:
-        """What is new in each group since its cursor, and the cursors after it. `reader` gets nothing that it wrote
+        """New entries of each group since its cursor, and the cursors after them. `reader` gets nothing that it wrote
         itself as `writer`, but for a first look."""
         number = self._writers.setdefault(reader, len(self._writers))
         looks = [self._touch(want.group, now_s).since(want.cursor) for want in wants]
@@ -94,12 +94,12 @@ class LiveGroups:
             log.finish(sample_index, length)
 
     def forget(self, group: GroupRef) -> None:
-        """Nobody runs a sample of this group any more."""
+        """Drop a group of which no sample runs any more."""
         if group in self._logs:
             self.nbytes -= self._logs.pop(group)[0].nbytes
 
     def sweep(self, now_s: float) -> None:
-        """Forget what is too old or too much, longest untouched first."""
+        """Forget groups beyond the time or memory bound, longest untouched first."""
         while self._logs:
             group, (_, touched_s) = next(iter(self._logs.items()))
             if self.nbytes <= self._most_bytes and touched_s + self._ttl_s > now_s:

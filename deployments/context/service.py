@@ -1,4 +1,4 @@
-"""The coordinator's side of the group context: what it learns from it, and what it tells it.
+"""The coordinator's side of the group context: past lengths in; ended samples, groups and rewards out.
 
 Invariant: nothing here delays or fails a rollout. Questions have a deadline and otherwise no answer; what is told is
 sent and not waited for, and counted. Called by the coordinator, on its event loop.
@@ -17,7 +17,7 @@ from tailrace.deployments.context.history import Answer, PastLength
 from tailrace.deployments.messages.context import GroupRef
 
 CALL_S = 10.0
-"""Whoever asks to look at a group, or has told of one, waits no longer for an actor: it is away."""
+"""Longest wait for an actor's answer; after it the actor counts as away."""
 
 
 class ContextService:
@@ -55,14 +55,14 @@ class ContextService:
         return sum(await self._within(CALL_S, "forget_history", asked) or ())
 
     async def inspect(self, name: str) -> dict | None:
-        """What is known of a group id, prompt id or prompt key, see ContextShard.inspect; None: nothing."""
+        """Contents of a group id, prompt id or prompt key, see ContextShard.inspect, or None if unknown."""
         asked = asyncio.gather(*(shard.inspect.remote(name) for shard in self._shards))
         answers = await self._within(CALL_S, "inspect", asked)
         known = [answer for answer in answers or () if answer is not None]
         return max(known, key=lambda answer: len(answer["samples"]), default=None)
 
     def counts(self) -> dict[str, int]:
-        """What was told and asked, and what came to nothing, by `WHAT` and `WHAT_failed.CAUSE`."""
+        """Calls by `METHOD`, and those that failed by `METHOD_failed.CAUSE`."""
         return dict(self._counts)
 
     def _tell(self, method: str, prompt_key: str, *arguments) -> None:

@@ -1,7 +1,7 @@
 """One shard of the group context: its prompts' groups in flight, and their history on disk.
 
-Invariant: what engines call for while they decode (`exchange`) never waits for the disk, which has a thread of its
-own; a history that fails costs drafts, is counted and told in `status`, and is never an error of a caller. Every
+Invariant: `exchange`, called by engines while they decode, never waits for the disk, which has a thread of its
+own; a history that fails costs drafts, is counted and reported in `status`, and is never an error of a caller. Every
 operation may be done twice. Knows no Ray: deployments/context/actors.py makes it an actor.
 """
 
@@ -38,9 +38,9 @@ class ContextShard:
         self._problem = ""
 
     async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]]:
-        """Gives what others wrote since its cursors in the groups an engine runs, and takes what its samples wrote.
+        """Return the tokens of others since its cursors in the groups an engine runs, and take its samples' tokens.
 
-        In this order, so that a first look, which gives all there is, does not give back what it brings.
+        In this order, so that a first look, which returns all tokens, does not return those it brings.
         """
         now_s = time.monotonic()
         news, cursors = self._live.fetch(writer, wants, now_s)
@@ -50,7 +50,7 @@ class ContextShard:
         return news, cursors
 
     async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
-        """Each group's history, newest epochs first; what an earlier chunk of this very group left is no history."""
+        """Each group's history, newest epochs first; answers of this very group are left out."""
         return await self._on_disk(partial(self._past, groups), [[] for _ in groups])
 
     async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
@@ -63,7 +63,7 @@ class ContextShard:
         self._counts["recorded_answers"] += await self._on_disk(record, 0)
 
     async def end(self, group: GroupRef) -> None:
-        """No sample of this group runs any more; what engines are still bringing of it goes with the rest."""
+        """No sample of this group runs any more; tokens that engines still bring of it are dropped with the rest."""
         await asyncio.sleep(self._late_s)
         self._live.forget(group)
 
@@ -82,7 +82,7 @@ class ContextShard:
         return {key: lengths for key, lengths in found.items() if lengths}
 
     async def inspect(self, name: str) -> dict | None:
-        """All that is known of a group id, prompt id or prompt key, as plain data; None: nothing."""
+        """Samples and history of a group id, prompt id or prompt key as plain data, or None if unknown."""
         live = self._live.find(name)
         past = await self._on_disk(partial(self._archive.find, name), None) if live is None else None
         if live is None and past is None:
@@ -98,7 +98,7 @@ class ContextShard:
         return group._asdict() | {"samples": samples, "history": past_epochs, "problem": self._problem}
 
     async def status(self) -> dict:
-        """Groups and bytes held, processor time used, what was counted, and why history does not work, if so."""
+        """Groups and bytes held, processor time used, counts, and the reason if history does not work."""
         self._live.sweep(time.monotonic())
         return {
             "pid": os.getpid(),
@@ -123,7 +123,7 @@ class ContextShard:
             self._note(self._archive.problem)
 
     def _note(self, problem: str) -> None:
-        """Say what is wrong once, in one line."""
+        """Log a problem once, in one line."""
         if problem and problem != self._problem:
             logging.getLogger(__name__).warning(problem)
             self._problem = problem

@@ -1,8 +1,8 @@
 """One thread of an engine's process that exchanges tokens with one shard.
 
 Invariant: one exchange at a time, each with a deadline; whatever goes wrong costs drafts, is counted by cause, and is
-tried again after a pause. What waits to be sent is bounded, the oldest goes first. Sending twice is harmless, so what
-may not have arrived is sent again. Made by Feed.
+tried again after a pause. Unsent tokens are bounded, the oldest go first. Sending twice is harmless, so tokens
+that may not have arrived are sent again. Made by ContextClient.
 """
 
 import threading
@@ -26,14 +26,14 @@ IDLE_S = 1.0
 
 
 class ShardExchange:
-    """`deliver` is called by the lane's thread, the rest by the engine's; see Feed for what they mean."""
+    """Its own thread calls `deliver`; the engine's thread calls the methods. See ContextClient for their meaning."""
 
     def __init__(
         self, shard: ActorHandle, config: ContextConfig, writer: str, deliver: Callable[[Fetched], None], counts: Counts
     ):
         self._shard, self._config, self._writer = shard, config, writer
         self._deliver, self._counts = deliver, counts
-        self._said: deque[tuple] = deque()  # (group, what to do with it) or a Piece
+        self._said: deque[tuple] = deque()  # (group, "hold", "rest" or "release") or a Piece
         self._wake, self._closed = threading.Event(), threading.Event()
         # The rest is the thread's own.
         self._wants: dict[GroupRef, Cursor] = {}
@@ -42,7 +42,7 @@ class ShardExchange:
         self._new_groups: list[GroupRef] = []
         self._past: tuple[ObjectRef, list[GroupRef]] | None = None  # a question for history that is under way
         self._unsent: list[Piece] = []
-        self._thread = threading.Thread(target=self._run, name="context-lane", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shard-exchange", daemon=True)
         self._thread.start()
 
     def hold(self, group: GroupRef) -> None:
@@ -86,7 +86,7 @@ class ShardExchange:
         return True
 
     def _listen(self) -> None:
-        """What the engine has said since the last time."""
+        """Take in the engine's calls since the last time."""
         for _ in range(len(self._said)):
             match self._said.popleft():
                 case (group, "hold"):
@@ -126,7 +126,7 @@ class ShardExchange:
             self._deliver(Fetched(group, pieces, []))
 
     def _ask_past(self) -> None:
-        """Ask for the history of new groups, and hand out what has come; an actor that restarts is asked again."""
+        """Ask for the history of new groups, and deliver those that came; an actor that restarts is asked again."""
         if self._past is None and self._new_groups:
             groups, self._new_groups = self._new_groups, []
             self._past = self._shard.past.remote(groups), groups
@@ -155,7 +155,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def _within(pieces: list[Piece], most_tokens: int, counts: Counts) -> list[Piece]:
-    """The newest pieces, together of this many tokens at most."""
+    """The newest pieces, with a total of `most_tokens` or fewer."""
     left = sum(len(piece.tokens) for piece in pieces) - most_tokens
     first = 0
     while left > 0:

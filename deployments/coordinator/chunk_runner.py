@@ -1,6 +1,7 @@
-"""Runs chunks on replicas: an action in; an event, and a way to write the tokens down, out.
+"""Runs chunks on replicas: a `StartChunk` in; an event out, with the function that writes the tokens down.
 
-Invariant: every `StartChunk` gives exactly one event, whatever happens to its replica. Called by `Rollouts`.
+Invariant: every `StartChunk` gives exactly one event, whatever happens to its replica or to this code. Called by
+`Rollouts`.
 """
 
 import contextlib
@@ -8,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import INVALID_SPAN, StatusCode
 
+from tailrace.deployments.coordinator.ledger import SampleRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, one_line
@@ -18,7 +20,7 @@ from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkFailed, ChunkFinished, Event, ReplicaLeft
 
-if TYPE_CHECKING:  # it brings Ray, which tests of this class do without
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.coordinator.engine_client import EngineClient
 
 Write = Callable[[], None] | None
@@ -31,31 +33,33 @@ class ChunkRunner:
         self._engines, self._telemetry, self._now = engines, telemetry, now
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
-        """Run a chunk to its end. Returns ChunkFinished with a function that writes its tokens down, or ChunkFailed or
-        ReplicaLeft with None."""
-        sample = batch.samples[start.sample_id]
-        if sample.started_s is None:
-            sample.started_s = self._now() - batch.submitted_s
-        span, write = batch.chunk_span(self._telemetry, start), None
+        """Returns ChunkFinished and the function that writes its tokens down; or ChunkFailed or ReplicaLeft, and None.
+
+        Never raises: an exception that escaped would leave the chunk running for ever in the core's books.
+        """
+        span, write = INVALID_SPAN, None
         try:
+            span = batch.chunk_span(self._telemetry, start)
+            sample = batch.samples[start.sample_id]
+            if sample.started_s is None:
+                sample.started_s = self._now() - batch.submitted_s
             result = await self._engines.generate(start.replica_id, batch.request(sample, start, span, drafting))
-            span.set_attribute("new_tokens", len(result.token_ids))
-            event = self._finished(start, result)
-            write = partial(sample.append, start.start, result, start.replica_id)
+            event, write = self._finished(start, sample, result)
+            span.set_attribute("new_tokens", event.new_tokens)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error))
         except ChunkError as error:
             event = ChunkFailed(self._now(), start.chunk_id, str(error))
-        except Exception as error:  # noqa: BLE001 - the edge of the task: else the core believes that the chunk runs
-            event = ChunkFailed(self._now(), start.chunk_id, one_line(error))
+        except Exception as error:  # noqa: BLE001 - the edge of the task: the core must hear of every chunk's end
+            event, write = ChunkFailed(self._now(), start.chunk_id, one_line(error)), None
         if write is None:
             span.set_status(StatusCode.ERROR, event.error)
         span.end()
         return event, write
 
-    def _finished(self, start: StartChunk, result: ChunkResult) -> ChunkFinished:
+    def _finished(self, start: StartChunk, sample: SampleRecord, result: ChunkResult) -> tuple[ChunkFinished, Write]:
         drafts = result.drafts
-        return ChunkFinished(
+        event = ChunkFinished(
             now=self._now(),
             chunk_id=start.chunk_id,
             new_tokens=len(result.token_ids),
@@ -67,8 +71,9 @@ class ChunkRunner:
             model_tested=drafts.model_tested if drafts else 0,
             model_accepted=drafts.model_accepted if drafts else 0,
         )
+        return event, partial(sample.append, start.start, result, start.replica_id)
 
     async def abort(self, action: AbortChunk) -> None:
-        """Ask a replica to stop a chunk. The chunk's own call reports its end."""
+        """Asks a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""
         with contextlib.suppress(ReplicaLost, ChunkError):
             await self._engines.abort(action.replica_id, action.chunk_id, action.keep_kv)

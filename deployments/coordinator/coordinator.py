@@ -43,9 +43,9 @@ class Coordinator:
     ):
         app_name = serve.get_replica_context().app_name
         telemetry = Telemetry("tailrace-coordinator", otlp)
-        self._pool_manager = pool_manager = None
+        self._kv_pool_manager = kv_pool_manager = None
         if pool is not None:
-            self._pool_manager = pool_manager = KvPoolManager(ensure_pool(pool, app_name))
+            self._kv_pool_manager = kv_pool_manager = KvPoolManager(ensure_pool(pool, app_name))
         self._context = None
         if context is not None:
             self._context = ContextService(ensure_context(context, app_name), context)
@@ -55,12 +55,12 @@ class Coordinator:
             prompts=prompts,
             policies=Policies(),
             telemetry=telemetry,
-            pool_manager=pool_manager,
+            kv_pool_manager=kv_pool_manager,
             context=self._context,
         )
         loops = [self._rollouts.run(), self._rollouts.poll()]
-        if pool_manager is not None:
-            loops += [self._rollouts.poll_pool(), pool_manager.work()]
+        if kv_pool_manager is not None:
+            loops += [self._rollouts.poll_pool(), kv_pool_manager.work()]
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:
@@ -109,10 +109,10 @@ class Coordinator:
         return None if self._context is None else await self._context.inspect(name)
 
     async def pool_detail(self) -> PoolView | None:
-        return None if self._pool_manager is None else await self._pool_manager.detail()
+        return None if self._kv_pool_manager is None else await self._kv_pool_manager.detail()
 
     async def drain_pool(self) -> int | None:
-        return None if self._pool_manager is None else await self._pool_manager.drain()
+        return None if self._kv_pool_manager is None else await self._kv_pool_manager.drain()
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         return await self._rollouts.take_spans(trace_id)

@@ -1,4 +1,4 @@
-"""The core that decides now, and what the next one will decide by: policies, limits, whether it writes a journal.
+"""The present core, and the settings of the next one: policies, limits, whether it writes a journal.
 
 Invariant: a core is exchanged only while no batch is in flight, and the next one starts from the same weights and
 replicas. Called by `Rollouts`.
@@ -29,12 +29,12 @@ class CoreHolder:
         self._limits, self._due = limits, True
 
     def journal(self, on: bool) -> str | None:
-        """Have the next core write down what it is told and answers, or not; what the present one has written."""
+        """Turn journaling on or off for the next core. Returns the present core's journal, or None if it has none."""
         self._kind, self._due = JournaledCore if on else RolloutCore, True
         return self.present.journal() if isinstance(self.present, JournaledCore) else None
 
     def exchange(self, joined: Iterable[ReplicaJoined]) -> None:
-        """`joined`: the replicas that are there, as they joined last."""
+        """Replace the core if a setting has changed. `joined`: the last ReplicaJoined of each present replica."""
         if not self._due:
             return
         self._due = False

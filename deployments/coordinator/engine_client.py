@@ -1,6 +1,6 @@
-"""The engine replicas as the coordinator sees them: who is there, what they run, and calls to one of them.
+"""Calls from the coordinator to the engine replicas: to one by its id, or to all with a deadline.
 
-Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; what ran there must run again) or in
+Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; its chunks must run again) or in
 `ChunkError` (the replica lives, this chunk failed); every poll has a deadline. Called by the coordinator.
 """
 
@@ -55,7 +55,7 @@ class EngineClient:
         await self._call(replica_id, "load_weights", version, source)
 
     async def weights_refusals(self, source: str) -> list[str | None]:
-        """For every replica that answers, why it cannot load these weights; None: it can."""
+        """One entry per replica that answers: the reason why it cannot load these weights, or None if it can."""
         answers = await poll_all(self._handle, "weights_refusal", CHECK_S, source)
         return [one_line(answer) if isinstance(answer, Exception) else answer for answer in answers]
 

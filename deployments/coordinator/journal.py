@@ -1,9 +1,9 @@
-"""What a live core was told and what it answered: JSON lines that a fresh core must answer alike (law 4).
+"""Events that a live core observed and its decisions, as JSON lines that a fresh core must reproduce (law 4).
 
 A header with policies and versions, then every event and every tick with its actions, in order: objects by the name of
-their dataclass, enums by value, tuples as lists. Invariant: what is kept is a beginning without gaps, since a core is a
-function of all that it was told; beyond MOST_ENTRIES nothing is kept, and the header says how much was not. `Rollouts`
-drives a `JournaledCore` in place of a plain one while a driver wants a journal; tests and people replay what it wrote.
+their dataclass, enums by value, tuples as lists. Invariant: a journal has no gaps, since a core is a
+function of all its events. Beyond MOST_ENTRIES nothing is kept, and the header counts the dropped entries. `Rollouts`
+drives a `JournaledCore` in place of a plain one while a driver wants a journal; tests and people replay it.
 """
 
 import json
@@ -28,14 +28,14 @@ _KINDS = {kind.__name__: TypeAdapter(kind) for kind in (*get_args(Event), *get_a
 
 
 class Decision(NamedTuple):
-    """A tick, and what the core then wanted done."""
+    """A tick, and the actions that the core answered it with."""
 
     tick: Tick
     actions: tuple[Action, ...]
 
 
 class JournaledCore(RolloutCore):
-    """A core that writes down what it takes in and gives out. An illegal event changes nothing and is not kept."""
+    """A core that records its events and actions. An illegal event changes nothing and is not kept."""
 
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         super().__init__(policies, weights_version, limits)
@@ -51,7 +51,7 @@ class JournaledCore(RolloutCore):
         return actions
 
     def journal(self) -> str:
-        """All that is kept, a line each."""
+        """The journal as text, one line per entry after the header."""
         header = {
             "journal": FORMAT,
             "policies": self.policies.model_dump(mode="json"),
@@ -136,8 +136,8 @@ def _object(data: dict) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    known = json.loads(json.dumps(asdict(value)))  # with what came to be told since it was written, at its default
-    if {key: known.get(key) for key in fields} != fields:  # a key that nobody reads, a number in quotes
+    known = json.loads(json.dumps(asdict(value)))  # fields added since it was written have their defaults
+    if {key: known.get(key) for key in fields} != fields:  # an unknown key, a number in quotes
         raise ValueError(f"{name}: other fields than {', '.join(asdict(value))}, or values of other kinds")
     return value
 
@@ -151,8 +151,8 @@ class Difference(NamedTuple):
 
 
 def replay(journal: Journal) -> Difference | None:
-    """Tell a fresh core all of it; None: it answered the same throughout. Raises IllegalEvent where an event cannot
-    have happened by this core's decisions."""
+    """Replay a journal on a fresh core. Returns the first difference, or None if all answers are the same. Raises
+    IllegalEvent for an event that is impossible after this core's decisions."""
     core = RolloutCore(journal.policies, journal.weights_version, journal.limits)
     for line, entry in enumerate(journal.entries, start=2):
         if not isinstance(entry, Decision):

@@ -1,8 +1,9 @@
-"""The coordinator's side of the KV pool: which blocks each sample and prompt has there, and what is done to them.
+"""The coordinator's side of the KV pool: the blocks that each sample and prompt has there, and their release.
 
-Invariant: a name that a replica has reported is given back when the core says so; what nobody knows of (a replica died
-in mid-save, a save came late) is swept while no batch is in flight. The pool is a cache: when it is down, nothing here
-waits or fails, it is counted. Owned by `Rollouts`; the pool itself is reached through its KvMaster actor.
+Invariant: a name that a replica has reported is released when the core says so. Blocks that were never reported (a
+replica died in mid-save, a save came late) are swept while no batch is in flight. The pool is a
+cache: when it is down, nothing here waits or fails; failures are counted. Owned by `Rollouts`; the pool itself
+is reached through its KvMaster actor.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ AGAIN_S = 1.0
 DRAIN_S = 10.0
 
 CALL_S = 10.0
-"""A dead Mooncake master is noticed after 4.3 s; whoever does not answer in twice that is gone."""
+"""A dead Mooncake master is noticed after 4.3 s; a master that is silent for twice that is gone."""
 
 
 class KvPoolManager:
@@ -40,17 +41,17 @@ class KvPoolManager:
         self._prefixes: tuple[str, ...] = ()
         self._block_tokens = self._token_bytes = 0
         self._status: PoolStatus | None = None
-        self._processes: dict[str, int | None] = {}  # pids: a new one has lost what the old one held
+        self._processes: dict[str, int | None] = {}  # pids: a new process has lost the old one's blocks
         self._idle_polls = 0
         self._engine_counts: dict[str, dict[str, int]] = {}
         self._problem: str | None = None
         self._problems: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
-    # ---- what Rollouts tells it --------------------------------------------------------------------
+    # ---- called by Rollouts ------------------------------------------------------------------------
 
     def learn(self, reports: Iterable[EngineStats]) -> None:
-        """What the replicas report: how keys are spelled, how large a token is, what their engines counted."""
+        """Take over from reports the prefixes of keys, the bytes of a token, and the engines' counts."""
         self._problems = {}
         for report in reports:
             if report.pool_problem:
@@ -91,14 +92,14 @@ class KvPoolManager:
         self._later.append((time.monotonic() + AGAIN_S, "retire", [version_pattern(weights_version)]))
 
     def rest(self, idle: bool) -> None:
-        """After each `poll`: is nothing in flight? Then whatever is still there a poll later, nobody will read."""
+        """Sweep the pool after two polls with nothing in flight: no block is read again. Called after each `poll`."""
         self._idle_polls = self._idle_polls + 1 if idle and not self._todo and not self._later else 0
         if self._idle_polls > 1 and self._status is not None and self._status.keys:
             self._counts["swept_keys"] += self._status.keys
             self._push("retire", [ALL_BLOCKS])
 
     async def drain(self) -> int:
-        """Forget everything, what is in use as soon as it is not; the number of keys that were there."""
+        """Forget every key; keys in use as soon as they are free. Returns the number of keys removed."""
         removed, until_s = 0, time.monotonic() + DRAIN_S
         while time.monotonic() < until_s:
             removed += await self._ask("retire", ALL_BLOCKS) or 0
@@ -110,7 +111,7 @@ class KvPoolManager:
     # ---- the loops ---------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Does what was asked for, in order, for ever."""
+        """Perform queued operations in order, for ever."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -125,7 +126,7 @@ class KvPoolManager:
                 self._counts[f"{method}_failed" if done is None else f"{method}d_keys"] += 1 if done is None else done
 
     async def poll(self, now: float) -> list[Event]:
-        """What the pool has to say: how full it is, and what it has lost."""
+        """Events of the pool: how full it is, and whether it has lost blocks."""
         now_s = time.monotonic()
         due = [(method, arguments) for at_s, method, arguments in self._later if at_s <= now_s]
         self._later = [item for item in self._later if item[0] > now_s]
@@ -152,7 +153,7 @@ class KvPoolManager:
         return self.view().model_copy(update={"keys_by_version": await self._ask("keys_by_version")})
 
     def view(self) -> PoolView:
-        """Everything counted, of all replicas that reported and of this side, beside the pool's own figures."""
+        """Counts of all replicas and of this side, with the pool's own figures."""
         counts = Counter(self._counts)
         for of_engine in self._engine_counts.values():
             counts.update(of_engine)

@@ -82,7 +82,7 @@ class LiveBatch:
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
     def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
-        """What the engine needs to continue with `sample` where it stands."""
+        """The engine's request to continue `sample` at its present length."""
         plan = self._draft_plan(sample, start, drafting) if drafting.max_draft_tokens else None
         context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(
@@ -114,9 +114,9 @@ class LiveBatch:
         )
 
     def _kv_plan(self, start: StartChunk) -> KvPlan:
-        """Saving pays only if the sample may continue after this chunk."""
-        continues = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
-        return KvPlan(start.kv_version, start.min_pull_tokens, continues)
+        """Saving is worth it only if the sample may continue after this chunk."""
+        goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
+        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on)
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""

@@ -14,7 +14,7 @@ from tailrace.deployments.messages.rollout import PromptGroup, Rejected, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A group with its prompt in token ids and `max_tokens` cut to what the model's context leaves."""
+    """A group with its prompt in token ids and `max_tokens` cut to the room that the model's context leaves."""
 
     group: PromptGroup
     token_ids: tuple[int, ...]
@@ -48,17 +48,17 @@ class Prompts:
             return Rejected(reason=f"prompt {group.prompt_id!r}: cannot be encoded: {error}")
         left = self.max_model_len - len(token_ids)
         if not token_ids:
-            return Rejected(reason=f"prompt {group.prompt_id!r} is empty; give at least one token")
+            return Rejected(reason=f"prompt {group.prompt_id!r} is empty; give one token or more")
         if left < 1:
             return Rejected(
                 reason=f"prompt {group.prompt_id!r} has {len(token_ids)} tokens; the model's context is "
                 f"{self.max_model_len}: shorten it or raise engine.max_model_len"
             )
         forced = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
-        for what, tokens in (("token_ids", token_ids), *forced):
+        for field, tokens in (("token_ids", token_ids), *forced):
             wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
             if wrong is not None:
-                return Rejected(reason=f"prompt {group.prompt_id!r}: {what}: {wrong} is not in the vocabulary")
+                return Rejected(reason=f"prompt {group.prompt_id!r}: {field}: {wrong} is not in the vocabulary")
         key = prompt_key(self.decode(list(token_ids)))
         return Prepared(group, token_ids, min(group.max_tokens, left), key)
 

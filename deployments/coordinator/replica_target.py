@@ -1,8 +1,8 @@
-"""How many engine replicas are up and wanted: for Serve, which starts and stops them, and for whoever waits for what is
-given back.
+"""Number of engine replicas that are up and wanted: for Serve, which starts and stops them, and for drivers that wait
+for returned resources.
 
 Invariant: a follower hears the present state first, and of every change before it is asked about the next one; a slow
-one misses what has been overtaken. Called by `Rollouts` and the coordinator, in one event loop.
+one misses states that were overtaken. Called by `Rollouts` and the coordinator, in one event loop.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from tailrace.policies.protocol.actions import SetReplicas
 
 
 class ReplicaTarget:
-    """`wanted`: None: nobody has said; then Serve's own number of replicas stands."""
+    """`wanted`: None before the first decision; Serve's own number of replicas then holds."""
 
     def __init__(self):
         self.wanted: int | None = None
@@ -27,13 +27,13 @@ class ReplicaTarget:
         self._tell()
 
     def see(self, up: int) -> None:
-        """So many have joined and not left."""
+        """Note the number of replicas that have joined and not left."""
         if up != self._up:
             self._up = up
             self._tell()
 
     def metrics(self) -> dict[str, float]:
-        """What `record_autoscaling_stats` returns: replicas that there should be, by deployment."""
+        """Wanted replicas by deployment, for `record_autoscaling_stats`."""
         return {} if self.wanted is None else {"Engine": float(self.wanted), "Drafter": float(self._drafters)}
 
     async def changes(self) -> AsyncIterator[ReplicasChanged]:

@@ -1,4 +1,4 @@
-"""The live shell of `RolloutCore`: what happens becomes events, the core decides, its actions are performed.
+"""The live shell of `RolloutCore`: it turns reports into events, asks the core to decide, and performs its actions.
 
 One turn of the loop reads observe, decide, act. This class holds the batches and the chunks that run; it decides
 nothing. Invariant: a chunk's tokens are written only while the core says that the chunk runs, so a late answer of a
@@ -57,17 +57,17 @@ class Rollouts:
         prompts: Prompts,
         policies: Policies,
         telemetry: Telemetry,
-        pool_manager: KvPoolManager | None,
+        kv_pool_manager: KvPoolManager | None,
         context: ContextService | None,
     ):
         self._engines, self._prompts, self._telemetry = engines, prompts, telemetry
-        self._pool_manager, self._context = pool_manager, context
+        self._kv_pool_manager, self._context = kv_pool_manager, context
         self._chunk_runner = ChunkRunner(engines, telemetry, self.now)
         self._weights = Weights(engines)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
-        self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
+        self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
         self._wake = asyncio.Event()
         self._batches: dict[str, LiveBatch] = {}
         self._home: dict[str, LiveBatch] = {}  # id of a sample, until it has ended, or of a group -> its batch
@@ -82,7 +82,7 @@ class Rollouts:
     def _core(self) -> RolloutCore:
         return self.core_holder.present
 
-    # ---- what drivers call -------------------------------------------------------------------------
+    # ---- called by drivers -------------------------------------------------------------------------
 
     async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
         """Each group as it finishes; or one `Rejected`. A driver that goes away cancels its batch."""
@@ -105,7 +105,7 @@ class Rollouts:
         return True
 
     def reserve(self, replicas: int) -> None:
-        """At least so many are wanted until the next batch has come."""
+        """Want `replicas` or more until the next batch has come."""
         self._tell(ev.ReplicasReserved(self.now(), replicas))
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
@@ -132,7 +132,7 @@ class Rollouts:
             waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem),
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
-            pool=self._pool_manager.view() if self._pool_manager else None,
+            pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
         )
 
@@ -158,7 +158,7 @@ class Rollouts:
             self._act(self._core.decide(ev.Tick(self.now())))
 
     async def poll(self) -> None:
-        """Ask the replicas what they run, for ever."""
+        """Poll the replicas, for ever."""
         while True:
             asked_at = self.now()
             reports = await self._engines.stats()
@@ -169,22 +169,22 @@ class Rollouts:
             await asyncio.sleep(POLL_S)
 
     async def poll_pool(self) -> None:
-        """Hear what the pool has to say, and sweep it while nothing is in flight, for ever."""
+        """Poll the pool, and sweep it while nothing is in flight, for ever."""
         while True:
-            self._pool_manager.learn(self._registry.reports.values())
-            for event in await self._pool_manager.poll(self.now()):
+            self._kv_pool_manager.learn(self._registry.reports.values())
+            for event in await self._kv_pool_manager.poll(self.now()):
                 self._tell(event)
-            self._pool_manager.rest(idle=not self._batches)
+            self._kv_pool_manager.rest(idle=not self._batches)
             await asyncio.sleep(POLL_S)
 
     def _follow_weights(self, reports: list[EngineStats]) -> None:
-        """Start the loads that are due, and tell the core of a new version."""
+        """Start the loads that are due, and notify the core of a new version."""
         list(map(self._spawn, self._weights.observe(reports)))
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old:
             self._tell(ev.WeightsChanged(self.now(), new))
-            if self._pool_manager is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
-                self._pool_manager.retire(old)
+            if self._kv_pool_manager is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
+                self._kv_pool_manager.retire(old)
 
     def _tell(self, event: ev.Event, write: Callable[[], None] | None = None) -> None:
         self._inbox.append((event, write))
@@ -201,7 +201,7 @@ class Rollouts:
                 write()
 
     def _is_late(self, event: ev.Event) -> bool:
-        """Whether what an event speaks of is over already: a lost replica's chunk, an emitted batch."""
+        """Whether the subject of an event is over already: a lost replica's chunk, an emitted batch."""
         match event:
             case ev.ChunkFinished() | ev.ChunkFailed() | ev.TokensStreamed():
                 return not self._core.is_running(event.chunk_id)
@@ -224,11 +224,11 @@ class Rollouts:
                     self._end(action)
                 case EmitGroup():
                     self._emit(action)
-                case ReleaseKv() if self._pool_manager is not None:
-                    self._pool_manager.release(self._home[action.group_id], action)
-                case Prefetch() if self._pool_manager is not None:
+                case ReleaseKv() if self._kv_pool_manager is not None:
+                    self._kv_pool_manager.release(self._home[action.group_id], action)
+                case Prefetch() if self._kv_pool_manager is not None:
                     if report := self._registry.reports.get(action.replica_id):  # else lost since
-                        self._pool_manager.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)
+                        self._kv_pool_manager.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)
 
     def _spawn(self, coroutine) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

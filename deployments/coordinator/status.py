@@ -1,4 +1,4 @@
-"""What the service says of its replicas: the core's books beside the replicas' own reports. Called by `Rollouts`."""
+"""Status of the replicas: the core's books joined with the replicas' own reports. Called by `Rollouts`."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) ->
 
 
 def waits_for(table: ReplicaTable, batches: bool, problem: str | None) -> str | None:
-    """What holds everything up, if anything does."""
+    """Reason why no chunk can run, or None if chunks can."""
     if not batches or table.ready():
         return None
     why = f" ({problem})" if problem else ""

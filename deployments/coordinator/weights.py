@@ -1,6 +1,6 @@
 """Which weights the replicas are to hold, and the loads that bring them there.
 
-Invariant: versions only grow; a replica that reports another version than the wanted one is told to load, once at a
+Invariant: versions only grow; a replica that reports another version than the wanted one is asked to load, once at a
 time, for as long as it does; so one that starts late comes to the current weights before the core routes to it.
 Used by `Rollouts`.
 """
@@ -18,7 +18,7 @@ LOAD_S = 600.0
 
 
 class Weights:
-    """`version` 0 is what the engines were started with."""
+    """Version 0 names the weights that the engines were started with."""
 
     def __init__(self, engines: EngineClient):
         self.version, self.source = 0, ""
@@ -42,7 +42,7 @@ class Weights:
         self.version, self.source, self.problem = version, source, None
 
     def observe(self, reports: list[EngineStats]) -> list[Coroutine]:
-        """What replicas hold, by their reports; returns the loads to start. Adopts versions above its own:
+        """Note the versions that replicas report. Returns the loads to start. Adopts versions above its own:
         a new coordinator finds replicas that an earlier one has brought to other weights."""
         for report in reports:
             if report.weights_version > self.version:
@@ -53,16 +53,16 @@ class Weights:
         return [self._load(replica_id) for replica_id in late]
 
     async def loaded(self) -> WeightsLoaded | Rejected:
-        """Waits, LOAD_S at most, until every replica that reports holds the wanted version."""
+        """Wait up to LOAD_S until every replica that reports holds the wanted version."""
         try:
             async with asyncio.timeout(LOAD_S):
                 while not self._held or set(self._held.values()) != {self.version}:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            behind = sorted(name for name, version in self._held.items() if version != self.version)
+            late = sorted(name for name, version in self._held.items() if version != self.version)
             why = f"; {self.problem}" if self.problem else ""
-            return Rejected(reason=f"after {LOAD_S:.0f} s {behind} do not hold weights {self.version} yet{why}")
+            return Rejected(reason=f"after {LOAD_S:.0f} s {late} do not hold weights {self.version} yet{why}")
         return WeightsLoaded(version=self.version, replicas=tuple(sorted(self._held)))
 
     async def _load(self, replica_id: str) -> None:

@@ -25,16 +25,17 @@ def sample_key(seed: int, step: int, prompt_id: str, sample_index: int) -> Sampl
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """What to do with a chunk's KV. `min_pull_tokens`: least gain over the local cache worth a pull; None: no pull."""
+    """Where a chunk's KV is read and whether it is saved. `min_pull_tokens`: minimum gain over the local cache that is
+    worth a pull, or None for no pull."""
 
     version: int
     min_pull_tokens: int | None = 1
-    save: bool = True  # at its end, for whoever continues with the sample
+    save: bool = True  # at the chunk's end, for the sample's next chunk
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest:
-    """Generate at most `max_tokens` tokens after `token_ids` (int32: prompt, then what was generated so far)."""
+    """Generate at most `max_tokens` tokens after `token_ids` (int32: the prompt, then the tokens generated so far)."""
 
     chunk_id: str
     sample_key: SampleKey
@@ -43,8 +44,8 @@ class ChunkRequest:
     max_tokens: int
     sampling: SamplingParams
     weights_version: int
-    kv: KvPlan | None = None  # None: a replica without a pool
-    draft: DraftPlan | None = None  # None: nothing is drafted for it
+    kv: KvPlan | None = None  # None for a replica without a pool
+    draft: DraftPlan | None = None  # None for no drafting
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
     traceparent: str | None = None
     keep_trace: bool = False
@@ -52,7 +53,7 @@ class ChunkRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """New tokens of one chunk (int32) and their logprobs (float32), all of one length; how it ended."""
+    """New tokens of one chunk (int32) and their logprobs (float32), all of one length; the cause of its end."""
 
     chunk_id: str
     token_ids: np.ndarray
@@ -72,7 +73,7 @@ class ChunkResult:
     verifications: int = 0  # engine steps that made tokens of it
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    drafts: DraftReport | None = None  # None: it had no plan
+    drafts: DraftReport | None = None  # None without a draft plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,13 @@ class EngineStats:
     steps: int = 0
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
-    methods: tuple[str, ...] = ()  # by which chunks can draft now, first what a chunk drafts by by itself
+    methods: tuple[str, ...] = ()  # draft methods available now, the default first
     node_id: str = ""
     started_at: float = 0.0  # unix seconds
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
     token_bytes: int = 0  # KV of one token, over all ranks
     pool_problem: str = ""  # why this replica runs without the pool that it should have
-    kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by WHAT.CAUSE
+    kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by EVENT.CAUSE
     speeds: dict[str, float] | None = None  # see deployments.engine.speeds
     # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
     work: dict[str, int] = field(default_factory=dict)

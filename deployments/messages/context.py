@@ -1,4 +1,4 @@
-"""What travels between engines, context shards and the coordinator: tokens of answers, and who they are of.
+"""Messages between engines, context shards and the coordinator: tokens of answers, by group and sample.
 
 Positions are those of the answer: 0 is the first generated token. Everything here is best effort: drafts never change
 tokens, so a lost piece costs drafts and nothing else.
@@ -20,7 +20,7 @@ class Source(IntEnum):
 
 
 def bits(*sources: Source) -> int:
-    """One for each."""
+    """Bit mask with one bit per source."""
     return sum(1 << source for source in sources)
 
 
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class PastAnswer(NamedTuple):
-    """A whole answer of an earlier epoch; int32. `reward` is None where nobody has told it."""
+    """A whole answer of an earlier epoch; int32. `reward` is None if none was recorded."""
 
     prompt_key: str
     epoch: int

@@ -1,4 +1,4 @@
-"""What an engine is told about drafting for a chunk, and what it tells about it afterwards."""
+"""Drafting of a chunk: the plan that an engine gets, and the report that it gives at the chunk's end."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def by_source(tokens: np.ndarray) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """Whose tokens a chunk makes, how long its answer may get, and who says how much to draft."""
+    """The sample that a chunk belongs to, its expected length, and the policy that sets its draft budget."""
 
     group: GroupRef
     sample_index: int
@@ -33,7 +33,7 @@ class DraftPlan:
     policy: Drafting
     way: DraftMode | None = None  # None: as the configuration of the draft model says
     method: str | None = None  # of EVIDENCE: by that part of the index; else a draft model's first, where there is one
-    most_tokens: int | None = None  # of the whole answer; None: the sample ends with this chunk
+    most_tokens: int | None = None  # maximum of the whole answer, or None if the sample ends with this chunk
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class DraftReport:
 
     @classmethod
     def none(cls, draft_tokens: int) -> "DraftReport":
-        """Nothing verified yet; no draft is longer than `draft_tokens`."""
+        """Empty report; no draft is longer than `draft_tokens`."""
         sources = np.zeros((2, len(Source)), np.int64)
         return cls(0, *sources, np.zeros(draft_tokens, np.int64))
 
@@ -66,7 +66,7 @@ class DraftReport:
             self.accepted_at[:accepted] += 1
 
     def add(self, other: "DraftReport") -> None:
-        """Another chunk's, of the same sample; its drafts may have been longer."""
+        """Add the report of another chunk of the same sample, whose drafts may have been longer."""
         self.verifications += other.verifications
         self.drafted += other.drafted
         self.accepted += other.accepted

@@ -1,19 +1,22 @@
-"""Errors of calls between the coordinator and its engines, and their one-line form."""
+"""Errors of calls to engine replicas, apart from the code that raises them: no room imports another for an exception.
+
+Imported by the engine (which raises EngineDown), by the coordinator's client of the engines, and by its callers.
+"""
 
 
 class EngineDown(RuntimeError):
-    """The engine was stopped, or one of its steps failed. Its chunks must be resumed elsewhere."""
+    """The engine has stopped or a step of it has failed; its chunks must run again on another replica."""
 
 
 class ReplicaLost(ConnectionError):
-    """The replica is gone. Its chunks must run again."""
+    """The replica is gone; its chunks must run again on another one."""
 
 
 class ChunkError(RuntimeError):
-    """The replica refused or failed this chunk; the replica lives."""
+    """The replica refused or failed this chunk; the replica itself is alive."""
 
 
 def one_line(error: BaseException) -> str:
-    """The last line of an error's text, with its kind: fit for a reason field."""
+    """Kind and last line of an error, short enough for a reason field."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

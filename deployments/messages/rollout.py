@@ -1,45 +1,76 @@
-"""What travels between driver, coordinator and engines: typed, and strict about unknown keys.
+"""Messages between driver and coordinator: pydantic models that are immutable and refuse unknown keys.
 
-User-facing messages are pydantic models; the two that cross the wire once per chunk are slotted
-dataclasses over numpy arrays. Token positions are absolute: 0 is the first token of the prompt.
+Token positions of a sample's answer begin at 0 with its first generated token. Made by drivers (requests) and by the
+coordinator (results).
 """
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from numbers import Integral
+from typing import Annotated, Any
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from tailrace.deployments.messages.refusals import refusal
 from tailrace.policies.protocol.actions import SampleEnd
 
 
+def _text_of_id(value: Any) -> Any:
+    return str(int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _off(value: Any) -> Any:
+    return 0 if isinstance(value, Integral) and value == -1 else value
+
+
+Id = Annotated[str, BeforeValidator(_text_of_id), Field(min_length=1)]
+"""A name chosen by the driver. An integer is taken too, and comes back as text."""
+
+
 class Message(BaseModel):
+    """Base of all messages: frozen, and strict about unknown keys."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SamplingParams(Message):
-    """How a token is drawn. temperature 0 is greedy; the filters apply in the order min_p, top_k, top_p."""
+class RequestMessage(Message):
+    """A message made by drivers. Raises ValueError with a substitute for fields of other servers, see `refusals`."""
 
-    temperature: float = Field(1.0, ge=0.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0, description="0: off")
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    stop_token_ids: tuple[int, ...] = ()
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if (reason := refusal(data, cls.model_fields)) is not None:
+            raise ValueError(reason)
+        return data
+
+
+class SamplingParams(RequestMessage):
+    """Distribution that tokens are drawn from. The filters apply in the order min_p, top_k, top_p."""
+
+    temperature: float = Field(1.0, ge=0.0, description="divisor of the logits; 0: greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="probability mass kept; 1: off")
+    top_k: Annotated[int, BeforeValidator(_off)] = Field(0, ge=0, description="tokens kept; 0 or -1: off")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="smallest probability kept, relative to the largest; 0: off")
+    stop_token_ids: tuple[int, ...] = Field((), description="tokens that end a sample, besides end-of-sequence")
 
 
 class ChatMessage(Message):
+    """One message of a chat prompt; the model's chat template joins them."""
+
     role: str = Field(min_length=1)
     content: str
 
 
-class PromptGroup(Message):
-    """One prompt and how many samples of it are wanted. Exactly one of token_ids, text, messages is given."""
+class PromptGroup(RequestMessage):
+    """One prompt and its number of samples. Exactly one of token_ids, text, messages is given."""
 
-    prompt_id: str = Field(min_length=1)
+    prompt_id: Id = Field(description="unique within the batch; text, or an integer that comes back as text")
     token_ids: tuple[int, ...] | None = None
     text: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
-    samples: int = Field(8, ge=1)
-    max_tokens: int = Field(256, ge=1, description="most new tokens of one sample, over all its chunks")
+    samples: int = Field(8, ge=1, description="samples of the prompt (G)")
+    max_tokens: int = Field(256, ge=1, description="maximum new tokens of one sample, over all its chunks")
     sampling: SamplingParams = SamplingParams()
     forced_token_ids: tuple[tuple[int, ...], ...] | None = Field(
-        None, description="replay: the tokens sample i shall emit; an end-of-sequence token follows the last"
+        None, description="replay: tokens that sample i emits; an end-of-sequence token follows the last"
     )
 
     @model_validator(mode="after")
@@ -48,20 +79,20 @@ class PromptGroup(Message):
         if len(given) != 1:
             raise ValueError(f"give exactly one of token_ids, text, messages (given: {', '.join(given) or 'none'})")
         if not getattr(self, given[0]):
-            raise ValueError(f"{given[0]} is empty; a prompt needs at least one token")
+            raise ValueError(f"{given[0]} is empty; a prompt needs one token or more")
         if self.forced_token_ids is not None and len(self.forced_token_ids) != self.samples:
             raise ValueError(f"forced_token_ids has {len(self.forced_token_ids)} entries for {self.samples} samples")
         return self
 
 
-class RolloutBatch(Message):
-    """One step's prompts. `seed` and `step` enter every sample key."""
+class RolloutBatch(RequestMessage):
+    """Prompts of one step. `seed` and `step` enter every sample key."""
 
-    batch_id: str = Field(min_length=1)
+    batch_id: Id = Field(description="unique among running batches; text, or an integer that comes back as text")
     groups: tuple[PromptGroup, ...] = Field(min_length=1)
     step: int = Field(0, ge=0)
     seed: int = Field(0, ge=0)
-    traceparent: str | None = None
+    traceparent: str | None = Field(None, description="W3C traceparent of the driver's span")
     keep_trace: bool = Field(False, description="keep this batch's spans for `take_spans`")
 
     @model_validator(mode="after")
@@ -74,7 +105,7 @@ class RolloutBatch(Message):
 
 
 class Segment(Message):
-    """Tokens [start, end) of a sample's answer, made by one replica under one weights version."""
+    """Tokens [start, end) of a sample's answer, generated by one replica under one weights version."""
 
     weights_version: int
     replica_id: str
@@ -83,7 +114,7 @@ class Segment(Message):
 
 
 class Timings(Message):
-    """Seconds since the batch was submitted (`started_s`, `finished_s`) and spent per kind of work."""
+    """Seconds from the batch's submission to the sample's first chunk and to its end; seconds spent by kind of work."""
 
     started_s: float = 0.0
     finished_s: float = 0.0
@@ -93,7 +124,11 @@ class Timings(Message):
 
 
 class SampleResult(Message):
-    """One finished sample. `logprobs` are under the sampling distribution, `raw_logprobs` under the model's own."""
+    """One finished sample.
+
+    `logprobs`: natural logarithms under the sampling distribution (after temperature and filters). `raw_logprobs`:
+    under the model's own. Both have one value per token.
+    """
 
     sample_index: int
     token_ids: tuple[int, ...]
@@ -105,31 +140,35 @@ class SampleResult(Message):
     chunks: int = 0
     segments: tuple[Segment, ...] = ()
     timings: Timings = Timings()
-    verifications: int = 0  # engine steps that made tokens of it
+    verifications: int = Field(0, description="engine steps that emitted tokens of the sample")
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafted_by_source: dict[str, int] = {}
     accepted_by_source: dict[str, int] = {}
-    accepted_by_position: tuple[int, ...] = ()  # verifications that accepted more than that many draft tokens
+    accepted_by_position: tuple[int, ...] = Field(
+        (), description="element j: verifications that accepted more than j draft tokens"
+    )
 
 
 class GroupResult(Message):
+    """All samples of one prompt, in order of their indexes."""
+
     batch_id: str
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
     samples: tuple[SampleResult, ...]
-    prompt_key: str = ""  # names the prompt over epochs and runs; its history is kept under it
+    prompt_key: str = Field("", description="name of the prompt over epochs and runs, the key of its history")
     step: int = 0
 
 
 class Rejected(Message):
-    """The batch was not taken; `reason` is one line that names the prompt or key and how to mend it."""
+    """Refusal of a request. `reason`: one line with the prompt or key at fault and the remedy."""
 
     reason: str
 
 
 class WeightsLoaded(Message):
-    """An update of the weights is done: these replicas hold the version."""
+    """Completed update of the weights: these replicas hold the version."""
 
     version: int
     replicas: tuple[str, ...]

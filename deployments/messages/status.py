@@ -21,8 +21,8 @@ class ReplicaStatus(Message):
 
 
 class ReplicasChanged(Message):
-    """So many engine replicas are up and so many are wanted, since `at_s` (unix seconds); what is beyond the wanted
-    ones goes, and its resources are then free for Ray."""
+    """Engine replicas that are up and wanted, since `at_s` (unix seconds). Replicas beyond the wanted number stop, and
+    their resources are then free for Ray."""
 
     replicas: int
     wanted: int
@@ -31,7 +31,7 @@ class ReplicasChanged(Message):
 
 
 class BatchStatus(Message):
-    """`tokens` counts whole chunks and what running chunks had made when last looked at, `observed_s` ago."""
+    """Progress of a batch. `tokens`: of ended chunks, and of running chunks as last reported, `observed_s` ago."""
 
     batch_id: str
     samples: int
@@ -44,10 +44,10 @@ class BatchStatus(Message):
 
 
 class PoolView(Message):
-    """The KV pool: its own figures (see kvpool.status.PoolStatus; None: it is down), and what was counted on the way.
+    """The KV pool: its own figures (see kvpool.status.PoolStatus), or None if it is down; and counts of its use.
 
-    Counts are by WHAT.CAUSE, over all replicas: tokens by where their KV came from (`local_tokens`, `pool_tokens`,
-    `recomputed_tokens.CAUSE`), bytes, failures, and operations by duration (`load_ms.N`: at most N milliseconds).
+    Counts are by EVENT.CAUSE, over all replicas: tokens by where their KV came from (`local_tokens`, `pool_tokens`,
+    `recomputed_tokens.CAUSE`), bytes, failures, and operations by duration (`load_ms.N`: N milliseconds or less).
     """
 
     status: dict[str, Any] | None
@@ -64,8 +64,8 @@ class ServiceStatus(Message):
     batches: tuple[BatchStatus, ...]
     replicas: tuple[ReplicaStatus, ...]
     observed_s: float  # age of the oldest replica report used
-    waits_for: str | None  # what holds everything up, if anything does
+    waits_for: str | None  # the reason why no chunk can run, if there is one
     policies: dict[str, Any]
     weights_version: int = 0
-    pool: PoolView | None = None  # None: the service has none
-    context: dict[str, int] | None = None  # what was told to the group context and asked of it; None: there is none
+    pool: PoolView | None = None  # None if the service has none
+    context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
