@@ -35,7 +35,7 @@ bench: setup ## scheduler benchmark; live benchmark where TRACE=FILE is there
 serve: setup ## a local Ray head (token authentication, loopback), and serve.yaml on it, until Ctrl-C
 	$(PY) -m tailrace serve --port $(RAY_PORT) --dashboard-port $(DASHBOARD_PORT)
 
-lock: setup ## renew requirements/*.txt from requirements/*.in
+lock: setup ## renew requirements/*.txt from pyproject.toml
 	@$(PY) scripts/lock.py
 
 clean: ## remove .venv, caches and out/ (the demo model stays in the user's cache)

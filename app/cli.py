@@ -1,12 +1,16 @@
-"""`tailrace COMMAND`: the command line. Commands load lazily, so `--help` imports no Ray and no vLLM."""
+"""`tailrace COMMAND`: the command line. Commands load lazily, so `--help` imports no Ray and no vLLM.
+
+Invariant: every error is one line on stderr, with exit code 1 (failed) or 2 (bad input, or a package is missing).
+"""
 
 import signal
 import sys
-from difflib import get_close_matches
 from importlib import import_module, metadata
 
 import click
 from click.exceptions import NoArgsIsHelpError
+
+from tailrace.app.errors import MissingExtra, did_you_mean
 
 COMMANDS = {
     "bench": "Benchmarks of a checkout: `bench --help` lists them.",
@@ -40,9 +44,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in COMMANDS:
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`tailrace --help` lists them"
-            raise click.UsageError(f"no such command {args[0]!r}; {hint}", ctx)
+            raise did_you_mean(args[0], COMMANDS, ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx, formatter):
@@ -66,9 +68,9 @@ def main():
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad input. Every error is one line on stderr."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what was started is stopped
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: started processes are stopped
     try:
-        return main(arguments, prog_name="tailrace", standalone_mode=False) or 0
+        return _main(arguments)
     except NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 0
@@ -78,6 +80,16 @@ def run(arguments: list[str] | None = None) -> int:
     except click.Abort:
         click.echo("error: interrupted", err=True)
         return 1
+
+
+def _main(arguments: list[str] | None) -> int:
+    """Run click's command. Raises MissingExtra if an extra's package is not installed."""
+    try:
+        return main(arguments, prog_name="tailrace", standalone_mode=False) or 0
+    except ModuleNotFoundError as error:
+        if (missing := MissingExtra.of(error)) is None:
+            raise
+        raise missing from error
 
 
 def main_exit() -> None:

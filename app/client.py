@@ -1,16 +1,14 @@
-"""`RolloutClient`: what an RL driver holds. Thin over the coordinator's DeploymentHandle.
+"""`RolloutClient`: an RL driver's handle to the service. Thin over the coordinator's DeploymentHandle.
 
     async for group in client.rollout(batch): ...        or        for group in client.rollout_blocking(batch): ...
 
-Groups come as they finish. Dropping the iterator cancels the batch. Raises RolloutRejected when the service does
-not take the batch, and what Ray raises when the service itself is lost.
+Groups come as they finish. Dropping the iterator cancels the batch. Every call has a blocking twin, `NAME_blocking`.
+Raises RolloutRejected if the service refuses the batch, and Ray's errors if the service itself is lost.
 """
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from queue import Queue
+from collections.abc import AsyncIterator, Mapping, Sequence
 
+from tailrace.app.blocking import blocking, blocking_iterator
 from tailrace.app.config import otlp_wanted
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
@@ -19,11 +17,11 @@ from tailrace.policies.families.registry import Policies
 
 
 class RolloutRejected(ValueError):
-    """The batch was not taken; the text names what is wrong and how to mend it."""
+    """The service refused the batch. The text names the fault and its mend."""
 
 
 class WeightsRejected(ValueError):
-    """The weights were not updated; the text says why."""
+    """The weights were not updated. The text says why."""
 
 
 class RolloutClient:
@@ -38,7 +36,7 @@ class RolloutClient:
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
-        """Each group of the batch as it finishes, in any order."""
+        """Roll out a batch. Yields each group as it finishes, in any order."""
         attributes = {"batch_id": batch.batch_id, "groups": len(batch.groups), "step": batch.step}
         span = self._telemetry.span("driver", batch.traceparent, attributes=attributes, keep=batch.keep_trace)
         if batch.keep_trace:
@@ -52,119 +50,120 @@ class RolloutClient:
         finally:
             span.end()
 
-    def rollout_blocking(self, batch: RolloutBatch) -> Iterator[GroupResult]:
-        """The same from code without an event loop."""
-        return _blocking(lambda: self.rollout(batch))
+    rollout_blocking = blocking_iterator(rollout)
 
     async def cancel(self, batch_id: str) -> bool:
-        """End a batch from elsewhere; its iterator yields what there is. False: no such batch."""
+        """End a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in flight."""
         return await self._handle.cancel.remote(batch_id)
 
-    async def update_weights(self, version: int, source: str) -> WeightsLoaded:
-        """Every replica loads the safetensors folder `source`; samples in flight go on under `version`.
+    cancel_blocking = blocking(cancel)
 
-        `version` must be above the present one. Raises WeightsRejected, with the reason, when it was not done.
+    async def update_weights(self, version: int, source: str) -> WeightsLoaded:
+        """Load the safetensors folder `source` on every replica. Samples in flight continue under `version`.
+
+        `version` must be above the current one. Raises WeightsRejected, with the reason, if the update failed.
         """
         answer = await self._handle.update_weights.remote(version, source)
         if isinstance(answer, Rejected):
             raise WeightsRejected(answer.reason)
         return answer
 
+    update_weights_blocking = blocking(update_weights)
+
     async def status(self) -> ServiceStatus:
+        """Replicas, batches, pool and counters, as of the last replica reports."""
         return await self._handle.status.remote()
 
+    status_blocking = blocking(status)
+
     async def pool_status(self) -> PoolView | None:
-        """The KV pool as the coordinator knows it, at most a second old; None: the service has none."""
+        """The coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
         return (await self.status()).pool
 
-    async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
-        """Tell the rewards of a group's samples, by sample index: drafts of later epochs follow the better answers.
+    pool_status_blocking = blocking(pool_status)
 
-        Best effort: they are kept where the service keeps history, and are not waited for.
+    async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
+        """Record the rewards of a group's samples, by sample index. Drafts of later epochs follow the better answers.
+
+        Best effort: rewards are kept if the service keeps history; the call does not wait for the write.
         """
         known = dict(rewards) if isinstance(rewards, Mapping) else dict(enumerate(rewards))
         await self._handle.record_rewards.remote(group.prompt_key, group.step, known)
 
+    record_rewards_blocking = blocking(record_rewards)
+
     async def forget_history(self) -> int:
-        """Forget the answers of all earlier epochs, on disk too; the number there were."""
+        """Forget the answers of all earlier epochs, on disk too. Returns their number."""
         return await self._handle.forget_history.remote()
 
+    forget_history_blocking = blocking(forget_history)
+
     async def inspect_group(self, name: str) -> dict | None:
-        """What the group context knows of a group id, prompt id or prompt key; None: nothing."""
+        """The group context's entry for a group id, prompt id or prompt key, or None if it has none."""
         return await self._handle.inspect_group.remote(name)
 
+    inspect_group_blocking = blocking(inspect_group)
+
     async def pool_detail(self) -> PoolView | None:
-        """The same, with the keys of each weights version, which are counted for it."""
+        """The pool's status with the number of keys per weights version, counted for this call."""
         return await self._handle.pool_detail.remote()
 
+    pool_detail_blocking = blocking(pool_detail)
+
     async def drain_pool(self) -> int | None:
-        """Forget everything that the pool holds; the number of keys removed. None: the service has no pool."""
+        """Empty the pool. Returns the number of removed keys, or None if the service has no pool."""
         return await self._handle.drain_pool.remote()
 
+    drain_pool_blocking = blocking(drain_pool)
+
     async def set_policies(self, policies: Policies) -> None:
-        """Decide with other policies from the moment no batch is in flight."""
+        """Switch to other policies as soon as no batch is in flight."""
         await self._handle.set_policies.remote(policies)
 
-    async def journal(self, on: bool) -> str | None:
-        """Have what the core is told and answers written down, or no longer, from when no batch is in flight.
+    set_policies_blocking = blocking(set_policies)
 
-        Returns what is written so far under the present policies, as JSON lines; None: nothing.
+    async def journal(self, on: bool) -> str | None:
+        """Turn the journal of the core's events and actions on or off, as soon as no batch is in flight.
+
+        Returns the journal so far under the current policies, as JSON lines, or None if there is none.
         """
         return await self._handle.journal.remote(on)
 
-    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
-        """How many engine replicas are up and wanted: now, then whenever that changes, until the iterator is dropped.
+    journal_blocking = blocking(journal)
 
-        What is given back is free for Ray once `replicas` has come down to `wanted`.
+    async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
+        """Follow the number of engine replicas that are up and wanted: now, then at each change, until it is dropped.
+
+        Resources of replicas given back are free for Ray once `replicas` equals `wanted`.
         """
         changes = self._stream.replica_changes.remote()
         try:
             async for change in changes:
                 yield change
         finally:
-            changes.cancel()  # else the coordinator follows for ever, and is given 20 s to end before it is killed
+            changes.cancel()  # or the coordinator follows for ever, and has 20 s to end before it is killed
+
+    replica_changes_blocking = blocking_iterator(replica_changes)
 
     async def reserve(self, replicas: int) -> None:
-        """Want at least so many replicas until the next batch comes: engines that were given back take seconds to
-        minutes to start, which the time before a step hides. The limits of the configuration hold."""
+        """Ask for at least `replicas` replicas until the next batch comes.
+
+        Engines that were given back take seconds to minutes to start; a call before the step hides that time. The
+        limits of the configuration hold.
+        """
         await self._handle.reserve.remote(replicas)
 
+    reserve_blocking = blocking(reserve)
+
     async def reset_caches(self) -> None:
-        """Every replica forgets the KV of chunks that have ended. For benchmarks, between batches."""
+        """Drop the KV of ended chunks on every replica. For benchmarks, between batches."""
         await self._handle.reset_caches.remote()
 
+    reset_caches_blocking = blocking(reset_caches)
+
     async def take_trace(self, batch_id: str) -> list[dict]:
-        """Every span of a batch that was rolled out here with `keep_trace`: the driver's and the service's."""
+        """The spans of a batch that this client rolled out with `keep_trace`: the driver's and the service's."""
         trace_id = self._traces.pop(batch_id)
         return self._telemetry.take(trace_id) + await self._handle.take_spans.remote(trace_id)
 
-
-def _blocking(stream) -> Iterator[GroupResult]:
-    """Drive an async iterator on a loop of its own thread; closing the result closes it."""
-    items: Queue = Queue()
-    loop = asyncio.new_event_loop()
-    done = object()
-
-    async def pump():
-        iterator = stream()
-        try:
-            async for item in iterator:
-                items.put(item)
-        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again in the caller's
-            items.put(error)
-        finally:
-            await iterator.aclose()
-            items.put(done)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(task), daemon=True, name="rollout")
-    task = loop.create_task(pump())
-    thread.start()
-    try:
-        while (item := items.get()) is not done:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        loop.close()
+    take_trace_blocking = blocking(take_trace)

@@ -6,6 +6,7 @@ Invariant: what was started here is stopped here, also after an error or Ctrl-C;
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import BadInput, Failed
+from tailrace.app.errors import Failed, OtherCluster, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
 
 
@@ -34,7 +35,7 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENAB
 raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does."""
 
 DEPLOY_S = 600.0
-"""Longest wait for a deployment in progress: a large model takes minutes to load."""
+"""Max wait for a deployment in progress: a large model takes minutes to load."""
 
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address that `auto` means."""
@@ -43,22 +44,52 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
     """A client of the service on a running cluster: `auto`, or host:port of its head.
 
-    Call it before anything else imports ray. Raises BadInput when no cluster, or no such application, answers.
+    Uses this process's Ray connection if there is one; else makes one, which wants the call to come before the first
+    import of ray. Raises ConnectionError if no cluster or no such application answers, TimeoutError if the application
+    is still being deployed after DEPLOY_S, ValueError if Ray is connected to another cluster than `address`.
     """
+    if _ray_is_connected():
+        _check_same_cluster(address)
+    else:
+        _connect_ray(address)
+    _await_application(address, app_name)
+    return RolloutClient(app_name)
+
+
+def _ray_is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _check_same_cluster(address: str) -> None:
+    """Raise OtherCluster if `address` is not the connected cluster's. `auto` is always it.
+
+    A loopback host matches every host: a head's own driver may call it either way, and the port tells clusters apart.
+    """
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    (host, _, port), (here_host, _, here_port) = address.rpartition(":"), here.rpartition(":")
+    loopback = _is_loopback(address) or _is_loopback(here)
+    if address != "auto" and (port != here_port or (host != here_host and not loopback)):
+        mend = "leave the address out, or call ray.shutdown() first"
+        raise OtherCluster(f"address {address}: this process is connected to the Ray cluster at {here}; {mend}")
+
+
+def _connect_ray(address: str) -> None:
     if _is_loopback(address):
-        os.environ.update(LOOPBACK_ONLY)  # a driver must call its node what the head calls it
+        os.environ.update(LOOPBACK_ONLY)  # a driver must call its node by the head's name for it
     import ray
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise BadInput(f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from error
-    _await_application(address, app_name)
-    return RolloutClient(app_name)
+        reason = str(error).splitlines()[0]
+        raise Unreachable(f"--address {address}: no Ray cluster answers there ({reason})") from error
 
 
 def _await_application(address: str, app_name: str) -> None:
-    """Wait, DEPLOY_S at most, while the application is being deployed."""
+    """Wait while the application is being deployed, for DEPLOY_S at most."""
     from ray import serve
 
     deadline = time.monotonic() + DEPLOY_S
@@ -66,13 +97,13 @@ def _await_application(address: str, app_name: str) -> None:
         application = serve.status().applications.get(app_name)
         if application is None:
             mend = "run `serve deploy serve.yaml` first"
-            raise BadInput(f"--address {address}: no application {app_name!r} there; {mend}")
+            raise Unreachable(f"--address {address}: no application {app_name!r} there; {mend}")
         if application.status == "RUNNING":
             return
         if application.status == "DEPLOY_FAILED":
             raise Failed(f"application {app_name!r} could not be deployed: {_reason(application.message)}")
         if time.monotonic() > deadline:
-            raise Failed(f"application {app_name!r} is still {application.status} after {DEPLOY_S:.0f} s")
+            raise StillDeploying(f"application {app_name!r} is still {application.status} after {DEPLOY_S:.0f} s")
         time.sleep(0.5)
 
 
@@ -115,7 +146,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
 
 def _deploy(file: ServeFile) -> None:
     """On the cluster that this process is connected to; returns when the application runs."""
-    if file.application.autoscaling_policy is not None:  # which only Serve's declarative way has
+    if file.application.autoscaling_policy is not None or len(file.applications) > 1:  # Serve's declarative way alone
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
@@ -133,10 +164,12 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """The file as Serve takes it: what it says nothing of is left out there, but null in `args` is a value."""
-    said = file.model_dump(mode="json", exclude_none=True)
-    said["applications"][0]["args"] = file.application.args.model_dump(mode="json")
-    return said
+    """The file as Serve takes it: keys without a value are left out, but null in our `args` is a value."""
+    found = file.model_dump(mode="json", exclude_none=True)
+    for place, application in enumerate(file.applications):
+        if application is file.application:
+            found["applications"][place]["args"] = application.args.model_dump(mode="json")
+    return found
 
 
 def _reason(report: str) -> str:

@@ -11,22 +11,24 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from tailrace.app.deployment_settings import (
+    SETTINGS,
+    AutoscalingPolicy,
+    CoordinatorSettings,
+    DrafterSettings,
+    EngineSettings,
+    StrictModel,
+)
 from tailrace.app.errors import BadInput
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
-from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.ordering import GroupStatic
-from tailrace.policies.families.registry import Policies, name_of
-from tailrace.policies.families.tail import Auto, Draft, Hold
+from tailrace.policies.families.registry import name_of, unknown_key
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "serve.yaml"
 ELASTIC_CONFIG = DEFAULT_CONFIG.with_name("serve.elastic.yaml")
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class AppArgs(StrictModel):
@@ -47,100 +49,41 @@ class AppArgs(StrictModel):
         return self
 
 
-class ReplicaLimits(StrictModel):
-    """Engine replicas that there may be; how many there are, `policies.tail` decides."""
+class KeyedError(ValueError):
+    """An error of a value inside another one, with the rest of its dotted key."""
 
-    least: int = Field(ge=0)
-    most: int = Field(ge=1)
-
-
-class UserConfig(StrictModel):
-    """What may change without a restart."""
-
-    policies: Policies = Policies()
-    replicas: ReplicaLimits | None = Field(None, description="null: as many as Engine.num_replicas, always")
+    def __init__(self, key: str, message: str):
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
 
 
-class Autoscaling(StrictModel):
-    """Serve's own keys. None has a default: with Serve's defaults it would react in half a minute."""
-
-    min_replicas: int = Field(ge=0)
-    max_replicas: int = Field(ge=1)
-    initial_replicas: int | None = Field(None, ge=0)
-    upscale_delay_s: Literal[0]
-    downscale_delay_s: Literal[0]
-    metrics_interval_s: float = Field(gt=0, le=1)
-    look_back_period_s: float = Field(gt=0, le=5)
+def _settings(name: str, item: Any) -> CoordinatorSettings | EngineSettings | DrafterSettings:
+    """Raises KeyedError, whose key begins with the deployment's name."""
+    try:
+        return SETTINGS[name].model_validate(item)
+    except ValidationError as error:
+        key, message = key_and_message(error, SETTINGS[name])
+        raise KeyedError(f"{name}.{key}" if key else name, message) from error
 
 
-class AutoscalingPolicy(StrictModel):
-    policy_function: Literal["tailrace.deployments.autoscaler:AsCoordinated"]
+OURS = "tailrace.app.build:build"
 
 
-class ActorOptions(StrictModel):
-    num_cpus: float | None = Field(None, ge=0)
-    num_gpus: float | None = Field(None, ge=0)
-    resources: dict[str, float] | None = None
-    runtime_env: dict[str, Any] | None = None
+class OtherApplication(BaseModel):
+    """Somebody else's application in the same file. All its keys pass to Serve unchanged."""
 
-
-class CoordinatorSettings(StrictModel):
-    name: Literal["Coordinator"]
-    ray_actor_options: ActorOptions = ActorOptions(num_cpus=0)
-    autoscaling_config: Autoscaling | None = Field(None, description="one replica; that it reports to Serve")
-    user_config: UserConfig = UserConfig()
-
-
-class EngineSettings(StrictModel):
-    name: Literal["Engine"]
-    num_replicas: int | None = Field(None, ge=1, description="null: 2, or as autoscaling says")
-    autoscaling_config: Autoscaling | None = None
-    ray_actor_options: ActorOptions = ActorOptions(num_cpus=1)
-    graceful_shutdown_timeout_s: float = Field(20, ge=0)
-    health_check_period_s: float = Field(2, gt=0)
-    health_check_timeout_s: float = Field(30, gt=0)
-
-    @property
-    def most_replicas(self) -> int:
-        return self.autoscaling_config.max_replicas if self.autoscaling_config else self.num_replicas
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count(cls, data: Any) -> Any:
-        return counted(data, 2)
-
-
-def counted(data: Any, replicas: int) -> Any:
-    """Settings with this many replicas, where they say neither a number nor autoscaling."""
-    if isinstance(data, dict) and data.get("autoscaling_config") is None and data.get("num_replicas") is None:
-        return {**data, "num_replicas": replicas}
-    return data
-
-
-class DrafterSettings(StrictModel):
-    name: Literal["Drafter"]
-    num_replicas: int | None = Field(None, ge=1, description="null: 1, or as autoscaling says")
-    autoscaling_config: Autoscaling | None = Field(None, description="none, and up to so many where `tail: draft` says")
-    ray_actor_options: ActorOptions = ActorOptions(num_cpus=1)
-    graceful_shutdown_timeout_s: float = Field(5, ge=0)
-    health_check_period_s: float = Field(2, gt=0)
-    health_check_timeout_s: float = Field(30, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count(cls, data: Any) -> Any:
-        return counted(data, 1)
-
-
-SETTINGS = {"Coordinator": CoordinatorSettings, "Engine": EngineSettings, "Drafter": DrafterSettings}
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+    import_path: str
 
 
 class Application(StrictModel):
     name: str = "tailrace"
     import_path: Literal["tailrace.app.build:build"] = "tailrace.app.build:build"
     route_prefix: None = None
-    runtime_env: dict[str, Any] = {}
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
     autoscaling_policy: AutoscalingPolicy | None = None
+    logging_config: dict[str, Any] | None = None
     args: AppArgs = AppArgs()
     deployments: tuple[CoordinatorSettings | EngineSettings | DrafterSettings, ...] = ()
 
@@ -154,7 +97,7 @@ class Application(StrictModel):
                 raise ValueError(f"no deployment is called {name!r}; known: {', '.join(SETTINGS)}")
         if len(set(names)) < len(names):
             raise ValueError("a deployment is named twice")
-        return tuple(SETTINGS[name].model_validate(item) for name, item in zip(names, value, strict=True))
+        return tuple(_settings(name, item) for name, item in zip(names, value, strict=True))
 
     @model_validator(mode="after")
     def _elastic(self):
@@ -171,7 +114,7 @@ class Application(StrictModel):
         if missing and len(missing) < len(parts):
             raise ValueError(f"replicas that come and go need {', '.join(missing)} too; serve.elastic.yaml shows it")
         tail = coordinator.user_config.policies.tail
-        if missing and not isinstance(tail, Hold):
+        if missing and getattr(tail, "changes_replicas", True):
             raise ValueError(f"policies.tail {name_of(tail)} needs replicas that come and go: see serve.elastic.yaml")
         if missing:
             return self
@@ -179,7 +122,7 @@ class Application(StrictModel):
             raise ValueError("policies.ordering group_static binds groups to the replicas of the moment: take another")
         if engine.num_replicas is not None:
             raise ValueError("Engine.num_replicas is fixed, Engine.autoscaling_config is not: remove one of them")
-        if (limits.least, limits.most) != (scaling.min_replicas, scaling.max_replicas):
+        if (limits.min, limits.max) != (scaling.min_replicas, scaling.max_replicas):
             raise ValueError("Coordinator.user_config.replicas must be Engine's min_replicas and max_replicas")
         if (coordinator.autoscaling_config.min_replicas, coordinator.autoscaling_config.max_replicas) != (1, 1):
             raise ValueError("Coordinator.autoscaling_config: min_replicas and max_replicas must be 1: there is one")
@@ -190,12 +133,14 @@ class Application(StrictModel):
         if self.args.drafter is None and any(settings.name == "Drafter" for settings in self.deployments):
             raise ValueError("deployments: Drafter has settings, but args.drafter is null: name a draft model there")
         drafter, policies = self.of("Drafter"), self.of("Coordinator").user_config.policies
-        planned = isinstance(policies.draft_models, Planned)
+        planned = getattr(policies.draft_models, "needs_drafter", False)
         if planned and self.args.drafter is None:
-            raise ValueError("policies.draft_models planned needs args.drafter: name a draft model there")
-        asks = isinstance(policies.tail, Draft) or (planned and isinstance(policies.tail, Auto))
+            named = name_of(policies.draft_models)
+            raise ValueError(f"policies.draft_models {named} needs args.drafter: name a draft model there")
+        tail = policies.tail
+        asks = getattr(tail, "wants_drafters", False) or (planned and getattr(tail, "may_want_drafters", False))
         if asks and drafter.autoscaling_config is None:
-            what = f"policies.tail {policies.tail.type}"
+            what = f"policies.tail {name_of(tail)}"
             raise ValueError(f"{what} needs args.drafter, and Drafter.autoscaling_config from 0 replicas up")
         if drafter.autoscaling_config is not None:
             if self.autoscaling_policy is None:
@@ -214,15 +159,44 @@ class HttpOptions(StrictModel):
 
 
 class ServeFile(StrictModel):
-    """A whole `serve.yaml`. HTTP is off: drivers use Python handles."""
+    """A whole `serve.yaml`: Tailrace, and other applications if there are any. Drivers use Python handles."""
 
     proxy_location: Literal["Disabled"] = "Disabled"
     http_options: HttpOptions = HttpOptions()
-    applications: tuple[Application, ...] = Field((Application(),), min_length=1, max_length=1)
+    grpc_options: dict[str, Any] | None = None
+    controller_options: dict[str, Any] | None = None
+    logging_config: dict[str, Any] | None = None
+    tracing_config: dict[str, Any] | None = None
+    target_capacity: float | None = None
+    applications: tuple[Application | OtherApplication, ...] = Field((Application(),), min_length=1)
+
+    @field_validator("applications", mode="before")
+    @classmethod
+    def _by_import_path(cls, value: Any) -> Any:
+        """Pick each application's model by its import_path, so that errors speak of the right one."""
+        if not isinstance(value, (list, tuple)):
+            return value
+        found = [_application(place, item) for place, item in enumerate(value)]
+        if sum(isinstance(item, Application) for item in found) != 1:
+            raise ValueError(f"name exactly one application with import_path {OURS}")
+        return tuple(found)
 
     @property
     def application(self) -> Application:
-        return self.applications[0]
+        """Ours among the applications."""
+        return next(item for item in self.applications if isinstance(item, Application))
+
+
+def _application(place: int, item: Any) -> Application | OtherApplication:
+    if isinstance(item, BaseModel):
+        return item
+    other = isinstance(item, dict) and item.get("import_path", OURS) != OURS
+    model = OtherApplication if other else Application
+    try:
+        return model.model_validate(item)
+    except ValidationError as error:
+        key, message = key_and_message(error, model)
+        raise KeyedError(f"{place}.{key}" if key else str(place), message) from error
 
 
 def otlp_wanted() -> bool:
@@ -243,15 +217,24 @@ def load_config(path: Path = DEFAULT_CONFIG) -> ServeFile:
     try:
         return ServeFile.model_validate(data or {})
     except ValidationError as error:
-        raise BadInput(f"{path}: {first_error(error)}") from error
+        raise BadInput(f"{path}: {first_error(error, ServeFile)}") from error
 
 
-def first_error(error: ValidationError) -> str:
-    """The first of a model's complaints as one line: dotted key, what is wrong, how to mend it."""
+def key_and_message(error: ValidationError, model: type[BaseModel] | None) -> tuple[str, str]:
+    """The first complaint about a value of `model`: its dotted key, and the fault with its mend."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or "file"
+    key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{key}: unknown key; remove it or correct its spelling"
+        return key, unknown_key(model, first["loc"]) if model else "unknown key; remove it or correct its spelling"
     if first["type"] == "value_error":
-        return f"{key}: {first['ctx']['error']}"
-    return f"{key}: {first['msg']} (got {first['input']!r})"[:300]
+        inner = first["ctx"]["error"]
+        if isinstance(inner, KeyedError):
+            return f"{key}.{inner.key}", inner.message
+        return key, str(inner)
+    return key, f"{first['msg']} (got {first['input']!r})"[:300]
+
+
+def first_error(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """The first of a model's complaints as one line: dotted key, fault, mend."""
+    key, message = key_and_message(error, model)
+    return f"{key or 'file'}: {message}"

@@ -43,7 +43,7 @@ class PoolConnector(MooncakeStoreConnector):
         return True if self.role == KVConnectorRole.SCHEDULER else None
 
     def forgo(self, request_id: str) -> None:
-        """Nobody will go on with this request: do not save it when it ends."""
+        """Nobody will continue with this request: do not save it when it ends."""
         self.connector_scheduler.forgo(request_id)
 
     def settled(self, request_id: str) -> bool:

@@ -59,7 +59,8 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
 
 
 def master_name(config: PoolConfig, app_name: str) -> str:
-    """Another configuration is another pool: an application that is deployed anew does not go on with the old one."""
+    """Another configuration is another pool: an application that is deployed again does not continue with the old
+    one."""
     digest = blake2b(config.model_dump_json().encode(), digest_size=4).hexdigest()
     return f"{app_name}-kv-{digest}"
 

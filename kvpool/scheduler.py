@@ -2,8 +2,8 @@
 
 A request says what it wants in `kv_transfer_params` (the first fields of `Traffic`). Invariants: the scheduler never
 waits for the pool longer than LOOKUP_WAIT_S; a request is looked up once and pulled once; KV is saved when a request
-ends, if somebody will go on with it; blocks that a transfer reads or writes stay pinned until every rank has reported
-it. Built by `kvpool.connector`, called by vLLM.
+ends, if somebody will continue with it; blocks that a transfer reads or writes stay pinned until every rank has
+reported it. Built by `kvpool.connector`, called by vLLM.
 """
 
 import time
@@ -150,14 +150,14 @@ class PoolScheduler(MooncakeStoreScheduler):
     # ---- saving ------------------------------------------------------------------------------------
 
     def request_ended(self, request, block_ids: tuple[list[int], ...]) -> None:
-        """Queue the save of everything computed, when somebody will go on with the request."""
+        """Queue the save of everything computed, when somebody will continue with the request."""
         traffic = self._traffic.get(request.request_id)
         if traffic is None:
             return
         blocks = min(request.num_computed_tokens // self._block_size, len(block_ids[0]))
         traffic.names = tuple(self._names(request.block_hashes, traffic.version)[:blocks])
         loading = request.request_id in self._pinned_loads  # its tokens are not there yet
-        stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: nobody goes on with it
+        stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: nobody continues with it
         if not (traffic.save and blocks) or stopped or loading:
             return
         if time.monotonic() < self._paused_until_s:

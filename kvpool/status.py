@@ -1,4 +1,4 @@
-"""What the pool says of itself: values that its processes fill and the coordinator reads."""
+"""What the pool says by itself: values that its processes fill and the coordinator reads."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,45 +1,56 @@
-"""Writes requirements/NAME.txt from NAME.in: every package that is needed, pinned with ==, with its hash.
+"""Writes requirements/{cpu,gpu,dev}.txt from pyproject.toml: each package pinned with ==, with its hash.
 
-pip resolves (a dry run over metadata: no wheel is downloaded whole); this file walks pip's report from the
-direct requirements and writes what it reaches, except what LEFT_OUT names (and what only that needs).
-Run by `make lock`, on Linux x86_64 with Python 3.11, since wheels and markers are those of this interpreter,
-and where pip finds a CPU build of torch, so that cpu.txt gets no CUDA packages.
+`cpu` and `gpu` lock the runtime extras of those names. `dev` locks the tests, lint and baselines (the `dev` group and
+the `bench` extra) beyond `cpu`. pip resolves by a dry run over metadata; this file walks pip's report from the direct
+requirements and writes the packages that it reaches, except LEFT_OUT (and their own needs).
+Run by `make lock`, on Linux x86_64 with Python 3.11, since wheels and markers are those of this interpreter, and where
+pip finds a CPU build of torch, so that cpu.txt gets no CUDA packages.
 """
 
 import json
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "requirements"
+NAMES = ("cpu", "gpu", "dev")
 # They come as builds for CUDA, which break `import transformers` beside a CPU torch ("operator torchvision::nms
 # does not exist"); vLLM runs text models without them.
-LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec"}, "gpu": set()}
+NO_CUDA = {"torchvision", "torchaudio", "torchcodec"}
+LEFT_OUT = {"cpu": NO_CUDA, "gpu": set(), "dev": NO_CUDA}
 RESOLVE = ("install", "--dry-run", "--ignore-installed", "--quiet", "--no-cache-dir", "--use-feature=fast-deps")
 
 
-def resolve(source: Path) -> list[dict]:
-    """What pip would install for the requirements in `source`: the `install` list of its report."""
+def wanted(name: str) -> list[str]:
+    """Requirements that a lock is made of. `dev` includes `cpu`, so that both agree on every version."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = data["project"]["optional-dependencies"]
+    found = [*data["project"]["dependencies"], *extras["otel"], *extras["gpu" if name == "gpu" else "cpu"]]
+    if name == "dev":
+        found += [*extras["bench"], *data["dependency-groups"]["dev"]]
+    if name == "gpu":  # === keeps a CPU build from standing in
+        found = [line.replace("torch==", "torch===") if line.startswith("torch==") else line for line in found]
+    return [line for line in found if not line.startswith("tailrace")]
+
+
+def resolve(requirements: list[str]) -> list[dict]:
+    """The packages that pip would install: the `install` list of its report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", *RESOLVE, "--report", str(report), "--requirement", str(source)]
+        command = [sys.executable, "-m", "pip", *RESOLVE, "--report", str(report), *requirements]
         subprocess.run(command, check=True)
         return json.loads(report.read_text())["install"]
 
 
-def direct(source: Path) -> list[Requirement]:
-    """The requirements written in `source`, without comments."""
-    lines = (line.split("#")[0].strip() for line in source.read_text().splitlines())
-    return [Requirement(line) for line in lines if line]
-
-
-def reached(wanted: list[Requirement], found: dict[str, dict], left_out: set[str]) -> set[str]:
-    """Names of the packages that `wanted` needs, directly or not, never passing through `left_out`."""
-    seen, todo = set(), [(canonicalize_name(need.name), extra) for need in wanted for extra in ("", *need.extras)]
+def reached(direct: list[Requirement], found: dict[str, dict], left_out: set[str]) -> set[str]:
+    """Names of the packages that `direct` needs, directly or not, never passing through `left_out`."""
+    seen, todo = set(), [(canonicalize_name(need.name), extra) for need in direct for extra in ("", *need.extras)]
     while todo:
         name, extra = todo.pop()
         if (name, extra) in seen:
@@ -53,11 +64,14 @@ def reached(wanted: list[Requirement], found: dict[str, dict], left_out: set[str
 
 
 def lock(name: str) -> int:
-    """Write requirements/NAME.txt; the number of packages in it."""
-    source = FOLDER / f"{name}.in"
-    found = {canonicalize_name(item["metadata"]["name"]): item for item in resolve(source)}
-    lines = [f"# Made from {source.name} by `make lock`: Linux x86_64, Python 3.11. Install with --no-deps."]
-    for package in sorted(reached(direct(source), found, LEFT_OUT[name])):
+    """Write requirements/NAME.txt. Returns the number of packages in it."""
+    requirements = wanted(name)
+    found = {canonicalize_name(item["metadata"]["name"]): item for item in resolve(requirements)}
+    packages = reached(list(map(Requirement, requirements)), found, LEFT_OUT[name])
+    if name == "dev":  # the runtime packages are cpu.txt's
+        packages -= reached(list(map(Requirement, wanted("cpu"))), found, LEFT_OUT["cpu"])
+    lines = [f"# {name}, made from pyproject.toml by `make lock`: Linux x86_64, Python 3.11. Install with --no-deps."]
+    for package in sorted(packages):
         sha256 = found[package]["download_info"]["archive_info"]["hashes"]["sha256"]
         version = found[package]["metadata"]["version"]
         if (name, package) == ("cpu", "torch"):
@@ -67,10 +81,10 @@ def lock(name: str) -> int:
         if "+" in version:
             raise SystemExit(f"{package} {version} is a local build; a lock holds published versions only")
         lines.append(f"{package}=={version} --hash=sha256:{sha256}")
-    source.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
     return len(lines) - 1
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or sorted(LEFT_OUT):
+    for chosen in sys.argv[1:] or NAMES:
         print(f"requirements/{chosen}.txt: {lock(chosen)} packages")

@@ -8,12 +8,13 @@ say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
+pip() { quietly .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
 quietly() { "$@" >"$log" 2>&1 || { tail -n 3 "$log" >&2; return 1; }; } # the last words only, and only of a failure
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON is not there; install Python 3.11, or name it: make setup PYTHON=..."
 
 # System libraries that Mooncake asks for; the CPU build of vLLM needs libnuma too. A C++ compiler and Python's headers
-# build arctic-inference, the one package that comes as source.
+# build arctic-inference, the one package that comes as source; only benchmarks and their tests need it.
 missing=$("$PYTHON" - <<'EOF'
 import ctypes, importlib.util, shutil, sysconfig
 from pathlib import Path
@@ -40,25 +41,35 @@ if [ -n "$missing" ]; then
         apt-get install -y --no-install-recommends $missing; } || fail "apt-get could not install: $missing"
 fi
 
-lock=requirements/cpu.txt
-torch=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/cpu.in)
-stamp=.venv/.stamp-$({ cat "$lock"; echo "$torch"; } | sha256sum | cut -c1-16)
+locks="requirements/cpu.txt requirements/dev.txt"
+torch=$(sed -n '/^cpu = \[/,/^]/s/^ *"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
+# shellcheck disable=SC2086
+stamp=.venv/.stamp-$({ cat $locks; echo "$torch"; } | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
     .venv/bin/python -m pip --version >/dev/null 2>&1 || { say "making .venv"; "$PYTHON" -m venv --clear .venv; }
-    pip() { quietly .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
-    say "installing $lock (about 600 MB; one package is compiled)"
-    pip install --no-deps --require-hashes -r "$lock" || fail "$lock did not install; make setup resumes"
+    for lock in $locks; do
+        say "installing $lock ($([ "$lock" = requirements/cpu.txt ] && echo "about 600 MB" || echo "one package is compiled"))"
+        pip install --no-deps --require-hashes -r "$lock" || fail "$lock did not install; make setup resumes"
+    done
     # torch last, and by itself: its CPU build is not on the package index, so it cannot carry the lock's one
     # hash. Where pip knows a CPU build it wins (2.13.0+cpu > 2.13.0); elsewhere comes the CUDA one (several GB).
     say "installing $torch"
     pip install "$torch" || fail "$torch did not install; make setup resumes"
-    say "importing what was installed"
+    say "importing the packages"
     quietly .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store, arctic_inference.suffix_decoding" ||
         fail "a package does not import; make clean setup starts afresh"
     rm -f .venv/.stamp-*
     touch "$stamp"
 fi
-.venv/bin/python -m tailrace model
+# The package itself, editable: `tailrace` and `import tailrace` work from any folder, Ray's workers included.
+installed=.venv/.package-$(sha256sum pyproject.toml | cut -c1-16)
+if [ ! -e "$installed" ]; then
+    say "installing tailrace (editable)"
+    pip install --no-deps --no-build-isolation -e . || fail "tailrace did not install; make setup resumes"
+    rm -f .venv/.package-*
+    touch "$installed"
+fi
+.venv/bin/tailrace model
 if ! ls deployments/draft_index/__pycache__/*.nbi >/dev/null 2>&1; then
     say "compiling the draft index" # once, and not in every engine that starts first
     quietly .venv/bin/python -c "from tailrace.deployments.draft_index.group_index import warm_up; warm_up()" ||

@@ -92,7 +92,7 @@ class Player:
 
     def __init__(self, policies: Policies, data: bytes, limits: Limits | None = None):
         self.play, self.ledger = Play(RolloutCore(policies, limits=limits)), Ledger()
-        self.wanted = limits.most if limits else 1_000  # replicas that the core asked for last
+        self.wanted = limits.max if limits else 1_000  # replicas that the core asked for last
         self.kv = KvLedger(keeps=name_of(policies.kv_on_update) == "keep")
         self.data, self.at, self.now, self.batches, self.joins = data, 0, 0.0, 0, 0
 

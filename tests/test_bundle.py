@@ -16,7 +16,7 @@ from user_policies import (
 )
 
 from tailrace.policies.families.ordering import Fcfs, Seer
-from tailrace.policies.families.registry import FAMILIES, Policies, load_policy, members, name_of
+from tailrace.policies.families.registry import FAMILIES, Policies, installed, load_policy, members, name_of
 
 BUILT_IN = {
     "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first"],
@@ -37,7 +37,7 @@ USERS_OWN = {
     "kv_on_update": {"type": "user_policies:KeepYoung", "args": {"updates": 2}},
     "prefetch": {"type": "user_policies:HalfTheQueue", "args": {}},
     "lengths": {"type": "user_policies:Doubling", "args": {}},
-    "drafting": {"type": "user_policies:HalfADraft", "args": {"most": 8}},
+    "drafting": {"type": "user_policies:HalfADraft", "args": {"max_draft_tokens": 8}},
     "draft_models": {"type": "user_policies:AlwaysTwo", "args": {"acceptance": 0.25}},
     "tail": {"type": "user_policies:OneForEight", "args": {"samples": 8}},
     "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},
@@ -128,10 +128,10 @@ def test_the_defaults_are_seer_s():
         ({"placement": {"type": "least-kv"}}, "nearest: least_kv"),
         ({"placement": "zzz"}, "unknown placement 'zzz'; known: least_kv"),
         ({"ordering": {"type": "seer", "explore": 1.5}}, "Seer.explore: Input should be less than or equal to 1"),
-        ({"ordering": {"type": "seer", "exploer": 0.5}}, "Seer.exploer: Extra inputs are not permitted"),
+        ({"ordering": {"type": "seer", "exploer": 0.5}}, "Seer.exploer: unknown key; did you mean explore?"),
         ({"chunking": {"type": "fixed", "chunk_tokens": 0}}, "FixedChunks.chunk_tokens"),
         ({"draft_models": {"type": "planned", "drafter": {"base_s": 0}}}, "Planned.drafter.base_s: Input should be"),
-        ({"draft_models": {"type": "planned", "verifier": {"tokens_s": 1}}}, "Planned.verifier.tokens_s: Extra inputs"),
+        ({"draft_models": {"type": "planned", "verifier": {"tokens_s": 1}}}, "Planned.verifier.tokens_s: unknown key"),
         ({"ordering": {"explore": 0.5}}, "give a name or a mapping with `type`"),
         ({"ordering": 3}, "ordering: give a name"),
         ({"ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 0}}}, "LastComeFirst.spread"),
@@ -159,3 +159,20 @@ def test_policies_are_values():
     assert isinstance(Policies(), BaseModel) and hash(Policies()) == hash(Policies())
     with pytest.raises(ValidationError, match="frozen"):
         Policies().ordering = Fcfs()
+
+
+def test_an_installed_packages_policy_is_named_like_ours(tmp_path, monkeypatch):
+    """By the entry points of its distribution, as pip lays them down."""
+    folder = tmp_path / "my_orders-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: my-orders\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(
+        "[tailrace.policies]\nordering.last_first = user_policies:LastComeFirst\ntail.gone = nowhere:Tail\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed("ordering") == {"last_first": "user_policies:LastComeFirst"}
+    policy = Policies(ordering={"type": "last_first", "spread": 5}).ordering
+    assert name_of(policy) == "user_policies:LastComeFirst" and policy.spread == 5
+    assert Policies(ordering="last_first").ordering.spread == 3
+    assert "known: fcfs" in error_of(ordering="last_frist") and "last_first" in error_of(ordering="last_frist")
+    assert "cannot be imported" in error_of(tail="gone")

@@ -2,12 +2,19 @@
 
 import json
 import socket
+import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
+import click
 import pytest
+import yaml
 
 from tailrace.app.cli import COMMANDS, run
+from tailrace.app.errors import EXTRAS
 
+ROOT = Path(__file__).resolve().parent.parent
 GOOD = '{"prompt_id": "a", "text": "hello"}\n'
 
 
@@ -116,6 +123,58 @@ def test_a_bad_trace(tmp_path, capsys):
 
 def test_an_unknown_command(capsys):
     assert "nonsense" in refused(capsys, "nonsense")
+
+
+@pytest.mark.parametrize("arguments", [(), ("pool",), ("history",), ("drafts",), ("bench",)])
+def test_a_group_without_a_command_prints_help(arguments, capsys):
+    assert run(list(arguments)) == 0
+    assert "Commands:" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("tailrace ")
+
+
+@pytest.mark.parametrize(
+    "arguments, nearest",
+    [(("simulat",), "simulate"), (("pool", "statsu"), "status"), (("bench", "scheduer"), "scheduler")],
+)
+def test_a_mistyped_command_gives_the_nearest(arguments, nearest, capsys):
+    said = refused(capsys, *arguments)
+    assert f"did you mean '{nearest}'?" in said.lower() and arguments[-1] in said
+
+
+def test_a_command_without_its_extra_names_it(capsys, monkeypatch):
+    monkeypatch.setitem(COMMANDS, "heavy", "A command that imports Ray.")
+    module = ModuleType("tailrace.app.commands.heavy")
+    module.command = click.Command("heavy", callback=lambda: (_ for _ in ()).throw(missing("ray.serve")))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert refused(capsys, "heavy") == "error: ray is not installed; run: pip install 'tailrace[cpu]'\n"
+    module.command = click.Command("heavy", callback=lambda: (_ for _ in ()).throw(missing("our_typo")))
+    with pytest.raises(ModuleNotFoundError, match="our_typo"):
+        run(["heavy"])
+
+
+def missing(name: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_every_import_of_an_extra_is_in_that_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    imported_as = {"mooncake": "mooncake-transfer-engine", "zmq": "pyzmq"}
+    for package, extra in EXTRAS.items():
+        name = imported_as.get(package, package.replace("_", "-"))
+        assert any(line.startswith(name) for line in extras[extra]), package
+
+
+def test_the_schema_describes_the_file_we_ship(capsys):
+    assert run(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for name in ("serve.yaml", "serve.elastic.yaml", "serve.gpu.yaml"):
+        jsonschema.validate(yaml.safe_load((ROOT / name).read_text()), schema)
 
 
 def test_policies_lists_every_family_as_json(capsys):

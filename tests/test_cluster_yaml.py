@@ -33,6 +33,11 @@ def test_every_start_asks_for_the_token(config):
     assert all("RAY_AUTH_MODE=token" in command for command in commands)
 
 
+def test_nodes_install_the_package_and_need_no_pythonpath(config):
+    assert "PYTHONPATH" not in str(config)
+    assert any("make setup" in line or "--no-build-isolation ." in line for line in config["setup_commands"])
+
+
 def test_gpu_nodes_install_the_hashed_lock_and_get_the_token():
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     assert any("--no-deps --require-hashes -r requirements/gpu.txt" in line for line in config["setup_commands"])

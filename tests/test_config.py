@@ -1,6 +1,7 @@
 """serve.yaml is strict: what Serve would ignore silently is an error here, on one line that names the key."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ import yaml
 from tailrace.app.cluster import declared
 from tailrace.app.config import ServeFile, load_config
 from tailrace.app.errors import BadInput
+from tailrace.policies.families.tail import Hold
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,7 +46,14 @@ POLICIES = (*APP, "deployments", 0, "user_config", "policies")
     "where, value, said",
     [
         ((*APP, "args", "engine", "max_runing"), 3, "applications.0.args.engine.max_runing: unknown key"),
-        ((*APP, "deployments", 1, "num_replica"), 3, "num_replica: unknown key"),
+        ((*APP, "args", "engine", "max_runing"), 3, "did you mean max_running?"),
+        (
+            (*APP, "deployments", 1, "num_replica"),
+            3,
+            "applications.0.deployments.Engine.num_replica: unknown key; did you mean num_replicas?",
+        ),
+        ((*APP, "deployments", 0, "user_confg"), {}, "deployments.Coordinator.user_confg: unknown key; did you mean"),
+        ((*POLICIES, "chunking"), {"type": "fixed", "chunk_token": 3}, "chunk_token: unknown key; did you mean chunk_"),
         ((*APP, "deployments", 1, "name"), "Engin", "no deployment is called 'Engin'"),
         ((*APP, "deployments", 1, "num_replicas"), 0, "num_replicas"),
         ((*POLICIES, "ordering"), {"type": "sear"}, "unknown ordering 'sear'; nearest: seer"),
@@ -83,3 +92,61 @@ def test_what_is_null_in_the_arguments_stays_null_where_replicas_come_and_go():
     (said,) = declared(file.model_copy(update={"applications": (application,)}))["applications"]
     assert type(args).model_validate(said["args"]) == without
     assert all(value is not None for deployment in said["deployments"] for value in deployment.values())
+
+
+def test_keys_of_serve_pass_to_serve(tmp_path):
+    data = yaml.safe_load((ROOT / "serve.yaml").read_text())
+    application = data["applications"][0]
+    keys = {
+        "max_ongoing_requests": 9, "placement_group_bundles": [{"CPU": 1.0}, {"GPU": 8.0}],
+        "placement_group_strategy": "PACK", "logging_config": {"log_level": "DEBUG"}, "max_replicas_per_node": 4,
+    }  # fmt: skip
+    application["deployments"][1] |= keys
+    data["logging_config"] = application["logging_config"] = {"log_level": "ERROR"}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(data))
+    found = declared(load_config(path))
+    assert found["logging_config"] == found["applications"][0]["logging_config"] == {"log_level": "ERROR"}
+    engine = next(each for each in found["applications"][0]["deployments"] if each["name"] == "Engine")
+    assert {key: engine[key] for key in keys} == keys
+
+
+def test_other_applications_of_the_file_pass_untouched(tmp_path):
+    data = yaml.safe_load((ROOT / "serve.yaml").read_text())
+    other = {"name": "reward", "import_path": "my_rewards:app", "route_prefix": "/reward", "args": {"a": None, "b": 1}}
+    data["applications"].insert(0, other)
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(data))
+    file = load_config(path)
+    assert file.application.name == "tailrace"
+    said = declared(file)["applications"]
+    assert said[0]["args"] == {"a": None, "b": 1} and said[0]["route_prefix"] == "/reward"
+    assert said[1]["args"]["drafter"] is None
+    data["applications"].pop()
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(BadInput, match="exactly one application with import_path"):
+        load_config(path)
+
+
+@pytest.mark.live
+def test_the_keys_that_pass_are_serves():
+    from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema
+
+    from tailrace.app.deployment_settings import ActorOptions, ServeKeys
+
+    assert set(ServeKeys.model_fields) < set(DeploymentSchema.model_fields)
+    assert set(ActorOptions.model_fields) == set(RayActorOptionsSchema.model_fields)
+
+
+class WithDrafters(Hold):
+    """A user's tail policy that asks for drafters by its capability."""
+
+    wants_drafters: ClassVar[bool] = True
+
+
+def test_a_users_tail_policy_asks_for_drafters_by_its_capability(tmp_path):
+    data = changed((*POLICIES, "tail"), {"type": f"{__name__}:WithDrafters"})
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(BadInput, match=r"WithDrafters needs args\.drafter, and Drafter\.autoscaling_config"):
+        load_config(path)

@@ -111,7 +111,7 @@ def _keeps_the_contract(policy, steps):
         before = copied(seen), copied(memory)
         tokens, after = policy.decide(seen, memory)
         assert tokens.dtype == np.int32 and tokens.shape == seen.proposed.shape
-        assert (tokens >= 0).all() and (tokens <= np.minimum(seen.proposed, policy.most)).all()
+        assert (tokens >= 0).all() and (tokens <= np.minimum(seen.proposed, policy.max_draft_tokens)).all()
         again, after_again = policy.decide(seen, memory)
         assert same(tokens, again) and same(after, after_again)
         assert same(before, (seen, memory))
@@ -135,7 +135,7 @@ def test_off_and_fixed():
 
 def test_aimd_grows_by_two_while_all_is_right_and_falls_back_to_two():
     """RhymeRL 5.4, for one sample whose proposals are always long enough."""
-    policy, memory, windows = Aimd(most=8), None, []
+    policy, memory, windows = Aimd(max_draft_tokens=8), None, []
     for drafted, accepted in ((0, 0), (2, 2), (4, 4), (6, 6), (8, 8), (8, 7), (2, 2), (0, 0)):
         verifications = [len(windows)]
         seen = view([[0.9] * 32], drafted_last=[drafted], accepted_last=[accepted], verifications=verifications)
@@ -168,11 +168,11 @@ def test_length_class_gives_short_none_and_long_twice_as_many():
     classes = {"generated": [99, 100, 299, 300], "medium_at": [100] * 4, "long_at": [300] * 4}
     policy = LengthClassBudget(medium_tokens=3)
     assert tokens_of(policy, view([[0.5] * 9] * 4, **classes)) == [0, 3, 3, 6]
-    assert policy.reads_classes and policy.most == 6
+    assert policy.reads_classes and policy.max_draft_tokens == 6
 
 
 def test_concurrency_shares_the_batch_s_tokens_and_stops_at_the_first_doubtful_one():
-    policy = Concurrency(most=6, batch_tokens=8, least_probability=0.5)
+    policy = Concurrency(max_draft_tokens=6, batch_tokens=8, min_probability=0.5)
     sure, doubtful = [0.9] * 9, [0.9, 0.4, 0.9]
     assert tokens_of(policy, view([sure])) == [6]
     assert tokens_of(policy, view([sure, doubtful])) == [4, 1]

@@ -63,7 +63,7 @@ def test_nothing_is_planned_unless_that_is_asked_for():
 def test_all_get_algorithm_1s_window_and_whoever_accepts_less_than_the_mean_algorithm_2s():
     policy, view = Planned(**FAST), DraftModelsView(8, 8, 0.8)
     planner, drafter, verifier = (
-        Decoupled(most_window=8),
+        Decoupled(max_window=8),
         DrafterCost(1, 2e-6, 0.002),
         VerifierCost(1, 1e-5, 2e-5, 0.02),
     )

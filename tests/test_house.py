@@ -13,6 +13,9 @@ from test_imports import CHAIN, EVERY, ROOT, names_of, offences, sources, tree_o
 MAX_LINES = 300
 ONE_NOUN = {
     "policies/core/rollout.py": "`RolloutCore`, the state machine",
+    "deployments/drafting/drafts.py": "`EngineDrafts`, the drafts of one engine",
+    "app/simulator/host.py": "the simulated shell",
+    "app/simulator/hardware.py": "published figures of GPUs and models, a table",
 }
 """Files that may be longer, since splitting their one noun would read worse."""
 
@@ -25,7 +28,7 @@ IDIOMS = {
     "behind, beside": r"\b(behind|beside)\b",
     "of itself, anew": r"\b(of itself|of themselves|anew)\b",
     "so many": r"\bso (many|much)\b",
-    "least, most": r"\b(least|most)\b(?! (recent|likely|of the))",
+    "least, most": r"(?<!at )\b(least|most)\b(?! (recent|likely|of the))",
     "stands, lies": r"\b(stands?|lies)\b",
     "None: ...": r"[;,.] None:",
     "who, nobody": r"\b(who|whom|whoever|nobody|everybody)\b",

@@ -159,7 +159,8 @@ def test_no_view_has_a_field_for_a_true_length():
         ),
         "RacesView": ("room", "copies", "gain"),
         "TailView": (
-            "now", "waiting", "running", "unended", "submitted", "replicas", "least", "most", "races", "roles",
+            "now", "waiting", "running", "unended", "submitted", "replicas", "min_replicas", "max_replicas", "races",
+            "roles",
         ),
         "RolesView": ("engines", "drafters", "gain"),
         "DraftModelsView": ("verified", "drafted", "acceptance"),

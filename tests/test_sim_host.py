@@ -151,7 +151,7 @@ def test_nothing_is_faster_than_its_bounds(drafting):
         work, where, how = workload(seed), cluster(), policies(ordering, drafting=drafting)
         chances = None if drafting == "off" else Even(0.7)
         got = run(work, where, how, acceptance=chances)
-        assert got.makespan_s >= bounds(work.steps[0], where, chances, how.drafting.most)["best_s"]
+        assert got.makespan_s >= bounds(work.steps[0], where, chances, how.drafting.max_draft_tokens)["best_s"]
 
 
 def test_fixed_drafts_make_what_the_chances_say():

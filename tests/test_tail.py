@@ -30,18 +30,18 @@ def tail(
     waiting=0,
     unended=None,
     submitted=64,
-    least=1,
-    most=4,
+    min_replicas=1,
+    max_replicas=4,
     races=RacesView(),  # noqa: B008
     roles=(),
 ) -> TailView:
     running = sum(one.running for one in replicas)
     unended = running + waiting if unended is None else unended
-    return TailView(now, waiting, running, unended, submitted, replicas, least, most, races, roles)
+    return TailView(now, waiting, running, unended, submitted, replicas, min_replicas, max_replicas, races, roles)
 
 
 def auto(view: TailView, worth: float = 1.0, answer: ReplicaGoal | None = None) -> ReplicaGoal:
-    return Auto(worth=worth).cut(view, answer or ReplicaGoal(view.most))
+    return Auto(worth=worth).cut(view, answer or ReplicaGoal(view.max_replicas))
 
 
 def engines(view: TailView, worth: float = 1.0) -> int:
@@ -65,7 +65,7 @@ def test_every_member_stays_within_the_limits_and_repeats_itself(name, data, lim
     least, most = limits[0], max(1, sum(limits))
     for step, (first, second, waiting, more) in enumerate(data):
         replicas = [replica(f"r{i}", n) for i, n in enumerate((first, second)[: 1 + more % 2])]
-        view = tail(*replicas, now=0.3 * step, waiting=waiting, least=least, most=most)
+        view = tail(*replicas, now=0.3 * step, waiting=waiting, min_replicas=least, max_replicas=most)
         answers = [policy.wanted(view, memory) for memory in memories]
         assert answers[0] == answers[1] and least <= answers[0][0].engines <= sum(answers[0][0]) <= most
         memories = [memory for _, memory in answers]
@@ -97,7 +97,7 @@ def test_while_a_batch_only_shrinks_nobody_is_asked_back(name, data, slope_s):
 @pytest.mark.parametrize("name", SHRINKING)
 def test_whatever_waits_brings_all_back_at_once_and_no_work_leaves_the_least(name):
     policy = load_policy("tail", name)
-    wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, least=0), None)
+    wanted, memory = policy.wanted(tail(replica("r0", 0), unended=0, min_replicas=0), None)
     assert wanted == (0, 0)
     wanted, memory = policy.wanted(tail(replica("r0", 8), waiting=1, now=0.1), memory)
     assert wanted == (4, 0)
@@ -197,9 +197,9 @@ def test_what_has_become_a_drafter_or_gone_does_not_come_back_for_drafts():
 
 
 def test_auto_leaves_room_for_all_and_keeps_all_while_nothing_is_known():
-    assert engines(tail(replica("r0", 5), replica("r1", 5), most=2), 9.0) == 2
-    assert engines(tail(replica("r0", 1, used=500), replica("r1", 1, used=500), most=2), 9.0) == 2
-    assert engines(tail(replica("r0", 1, None), replica("r1", 0, None), most=2), 9.0) == 2
+    assert engines(tail(replica("r0", 5), replica("r1", 5), max_replicas=2), 9.0) == 2
+    assert engines(tail(replica("r0", 1, used=500), replica("r1", 1, used=500), max_replicas=2), 9.0) == 2
+    assert engines(tail(replica("r0", 1, None), replica("r1", 0, None), max_replicas=2), 9.0) == 2
 
 
 # ---- how the core obeys ----------------------------------------------------------------------------

@@ -90,10 +90,10 @@ class HalfADraft(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    most: int = Field(8, ge=0)
+    max_draft_tokens: int = Field(8, ge=0)
 
     def decide(self, view, memory):
-        return (view.proposed.clip(max=self.most) + 1) // 2, memory
+        return (view.proposed.clip(max=self.max_draft_tokens) + 1) // 2, memory
 
 
 class OneForEight(BaseModel):
@@ -103,8 +103,8 @@ class OneForEight(BaseModel):
     samples: int = Field(8, ge=1)
 
     def wanted(self, view, memory):
-        engines = min(max(-(-view.unended // self.samples), view.least), view.most)
-        return ReplicaGoal(engines, min(1, view.most - engines)), memory
+        engines = min(max(-(-view.unended // self.samples), view.min_replicas), view.max_replicas)
+        return ReplicaGoal(engines, min(1, view.max_replicas - engines)), memory
 
 
 class AlwaysTwo(BaseModel):

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 import tailrace
-from tailrace.app.errors import BadInput
+from tailrace.app.errors import BadInput, did_you_mean
 
 BENCHMARKS = "benchmarks.commands.bench"
 """Named by string: benchmarks import the product, never the reverse."""
@@ -31,7 +31,13 @@ class Benches(click.Group):
     def get_command(self, ctx, cmd_name):
         return _load().get_command(ctx, cmd_name)
 
+    def resolve_command(self, ctx, args):
+        known = self.list_commands(ctx)
+        if args and args[0] not in known:
+            raise did_you_mean(args[0], known, ctx)
+        return super().resolve_command(ctx, args)
+
 
 @click.command(cls=Benches)
 def command():
-    """Benchmarks; every figure stands beside its baseline of the same run."""
+    """Benchmarks. Every figure comes with its baseline, measured in the same run."""

@@ -5,12 +5,16 @@ import json
 import click
 from pydantic_core import to_jsonable_python
 
-from tailrace.policies.families.registry import FAMILIES, members
+from tailrace.policies.families.registry import FAMILIES, installed, members
 
 
 def catalogue() -> dict:
     """family -> member -> {about, knobs: {name: {default, about}}}."""
-    return {family: {name: _member(cls) for name, cls in members(family).items()} for family in FAMILIES}
+    return {
+        family: {name: _member(cls) for name, cls in members(family).items()}
+        | {name: {"about": f"installed: {path}", "knobs": {}} for name, path in installed(family).items()}
+        for family in FAMILIES
+    }
 
 
 def _member(cls) -> dict:
@@ -25,7 +29,11 @@ def _member(cls) -> dict:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(as_json):
-    """List policy families, their members and knobs. A user's own is named by dotted path, `my_pkg.mine:MyOrdering`."""
+    """List policy families, their members and knobs.
+
+    Installed packages add members by entry points `FAMILY.NAME` of the group `tailrace.policies`. Any class can be
+    named by dotted path: `type: "my_pkg.mine:MyOrdering"`.
+    """
     families = catalogue()
     if as_json:
         click.echo(json.dumps(families))

@@ -20,8 +20,8 @@ from tailrace.app.errors import BadInput
 def command(config, drafter, context, out, as_json):
     """Time engine steps by chunks, draft tokens and context, and prompts by length; about a minute on a CPU.
 
-    Engines measure the same of themselves, as they start and while they work; this is for people, for simulations, and
-    for the figures that `policies.draft_models: planned` goes by, of samples that have so many tokens on average.
+    Engines measure the same by themselves, as they start and while they work; this is for people, for simulations, and
+    for the figures that `policies.draft_models: planned` goes by, of samples that have this many tokens on average.
     """
     args = load_config(config).application.args
     if out is not None and not out.resolve().parent.is_dir():

@@ -15,11 +15,11 @@ import click
 
 from tailrace.app.cluster import LOOPBACK_ONLY
 from tailrace.app.config import DEFAULT_CONFIG, load_config
-from tailrace.app.errors import BadInput, Failed
+from tailrace.app.errors import BadInput, Failed, MissingExtra
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
-"""Longest wait for the head's dashboard; it takes about 5 s on two idle cores."""
+"""Max wait for the head's dashboard; it takes about 5 s on two idle cores."""
 
 
 @click.command()
@@ -43,7 +43,7 @@ def command(config, port, dashboard_port):
         _await_dashboard(head, dashboard_port)
         _run(("serve", "deploy", "--address", dashboard, str(config.resolve())), environment)
         click.echo(f"deploying; drivers: RAY_AUTH_MODE=token, --address {LOOPBACK}:{port}; the token is in ~/.ray")
-        click.echo(f"state: PYTHONPATH=. RAY_AUTH_MODE=token serve status --address {dashboard}; Ctrl-C stops")
+        click.echo(f"state: RAY_AUTH_MODE=token serve status --address {dashboard}; Ctrl-C stops")
         head.wait()
         raise Failed(f"the Ray head has stopped with exit code {head.returncode}")
     except KeyboardInterrupt:
@@ -53,9 +53,7 @@ def command(config, port, dashboard_port):
 
 
 def _environment() -> dict[str, str]:
-    root = Path(__file__).parent.parent.parent
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    ours = {"RAY_AUTH_MODE": "token", "PYTHONPATH": path, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    ours = {"RAY_AUTH_MODE": "token", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     return os.environ | LOOPBACK_ONLY | ours
 
 
@@ -87,7 +85,9 @@ def _await_dashboard(head: subprocess.Popen, port: int) -> None:
 
 
 def _run(step: tuple[str, ...], environment: dict[str, str]) -> None:
-    """One program to its end. Raises Failed with its last line."""
+    """Run one program to its end. Raises Failed with its last line, MissingExtra if Ray is not installed."""
+    if not Path(_program(step[0])).exists():
+        raise MissingExtra("ray is not installed; run: pip install 'tailrace[cpu]'")
     done = subprocess.run((_program(step[0]), *step[1:]), env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]

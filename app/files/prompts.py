@@ -45,4 +45,4 @@ def _parse(path: Path, number: int, line: str, defaults: dict) -> PromptGroup:
     try:
         return PromptGroup.model_validate({"prompt_id": f"line-{number}", **defaults, **data})
     except ValidationError as error:
-        raise BadInput(f"{path} line {number}: {first_error(error).removeprefix('file: ')}") from error
+        raise BadInput(f"{path} line {number}: {first_error(error, PromptGroup).removeprefix('file: ')}") from error

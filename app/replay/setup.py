@@ -61,7 +61,7 @@ class TraceSetup:
         that always are."""
         setup, policies, evidence = self.setup, chosen.bundle(self.setup.chunk_tokens), chosen.evidence
         how = {"spans": spans, "check": check, "progress": progress}
-        if not (self.replay and policies.drafting.most):
+        if not (self.replay and policies.drafting.max_draft_tokens):
             return setup.run(name, chosen, seed, **how)
         sees = IndexSettings(group_context=evidence in ("group", "all"), history=evidence in ("history", "all"))
         step = setup.cluster.replica.step

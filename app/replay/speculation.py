@@ -65,7 +65,7 @@ class Replayed:
     def __init__(self, drafts: EngineDrafts, wire: Wire, policy: Drafting, step: StepModel, max_tokens: int):
         self._drafts, self._recorded, self._policy, self._step = drafts, wire.recorded, policy, step
         self._max_tokens = max_tokens
-        self.most = min(policy.most, DraftConfig().draft_tokens)
+        self.most = min(policy.max_draft_tokens, DraftConfig().draft_tokens)
         self._running: dict[str, _Running] = {}
         self._cost, self._stepped = (0, 0.0), False  # the step that runs: tokens, seconds; whether it is over
         for chunks, tokens in VERIFIED:
@@ -103,8 +103,13 @@ class Replayed:
         until = end if end < sample.length else self._max_tokens
         group = GroupRef(group_id, group_id)
         plan = DraftPlan(
-            group, sample.index, recorded.epoch, chunk.expected_tokens, chunk.class_starts, self._policy
-        )  # fmt: skip
+            group=group,
+            sample_index=sample.index,
+            epoch=recorded.epoch,
+            expected_tokens=chunk.expected_tokens,
+            class_starts=chunk.class_starts,
+            policy=self._policy,
+        )
         context = np.concatenate([prompt, answer[:at]])
         request = _StandInRequest(len(context))
         what = chunk.chunk_id, 0, context, len(prompt), until - at, SamplingParams(), 0
@@ -150,7 +155,7 @@ def replaying(
         return Replayed(drafts, wire, policy, step, workload.max_tokens)
 
     try:
-        yield replayed if policy.most else None
+        yield replayed if policy.max_draft_tokens else None
     finally:
         for drafts in started:
             drafts.stop()

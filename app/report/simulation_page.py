@@ -88,7 +88,14 @@ def _ratio_bars(comparison: dict, colours: Colours) -> str:
 def _makespan_bar(name: str, mean: dict, summaries: Sequence[dict]) -> Bar:
     spread = [one["makespan_s"] for one in summaries]
     said = f"{number(mean['makespan_s'])} s"
-    return Bar(name, mean["makespan_s"], said, (min(spread), max(spread)), mean["tail_s"], mean["bounds"].get("best_s"))
+    return Bar(
+        name=name,
+        value=mean["makespan_s"],
+        said=said,
+        whisker=(min(spread), max(spread)),
+        part=mean["tail_s"],
+        mark=mean["bounds"].get("best_s"),
+    )
 
 
 def _timelines(runs: Mapping[str, SimulatedRun], shown: Mapping[str, Sequence[Span]]) -> str:

@@ -6,7 +6,7 @@ from tailrace.app.simulator.types import Span
 
 
 def lanes_of(spans: Sequence[Span]) -> list[int]:
-    """`spans` by replica, then by time. A sample goes on in the lane in which it was, if that is free; otherwise in
+    """`spans` by replica, then by time. A sample continues in the lane in which it was, if that is free; otherwise in
     the first that is. No two spans of a replica overlap in a lane."""
     found: list[int] = []
     replica, free_s, lane_of = None, [], {}
@@ -25,8 +25,8 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
 
 
 def sources_of(spans: Sequence[Span]) -> list[int | None]:
-    """For each span the place of the one on another replica that its sample went on from or, where that was under way,
-    that it copies; None: there is none. What lost a race is where no sample goes on."""
+    """For each span the place of the one on another replica that its sample continued from or, where that was under
+    way, that it copies; None: there is none. What lost a race is where no sample continues."""
     found: list[int | None] = [None] * len(spans)
     first = kept = None  # the one that others copy; the last that did not lose
     for place in sorted(range(len(spans)), key=lambda at: (spans[at].sample_id, spans[at].begin_s, at)):

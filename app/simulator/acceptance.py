@@ -18,7 +18,7 @@ from tailrace.app.simulator.types import WorkloadGroup
 
 HISTORY_SHARE = 0.8
 """A past answer as a share of a mate's. 8 and 16 of them do on the trace what 6.8 and 12.7 mates would, and 16 with
-7 mates what 19 mates would if the curve went on: 0.85, 0.79 and 0.74 each."""
+7 mates what 19 mates would if the curve continued: 0.85, 0.79 and 0.74 each."""
 
 
 class Measured(NamedTuple):

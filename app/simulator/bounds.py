@@ -33,7 +33,7 @@ class Samples:
     def least_costs(
         self, step: StepModel, own_s: Sequence[float], room_s: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a token where each answer has so many tokens, those numbers, and the most that a step makes.
+        """Seconds of a token where each answer has this many tokens, those numbers, and the most that a step makes.
 
         To a step with w drafts a sample adds own_s[w], what reading its context takes, and room_s for each token that
         its answer has. A step reads the context it starts with: the token at x may cost what it would `stride` earlier.

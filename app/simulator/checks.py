@@ -1,6 +1,6 @@
 """Laws of a simulated run, from what goes into the core and comes out of it alone: conservation, no preemption, time.
 
-A race is decided here anew: who comes first to its end, or an original that is told to stop, is the chunk; the others
+A race is decided here again: who comes first to its end, or an original that is told to stop, is the chunk; the others
 are beaten. Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be
 checked.
 """

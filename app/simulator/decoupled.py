@@ -113,7 +113,7 @@ class DraftModelSpeculation:
         self._plan, self._policy = plan, policy
         self._own: dict[str, DraftSetup] = {}  # by Algorithm 2
         self._next = RECONFIGURE_STEPS if policy else FOREVER
-        windows = [way.window, *(other.window for other in self._races.values()), policy.most_window if policy else 0]
+        windows = [way.window, *(other.window for other in self._races.values()), policy.max_window if policy else 0]
         self.most = max(windows)
         self.methods = (way.method.name if way.window else PLAIN, *self._races)
 

@@ -1,4 +1,4 @@
-"""The replicas of a simulated cluster, and what they tell the core of themselves.
+"""The replicas of a simulated cluster, and what they tell the core by themselves.
 
 Invariant: what is told is what a live replica could have measured by then. Called by `Host`.
 """
@@ -75,11 +75,18 @@ class ModelledFleet:
             tokens = running = UNBOUNDED_TOKENS
         joins = [
             ReplicaJoined(
-                now, self._ids[replica.index], BLOCK_TOKENS, tokens // BLOCK_TOKENS, running, self.draft_tokens, 0,
-                self._node(replica.index), replica.methods,
+                now=now,
+                replica_id=self._ids[replica.index],
+                block_tokens=BLOCK_TOKENS,
+                kv_capacity_blocks=tokens // BLOCK_TOKENS,
+                max_running=running,
+                draft_tokens=self.draft_tokens,
+                weights_version=0,
+                node_id=self._node(replica.index),
+                methods=replica.methods,
             )
             for replica in joining
-        ]  # fmt: skip
+        ]
         return [*joins, *(self._measure(replica, now) for replica in joining)]
 
     def _node(self, index: int) -> str:
@@ -98,9 +105,15 @@ class ModelledFleet:
         base_s = model.step.seconds(0, 0)
         per_chunk_s = (replica.step_s() - base_s) / chunks if chunks else model.step.seconds(1, 0) - base_s
         return ReplicaMeasured(
-            now, self._ids[replica.index], model.prefill_tokens_s, model.fetch_tokens_s, model.fetch_base_s, base_s,
-            max(0.0, per_chunk_s), now,
-        )  # fmt: skip
+            now=now,
+            replica_id=self._ids[replica.index],
+            prefill_tokens_s=model.prefill_tokens_s,
+            fetch_tokens_s=model.fetch_tokens_s,
+            fetch_base_s=model.fetch_base_s,
+            step_base_s=base_s,
+            step_per_chunk_s=max(0.0, per_chunk_s),
+            observed_at=now,
+        )
 
     def crowd(self, replica: ModelledReplica, now: float) -> list[ModelledReplica]:
         """A replica has had its turn: those of its node that run something, now that this may have begun or ended."""
@@ -135,5 +148,5 @@ class ModelledFleet:
         return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
 
     def save_s(self, chunk: SimulatedChunk) -> float:
-        """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may go on."""
+        """Seconds until the pool holds all of the KV of a chunk that has stopped, and its sample may continue."""
         return self.model.fetch_base_s + (chunk.context + int(chunk.made) - chunk.stored) / self.model.fetch_tokens_s

@@ -69,7 +69,17 @@ def simulate(
         speculation = by_policy(policies.drafting, acceptance, cluster.replica.step, seed)
     kept = [] if spans else None
     fleet = ModelledFleet(cluster, speculation, kept)
-    host = _Host(workload, fleet, policies, admission, reveal, elastic, kept, check, progress)
+    host = _Host(
+        workload=workload,
+        fleet=fleet,
+        policies=policies,
+        admission=admission,
+        reveal=reveal,
+        elastic=elastic,
+        spans=kept,
+        check=check,
+        progress=progress,
+    )
     host.run()
     return host.result(system, seed)
 
@@ -198,7 +208,16 @@ class _Host:
             begin_s = replica.boundary_s(self._now)  # an engine begins to pull between two steps
             until_s = begin_s + fetch_s
             if self._spans is not None:
-                self._spans.append(Span(replica.index, chunk.sample.sample_id, "fetch", begin_s, until_s, chunk.pulled))
+                self._spans.append(
+                    Span(
+                        replica=replica.index,
+                        sample_id=chunk.sample.sample_id,
+                        role="fetch",
+                        begin_s=begin_s,
+                        end_s=until_s,
+                        tokens=chunk.pulled,
+                    )
+                )
             self._at(until_s, self._arrive, chunk)
         else:
             replica.submit(chunk, self._now)
@@ -223,7 +242,7 @@ class _Host:
 
     def _turn(self, replica: ModelledReplica) -> None:
         if replica.due_s != self._now:
-            return  # it was booked anew since
+            return  # it was booked again since
         self._booked[replica.index] = inf
         for chunk in replica.turn():
             self._stopped(chunk)
@@ -232,7 +251,7 @@ class _Host:
             self._book(mate)
 
     def _stopped(self, chunk: SimulatedChunk) -> None:
-        """A chunk has left its replica; if its sample goes on, its new KV goes to the pool first."""
+        """A chunk has left its replica; if its sample continues, its new KV goes to the pool first."""
         chunk.over = True
         goes_on = chunk.keeps and chunk.generated < chunk.sample.length
         model = self._fleet.model
@@ -278,11 +297,20 @@ class _Host:
         sample = self._samples.pop(action.sample_id)
         self._ended.append(
             Ended(
-                sample.sample_id, sample.family.step, sample.made, sample.submitted_s, self._now, sample.chunks,
-                sample.moves, sample.preemptions, sample.recomputed, sample.verifications, sample.drafted,
-                sample.made - sample.verifications,
+                sample_id=sample.sample_id,
+                step=sample.family.step,
+                tokens=sample.made,
+                submitted_s=sample.submitted_s,
+                ended_s=self._now,
+                chunks=sample.chunks,
+                moves=sample.moves,
+                preemptions=sample.preemptions,
+                recomputed_tokens=sample.recomputed,
+                verifications=sample.verifications,
+                drafted=sample.drafted,
+                accepted=sample.made - sample.verifications,
             )
-        )  # fmt: skip
+        )
         if self._progress:
             self._progress(len(self._ended), self._total)
 
@@ -300,5 +328,13 @@ class _Host:
         makespan_s = max(ended.ended_s for ended in self._ended)
         moments, spans = self._moments.all(makespan_s), tuple(self._spans or ())
         return SimulatedRun(
-            system, self._workload.name, seed, makespan_s, tuple(self._ended), moments, spans, self._events, {}
+            system=system,
+            workload=self._workload.name,
+            seed=seed,
+            makespan_s=makespan_s,
+            ended=tuple(self._ended),
+            moments=moments,
+            spans=spans,
+            events=self._events,
+            bounds={},
         )

@@ -96,7 +96,7 @@ def solve(
         raise ValueError("two figures fix a length law: mean_tokens or a quantile, and spread or another quantile")
 
     def law(median: float, width: float) -> Law:
-        return Law(median, width, max_tokens, 1.0, 0.0, at_cap)
+        return Law(median_tokens=median, spread=width, max_tokens=max_tokens, within=1.0, persist=0.0, at_cap=at_cap)
 
     share, level = points[0] if mean_tokens is None else (None, mean_tokens)
 

@@ -253,4 +253,14 @@ class ModelledReplica:
         return None
 
     def _note(self, chunk: SimulatedChunk, role: str, begin_s: float, tokens: float, steps: int) -> None:
-        self._spans.append(Span(self.index, chunk.sample.sample_id, role, begin_s, self.clock_s, int(tokens), steps))
+        self._spans.append(
+            Span(
+                replica=self.index,
+                sample_id=chunk.sample.sample_id,
+                role=role,
+                begin_s=begin_s,
+                end_s=self.clock_s,
+                tokens=int(tokens),
+                verifications=steps,
+            )
+        )

@@ -121,10 +121,16 @@ class Scenario(ScenarioModel):
         figures = {key: known.value for key in LengthFigures.model_fields if (known := getattr(self.lengths, key))}
         two = {key: figures.get(key) for key in ("mean_tokens", "spread", "quantiles")}
         at_cap, most = figures.get("at_cap", 0.0), self.max_tokens.value
+        median_tokens, spread = solve(most, at_cap=at_cap, **two)
         return Law(
-            *solve(most, at_cap=at_cap, **two), most, figures["within"], figures["persist"], at_cap,
-            figures["predictability_spread"],
-        )  # fmt: skip
+            median_tokens=median_tokens,
+            spread=spread,
+            max_tokens=most,
+            within=figures["within"],
+            persist=figures["persist"],
+            at_cap=at_cap,
+            predictability_spread=figures["predictability_spread"],
+        )
 
     def drafting(self) -> tuple[ModelledMethod, ...]:
         """Ways to draft, the index of own sample, mates and history first."""

@@ -20,14 +20,15 @@ from tailrace.policies.protocol.views import DraftView
 FOREVER = 1 << 62
 
 REGIME_TOKENS = 512
-"""A pace holds for so many tokens of a chunk at most: over so many, acceptance hardly changes with the length."""
+"""A pace holds for this many tokens of a chunk at most: over so many, acceptance hardly changes with the length."""
 
 CHANGES = 16
 """A pace holds until more than one chunk in so many has joined or left."""
 
 DRAWS, LEAST_ROUNDS, MOST_ROUNDS = 64, 2, 8
 """A pace plays enough rounds of verifications that DRAWS are drawn, within bounds: their mean holds, and policies that
-learn from outcomes see some of each. Means over few are noisy, and unbiased, since memory goes on from pace to pace."""
+learn from outcomes see some of each. Means over few are noisy, and unbiased, since memory continues from pace to
+pace."""
 
 FADE = 0.99
 """Of the replica's acceptance, per verification: the engine's own figure (`deployments.drafting.drafts`)."""
@@ -61,7 +62,7 @@ class Speculation(Protocol):
     """Draft tokens of a chunk in a step, at most."""
 
     methods: tuple[str, ...]
-    """By which chunks can draft, first what a chunk drafts by of itself; empty: no copy can be told by which."""
+    """By which chunks can draft, first what a chunk drafts by by itself; empty: no copy can be told by which."""
 
     def stale(self, changes: int, running: int) -> bool:
         """Whether a new pace is due after so many joins and leaves."""
@@ -100,7 +101,7 @@ class Policied:
 
     def __init__(self, policy: Drafting, acceptance: AcceptanceSource, step: StepModel, seed: int):
         self._policy, self._acceptance, self._step, self._seed = policy, acceptance, step, seed
-        self.most = policy.most
+        self.most = policy.max_draft_tokens
         self._memory = None
         self._accepted, self._drafted = 0.5, 1.0
         self._slots, self._free = 0, []
@@ -212,6 +213,6 @@ def by_policy(
     policy: Drafting, acceptance: AcceptanceSource | None, step: StepModel, seed: int
 ) -> Callable[[int], Speculation]:
     """The way of each replica, by its index; without chances, or a policy that drafts, one token a step."""
-    if acceptance is None or not policy.most:
+    if acceptance is None or not policy.max_draft_tokens:
         return lambda index: PlainDecoding()
     return lambda index: Policied(policy, acceptance, step, seed)

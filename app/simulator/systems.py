@@ -147,7 +147,7 @@ class Setup:
 
     @classmethod
     def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
-        """A paper's workload, drawn anew for each seed, on its cluster."""
+        """A paper's workload, drawn again for each seed, on its cluster."""
         model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
         cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
         index = scenario.drafting()[0]
@@ -170,7 +170,7 @@ class Setup:
         index; drafts are made so, and the chances are for the bounds alone. Raises ValueError where it races and
         nobody can."""
         policies = chosen.bundle(self.chunk_tokens)
-        drafts = policies.drafting.most if self.chances is not None else 0
+        drafts = policies.drafting.max_draft_tokens if self.chances is not None else 0
         sees, best, odds = Sees(self.chances, chosen.evidence) if drafts else None, self.chances, Odds(seed)
         if chosen.races:
             if self.racers is None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tailrace.app.simulator.types import Span
 
 OWNER = "owner"
-"""The draft method of a runner that no copy names one for: it goes on as it did before the race."""
+"""The draft method of a runner that no copy names one for: it continues as it did before the race."""
 
 
 class ReplicaLifetime(NamedTuple):
@@ -66,7 +66,15 @@ class RecordedChunk:
         return parts
 
     def _span(self, role: str, begin_s: float, end_s: float, tokens: int) -> Span:
-        return Span(self.replica, self.sample_id, role, begin_s, end_s, tokens, note=self._note())
+        return Span(
+            replica=self.replica,
+            sample_id=self.sample_id,
+            role=role,
+            begin_s=begin_s,
+            end_s=end_s,
+            tokens=tokens,
+            note=self._note(),
+        )
 
     def _note(self) -> str:
         """Few notes differ, since a page keeps each of them once."""

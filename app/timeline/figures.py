@@ -73,7 +73,12 @@ def longest(record: Record) -> list[list[str]]:
     table = [["sample", "tokens", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
     ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
     for sample_id, sample in ordered[:LONGEST]:
-        ran_s = busy_seconds([Span(0, sample_id, "", chunk.begin_s, chunk.end_s, 0) for chunk in sample.chunks])
+        ran_s = busy_seconds(
+            [
+                Span(replica=0, sample_id=sample_id, role="", begin_s=chunk.begin_s, end_s=chunk.end_s, tokens=0)
+                for chunk in sample.chunks
+            ]
+        )
         end_s = sample.ended_s if sample.ended_s is not None else record.run.makespan_s
         first_s = min((chunk.begin_s for chunk in sample.chunks), default=end_s)
         seconds = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s))

@@ -110,9 +110,15 @@ class _Reading:
         sample, number = self._samples[action.sample_id], self._lives.names[action.replica_id]
         raced = getattr(action, "copy_of", None)
         chunk = RecordedChunk(
-            action.chunk_id, action.sample_id, number, self._now, action.start, sample.prompt_tokens + action.start,
-            action.reason, getattr(action, "method", None),
-        )  # fmt: skip
+            chunk_id=action.chunk_id,
+            sample_id=action.sample_id,
+            replica=number,
+            begin_s=self._now,
+            start=action.start,
+            context_tokens=sample.prompt_tokens + action.start,
+            reason=action.reason,
+            method=getattr(action, "method", None),
+        )
         if raced in self._chunks:
             self._enter(chunk, self._chunks[raced])
         else:
@@ -210,9 +216,15 @@ class _Reading:
         self._shorten()
         chunks = tuple(self._made)
         return Record(
-            self._run(chunks, until_s), tuple(self._lives.names), self._lives.until(until_s), self._samples, chunks,
-            tuple(self._races.values()), tuple(self._lives.asked), self._dropped,
-        )  # fmt: skip
+            run=self._run(chunks, until_s),
+            names=tuple(self._lives.names),
+            lives=self._lives.until(until_s),
+            samples=self._samples,
+            chunks=chunks,
+            races=tuple(self._races.values()),
+            asked=tuple(self._lives.asked),
+            dropped=self._dropped,
+        )
 
     def _shorten(self) -> None:
         prefix = f"{self._batches[0]}/" if len(self._batches) == 1 else ""
@@ -224,14 +236,34 @@ class _Reading:
         spans = tuple(span for chunk in chunks for span in chunk.spans())
         ended = tuple(_ended_of(name, sample) for name, sample in self._samples.items() if sample.ended_s is not None)
         moments = tuple(moment for moment in self._moments if moment.at_s <= until_s)
-        return SimulatedRun("run", ", ".join(self._batches), 0, until_s, ended, moments, spans, self._taken, {})
+        return SimulatedRun(
+            system="run",
+            workload=", ".join(self._batches),
+            seed=0,
+            makespan_s=until_s,
+            ended=ended,
+            moments=moments,
+            spans=spans,
+            events=self._taken,
+            bounds={},
+        )
 
 
 def _ended_of(sample_id: str, sample: RecordedSample) -> Ended:
     return Ended(
-        sample_id, sample.batch, sample.tokens, sample.submitted_s, sample.ended_s, len(sample.chunks), sample.moves,
-        0, 0, 0.0, 0.0, 0.0,
-    )  # fmt: skip
+        sample_id=sample_id,
+        step=sample.batch,
+        tokens=sample.tokens,
+        submitted_s=sample.submitted_s,
+        ended_s=sample.ended_s,
+        chunks=len(sample.chunks),
+        moves=sample.moves,
+        preemptions=0,
+        recomputed_tokens=0,
+        verifications=0.0,
+        drafted=0.0,
+        accepted=0.0,
+    )
 
 
 _HANDLERS = {

@@ -1,7 +1,7 @@
 """The pool disturbed under a running rollout: every sample must end, with the tokens of the undisturbed run, in time.
 
 Each disturbance must leave its signs in the counts: one that hit nothing shows nothing, and fails. Every sample moves
-at every chunk, so that look-ups, loads and saves go on all the time. Called by `tailrace pool chaos`.
+at every chunk, so that look-ups, loads and saves continue all the time. Called by `tailrace pool chaos`.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class Disturbance:
     pool: tuple[tuple[str, object], ...] = ()
 
     async def act(self, client: RolloutClient, batch_id: str, tokens: int) -> str:
-        """Do it while the batch, which comes to so many tokens, is running; what was done."""
+        """Do it while the batch, which comes to this many tokens, is running; what was done."""
         done = []
         for share in self.when:
             view = await _moment(client, batch_id, share * tokens, self.whom)
@@ -184,7 +184,7 @@ async def _whole(client: RolloutClient) -> PoolView:
 
 
 async def _moment(client: RolloutClient, batch_id: str, tokens: float, whom: Pids) -> PoolView | None:
-    """The pool when the batch has so many tokens and there are processes with KV to lose; None: it ended before."""
+    """The pool when the batch has this many tokens and there are processes with KV to lose; None: it ended before."""
     begun = False
     while True:
         status = await client.status()

@@ -16,7 +16,7 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.racing import USUAL, MethodProfile
 
 UNDER_WAY_TOKENS = 20
-"""Of a sample, on average: each has ended a chunk of 16 by then, and most go on."""
+"""Of a sample, on average: each has ended a chunk of 16 by then, and most continue."""
 
 SHOWN = {
     "drafted_tokens": "nothing was drafted",
@@ -131,7 +131,7 @@ MODEL = {"type": "fixed", "tokens": 8}
 RUNS = (
     VerificationRun("plain", WHOLE | {"drafting": "off"}, TWO, ()),
     VerificationRun("chunks_of_64", chunked(64, "length_class"), TWO),
-    VerificationRun("chunks_of_23", chunked(23, {"type": "aimd", "least_match_tokens": 1}), TWO),
+    VerificationRun("chunks_of_23", chunked(23, {"type": "aimd", "min_match_tokens": 1}), TWO),
     VerificationRun("moved", chunked(48, "fixed", "round_robin"), TWO, MOVES),
     VerificationRun("raced", chunked(64, "closed_form") | RACES, TWO, ("drafted_tokens", "races"), kill_the_context),
     VerificationRun("history_drafts", chunked(64, "fixed"), TWO, after_an_epoch=True),

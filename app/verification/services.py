@@ -5,16 +5,8 @@ draft model. Starting one takes longer than a run, so runs of one kind share it.
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace.app.config import (
-    ELASTIC_CONFIG,
-    Application,
-    CoordinatorSettings,
-    DrafterSettings,
-    ReplicaLimits,
-    ServeFile,
-    UserConfig,
-    load_config,
-)
+from tailrace.app.config import ELASTIC_CONFIG, Application, ServeFile, load_config
+from tailrace.app.deployment_settings import CoordinatorSettings, DrafterSettings, ReplicaLimits, UserConfig
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
@@ -58,7 +50,7 @@ def _elastic(application: Application) -> dict:
     coordinator = _coordinator(application).model_copy(
         update={
             "autoscaling_config": example.of("Coordinator").autoscaling_config,
-            "user_config": UserConfig(replicas=ReplicaLimits(least=1, most=most)),
+            "user_config": UserConfig(replicas=ReplicaLimits(min=1, max=most)),
         }
     )
     policy = {"autoscaling_policy": example.autoscaling_policy}

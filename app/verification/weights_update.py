@@ -1,4 +1,4 @@
-"""The update certificate: samples in flight when the weights change go on as a fresh engine with the new ones would.
+"""The update certificate: samples in flight when the weights change continue as a fresh engine with the new ones would.
 
 Law 6: KV of one version is never read under another. Each crossing sample's first chunk under the new weights must find
 nothing, in the pool or at hand, and from there on its tokens must equal those of a service that never had other

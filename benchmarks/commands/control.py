@@ -13,7 +13,7 @@ import click
 def command(calls, keys, samples, as_json):
     """Microseconds of calls, decisions, keys and messages: Serve, an actor, the pool's master, the core, ZeroMQ.
 
-    Engines that do nothing stand behind a real Serve application; about two minutes. docs/scale.md reckons with it.
+    Engines that do nothing stand behind a real Serve application; about two minutes. docs/measurements/scale.md reckons with it.
     """
     from benchmarks.control_plane.control import measure
 

@@ -114,7 +114,7 @@ def _profiles(rollouts: list) -> dict[str, tuple[float, ...]]:
 
 
 def _cost(engine, profile: Path | None):
-    """What a step of so many tokens costs: of a file, or of an engine that is started and profiled."""
+    """What a step of this many tokens costs: of a file, or of an engine that is started and profiled."""
     from benchmarks.drafting.budgets import cost_of
 
     if profile is not None:

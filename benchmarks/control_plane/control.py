@@ -1,4 +1,4 @@
-"""What the control plane carries: the cost of each call, decision, key and message that docs/scale.md reckons with.
+"""What the control plane carries: the cost of each call, decision, key and message that docs/measurements/scale.md reckons with.
 
 Parts are measured one after another, each with nothing else running; processor time beside wall time, since on shared
 cores only the former repeats. Invariant: nothing here is a model. Called by `tailrace bench control`.

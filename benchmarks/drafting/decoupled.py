@@ -98,7 +98,7 @@ def _beside(runs: dict[str, dict], costs: tuple, window: int, samples: int) -> d
         run["predicted_tokens_s"] = round(predicted, 2)
         run["error"] = round(predicted / run["tokens_s"] - 1, 3)
     p = runs["decoupled"]["acceptance"]
-    plan = Decoupled(most_window=16).plan(samples, 2, p, [drafter], [verifier])
+    plan = Decoupled(max_window=16).plan(samples, 2, p, [drafter], [verifier])
     fits = {"drafter": {"base_s": base_d, "sample_s": sample_d}, "verifier": {"base_s": base_v, "token_s": token_v}}
     best = {"drafts": plan.drafter is not None, "window": plan.window, "tokens_s": round(plan.tokens_s, 2)}
     return {

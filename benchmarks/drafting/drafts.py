@@ -3,7 +3,7 @@
 Targets are the last two samples of each prompt's last checkpoint; mates are its first samples, history the first
 samples of the checkpoint before. Both are known whole, a target up to the present token. Every step drafts at most
 DRAFT_TOKENS; what is right of them and one token more are the step's. Arctic's rule (arctic_inference) stands beside
-it over the same steps. The evidence learns on through a setting's targets, as in an engine, and begins anew for each.
+it over the same steps. The evidence learns on through a setting's targets, as in an engine, and begins again for each.
 """
 
 import time

@@ -157,7 +157,7 @@ def measure(
         live, found = asyncio.run(_roll_all(client, replicas, named, groups, repeats, say))
     profile = profile or pooled(found.ladders)
     plain, drafting = found.models(profile)
-    models = {name: drafting if policies.drafting.most else plain for name, policies in named.items()}
+    models = {name: drafting if policies.drafting.max_draft_tokens else plain for name, policies in named.items()}
     speeds = [slowness(ladder, profile) for ladder in found.ladders]
     around = [mean(pair) for pair in pairwise(speeds)]  # each turn
     modelled = simulated(groups, models, replicas, named, around)

@@ -139,7 +139,7 @@ def crowd(name: str, replicas: int) -> RolloutBatch:
 
 
 async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> float:
-    """Seconds by which chunks make the rollout of a `crowd` longer: while some hand over, the others go on."""
+    """Seconds by which chunks make the rollout of a `crowd` longer: while some hand over, the others continue."""
     took_s = []
     for chunk_tokens in (None, HANDOVER_CHUNK_TOKENS):
         await client.set_policies(bound(chunk_tokens))
@@ -151,7 +151,7 @@ async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> fl
 
 
 async def engines(client: RolloutClient) -> tuple[list[ReplicaJoined], list[ReplicaMeasured]]:
-    """What each replica has told the core of itself, latest measures; run after something else was."""
+    """What each replica has told the core by itself, latest measures; run after something else was."""
     await client.journal(True)
     await client.set_policies(bound(None))
     _ = [group async for group in client.rollout(probe("engines", 1, 1, PROMPT_TOKENS, 2 * STEPS))]
@@ -206,7 +206,7 @@ def pooled(ladders: Sequence[Mapping]) -> dict:
 
 @dataclass
 class Probes:
-    """What was found of the replicas, each list in order of time; `told`: what they say of themselves."""
+    """What was found of the replicas, each list in order of time; `told`: what they say by themselves."""
 
     client: RolloutClient
     replicas: int

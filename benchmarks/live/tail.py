@@ -1,7 +1,7 @@
 """What becomes of the tail: every tail policy on real replicas, beside static groups and vLLM's suffix drafts.
 
 All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
-forgotten. Orders that draw do so alike within a turn, and anew in the next: when the longest sample starts is luck.
+forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
 The earlier checkpoint is history for whoever drafts from it: ours reads it from disk, vLLM's suffix cache has rolled it
 out before. Replica-seconds are those in which a replica was up, from submission to the last sample.
 Called by `tailrace bench tail`.
@@ -118,7 +118,7 @@ def measure(
     replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
     draws = {name: partial(drawn, of_run) for name, of_run in replayed.items()}
     may_be = file.application.of("Coordinator").user_config.replicas
-    limits, models = Limits(may_be.least, may_be.most), probes.models(pooled(probes.ladders))
+    limits, models = Limits(may_be.min, may_be.max), probes.models(pooled(probes.ladders))
     return {
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),

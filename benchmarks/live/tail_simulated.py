@@ -70,7 +70,7 @@ def _run(groups, earlier, models, limits: Limits, policies: Policies) -> Simulat
     plain, drafting = models
     work, recorded, past = workload(groups, BATCH), forced(groups, BATCH), forced(earlier, BATCH)
     recorded = {group_id: one._replace(history=_history(past[group_id])) for group_id, one in recorded.items()}
-    cluster = Cluster(drafting if policies.drafting.most else plain, limits.most, limits.most)
+    cluster = Cluster(drafting if policies.drafting.max_draft_tokens else plain, limits.max, limits.max)
     with replaying(work, recorded, policies.drafting, cluster.replica.step) as speculation:
         return simulate(work, cluster, policies, speculation=speculation, elastic=limits)
 

@@ -1,6 +1,6 @@
 """What it costs to move a sample's KV from one engine to another, beside every alternative, in one run.
 
-A sample generates on engine A to a chunk end. It then goes on: on A (stay), on B from the pool (move), on B from
+A sample generates on engine A to a chunk end. It then continues: on A (stay), on B from the pool (move), on B from
 nothing (recompute); in each case with the same tokens, or the benchmark fails. Beside them the floor: the same bytes
 copied in memory and sent over a loopback socket. Every figure is the best of the repeats: what disturbs a run on a
 shared machine only ever makes it slower. Nothing is cut short by a deadline here, it is measured.
@@ -28,7 +28,7 @@ PATIENT = {"lookup_deadline_s": 10.0, "load_deadline_s": 5.0, "save_deadline_s":
 DRAM_GIB = 2.0
 KV_CACHE_GIB = 1.0
 FIRST_TOKENS, NEXT_TOKENS = 32, 8
-"""Of the chunk that is left and of the one that goes on elsewhere."""
+"""Of the chunk that is left and of the one that continues elsewhere."""
 
 KEYS_TRIED = 20
 MEASURED = ("stay_ms", "move_ms", "recompute_ms", "save_ms")
@@ -101,7 +101,7 @@ async def _one_length(a: Engine, b: Engine, stats: EngineStats, pool: Pool, leng
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample at a chunk end, and how it goes on."""
+    """A sample at a chunk end, and how it continues."""
 
     context: np.ndarray
     key: int

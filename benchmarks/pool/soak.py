@@ -57,7 +57,7 @@ class Sample:
         return chunk_of(name, self.number, self.tokens, PROMPT_TOKENS, CHUNK_TOKENS, kv)
 
     def take(self, result: ChunkResult) -> bool:
-        """Change sides, as far as it goes on; whether it does."""
+        """Change sides, as far as it continues; whether it does."""
         self.tokens = np.concatenate([self.tokens, result.token_ids])
         self.kv_names, self.chunks, self.side = result.kv_names, self.chunks + 1, 1 - self.side
         return result.end is ChunkEnd.LENGTH and len(self.tokens) < self.most_tokens

@@ -47,7 +47,7 @@ class GroupLog:
         """Positions [start, start + n) of a sample, int32; what is known is skipped, a gap before them is no error."""
         runs = self._runs.setdefault(sample_index, [])
         end = start + len(tokens)
-        if runs and runs[-1][0] <= start <= runs[-1][1]:  # it goes on where the sample stands, as nearly always
+        if runs and runs[-1][0] <= start <= runs[-1][1]:  # it continues where the sample stands, as nearly always
             first, known = runs[-1]
             if end > known:
                 self._write(writer, sample_index, known, tokens[known - start :])

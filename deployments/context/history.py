@@ -2,7 +2,7 @@
 
 Invariant: a prompt keeps its newest `epochs` epochs, a file `most_bytes` of packed tokens, oldest epochs going first;
 telling the same answer twice changes nothing. A file that cannot be opened, or is not ours, is left as it is, and this
-process goes on in memory; `problem` says so. What breaks later raises sqlite3.Error. One thread at a time calls.
+process continues in memory; `problem` says so. What breaks later raises sqlite3.Error. One thread at a time calls.
 Several of them make an Archive, through which shards and the command line come here.
 """
 

@@ -155,7 +155,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def _within(pieces: list[Piece], most_tokens: int, counts: Counts) -> list[Piece]:
-    """The newest pieces, together of so many tokens at most."""
+    """The newest pieces, together of this many tokens at most."""
     left = sum(len(piece.tokens) for piece in pieces) - most_tokens
     first = 0
     while left > 0:

@@ -43,30 +43,37 @@ class Coordinator:
     ):
         app_name = serve.get_replica_context().app_name
         telemetry = Telemetry("tailrace-coordinator", otlp)
-        self._keeper = keeper = None
+        self._pool_manager = pool_manager = None
         if pool is not None:
-            self._keeper = keeper = KvPoolManager(ensure_pool(pool, app_name))
+            self._pool_manager = pool_manager = KvPoolManager(ensure_pool(pool, app_name))
         self._context = None
         if context is not None:
             self._context = ContextService(ensure_context(context, app_name), context)
         prompts = Prompts(model, max_model_len)
-        self._rollouts = Rollouts(EngineClient(engines), prompts, Policies(), telemetry, keeper, self._context)
+        self._rollouts = Rollouts(
+            engines=EngineClient(engines),
+            prompts=prompts,
+            policies=Policies(),
+            telemetry=telemetry,
+            pool_manager=pool_manager,
+            context=self._context,
+        )
         loops = [self._rollouts.run(), self._rollouts.poll()]
-        if keeper is not None:
-            loops += [self._rollouts.poll_pool(), keeper.work()]
+        if pool_manager is not None:
+            loops += [self._rollouts.poll_pool(), pool_manager.work()]
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:
         replicas = user_config.get("replicas")
-        self._rollouts.cores.set_limits(Limits(**replicas) if replicas else None)
-        self._rollouts.cores.set_policies(Policies(**user_config.get("policies", {})))
+        self._rollouts.core_holder.set_limits(Limits(**replicas) if replicas else None)
+        self._rollouts.core_holder.set_policies(Policies(**user_config.get("policies", {})))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, and carried to `deployments.autoscaler`."""
-        return self._rollouts.elastic.metrics()
+        return self._rollouts.replica_target.metrics()
 
     async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
-        async for change in self._rollouts.elastic.changes():
+        async for change in self._rollouts.replica_target.changes():
             yield change
 
     async def reserve(self, replicas: int) -> None:
@@ -86,10 +93,10 @@ class Coordinator:
         return self._rollouts.status()
 
     async def set_policies(self, policies: Policies) -> None:
-        self._rollouts.cores.set_policies(policies)
+        self._rollouts.core_holder.set_policies(policies)
 
     async def journal(self, on: bool) -> str | None:
-        return self._rollouts.cores.journal(on)
+        return self._rollouts.core_holder.journal(on)
 
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
         if self._context is not None:
@@ -102,10 +109,10 @@ class Coordinator:
         return None if self._context is None else await self._context.inspect(name)
 
     async def pool_detail(self) -> PoolView | None:
-        return None if self._keeper is None else await self._keeper.detail()
+        return None if self._pool_manager is None else await self._pool_manager.detail()
 
     async def drain_pool(self) -> int | None:
-        return None if self._keeper is None else await self._keeper.drain()
+        return None if self._pool_manager is None else await self._pool_manager.drain()
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         return await self._rollouts.take_spans(trace_id)

@@ -38,6 +38,6 @@ class CoreHolder:
         if not self._due:
             return
         self._due = False
-        self.present = self._kind(self._policies, self.present.board.weights_version, self._limits)
+        self.present = self._kind(self._policies, self.present.replicas.weights_version, self._limits)
         for event in joined:
             self.present.observe(event)

@@ -9,8 +9,8 @@ import asyncio
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from tailrace.deployments.engine.runner import EngineDown
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import ChunkError, EngineDown, ReplicaLost, one_line
 from tailrace.deployments.router import ReplicaGone, poll_all
 
 POLL_TIMEOUT_S = 10.0
@@ -18,14 +18,6 @@ POLL_TIMEOUT_S = 10.0
 
 CHECK_S = 60.0
 """Reading the headers of large checkpoints from a network folder takes seconds."""
-
-
-class ReplicaLost(ConnectionError):
-    """The replica is not there any more."""
-
-
-class ChunkError(RuntimeError):
-    """The replica refused or failed this chunk."""
 
 
 class EngineClient:
@@ -86,9 +78,3 @@ class EngineClient:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
             raise ChunkError(one_line(error.cause or error)) from error
-
-
-def one_line(error: BaseException) -> str:
-    """The last line of an error's text, with its kind: what a reason field can hold."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

@@ -82,11 +82,8 @@ class LiveBatch:
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
     def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
-        """What the engine needs to go on with `sample` where it stands."""
-        place = sample.group.ref, sample.index, self.message.step
-        expected = start.expected_tokens, start.class_starts
-        most = self._max_tokens[start.sample_id.rpartition("#")[0]]
-        plan = DraftPlan(*place, *expected, drafting, start.way, start.method, most) if drafting.most else None
+        """What the engine needs to continue with `sample` where it stands."""
+        plan = self._draft_plan(sample, start, drafting) if drafting.max_draft_tokens else None
         context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(
             chunk_id=start.chunk_id,
@@ -103,10 +100,23 @@ class LiveBatch:
             keep_trace=self.message.keep_trace,
         )
 
+    def _draft_plan(self, sample: SampleRecord, start: StartChunk, drafting: Drafting) -> DraftPlan:
+        return DraftPlan(
+            group=sample.group.ref,
+            sample_index=sample.index,
+            epoch=self.message.step,
+            expected_tokens=start.expected_tokens,
+            class_starts=start.class_starts,
+            policy=drafting,
+            way=start.way,
+            method=start.method,
+            most_tokens=self._max_tokens[start.sample_id.rpartition("#")[0]],
+        )
+
     def _kv_plan(self, start: StartChunk) -> KvPlan:
-        """Saving is worth it only if the sample may go on after this chunk."""
-        goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
-        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on)
+        """Saving pays only if the sample may continue after this chunk."""
+        continues = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
+        return KvPlan(start.kv_version, start.min_pull_tokens, continues)
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""

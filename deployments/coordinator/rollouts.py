@@ -53,20 +53,20 @@ class Rollouts:
 
     def __init__(
         self,
-        fleet: EngineClient,
+        engines: EngineClient,
         prompts: Prompts,
         policies: Policies,
         telemetry: Telemetry,
-        keeper: KvPoolManager | None,
+        pool_manager: KvPoolManager | None,
         context: ContextService | None,
     ):
-        self._fleet, self._prompts, self._telemetry = fleet, prompts, telemetry
-        self._keeper, self._context = keeper, context
-        self._chunks = ChunkRunner(fleet, telemetry, self.now)
-        self._weights = Weights(fleet)
-        self.cores = CoreHolder(policies)
-        self.elastic = ReplicaTarget()
-        self._roster = ReplicaRegistry()
+        self._engines, self._prompts, self._telemetry = engines, prompts, telemetry
+        self._pool_manager, self._context = pool_manager, context
+        self._chunk_runner = ChunkRunner(engines, telemetry, self.now)
+        self._weights = Weights(engines)
+        self.core_holder = CoreHolder(policies)
+        self.replica_target = ReplicaTarget()
+        self._registry = ReplicaRegistry()
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # what happened, and how to write it down
         self._wake = asyncio.Event()
         self._batches: dict[str, LiveBatch] = {}
@@ -80,7 +80,7 @@ class Rollouts:
 
     @property
     def _core(self) -> RolloutCore:
-        return self.cores.present
+        return self.core_holder.present
 
     # ---- what drivers call -------------------------------------------------------------------------
 
@@ -109,40 +109,40 @@ class Rollouts:
         self._tell(ev.ReplicasReserved(self.now(), replicas))
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
-        """Every replica loads the folder `source` in place, between chunks; samples in flight go on under `version`.
+        """Every replica loads the folder `source` in place, between chunks; samples in flight continue under `version`.
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """
         if (refusal := await self._weights.want(version, source)) is not None:
             return refusal
-        self._follow_weights(list(self._roster.reports.values()))
+        self._follow_weights(list(self._registry.reports.values()))
         return await self._weights.loaded()
 
     def status(self) -> ServiceStatus:
         counts = self._core.counts()
         streamed = {
-            c: n for c, n in self._roster.streamed().items() if self._core.is_running(c) and not self._core.is_copy(c)
+            c: n for c, n in self._registry.streamed().items() if self._core.is_running(c) and not self._core.is_copy(c)
         }
         return ServiceStatus(
             waiting=counts["waiting"],
             running=counts["running"],
             batches=tuple(batch.status(self.now(), streamed) for batch in self._batches.values()),
-            replicas=replica_statuses(self._core.replicas, self._roster.reports),
-            observed_s=self.now() - min(self._roster.observed_at.values(), default=self.now()),
+            replicas=replica_statuses(self._core.replicas, self._registry.reports),
+            observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
             waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem),
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
-            pool=self._keeper.view() if self._keeper else None,
+            pool=self._pool_manager.view() if self._pool_manager else None,
             context=self._context.counts() if self._context else None,
         )
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         """The spans of a trace that was to be kept, from here and from every replica."""
-        return self._telemetry.take(trace_id) + await self._fleet.take_spans(trace_id)
+        return self._telemetry.take(trace_id) + await self._engines.take_spans(trace_id)
 
     async def reset_caches(self) -> None:
         """Every replica forgets the KV of chunks that have ended: a benchmark's runs must not help each other."""
-        await self._fleet.reset_caches()
+        await self._engines.reset_caches()
 
     # ---- the loops ---------------------------------------------------------------------------------
 
@@ -161,20 +161,20 @@ class Rollouts:
         """Ask the replicas what they run, for ever."""
         while True:
             asked_at = self.now()
-            reports = await self._fleet.stats()
+            reports = await self._engines.stats()
             self._follow_weights(reports)
-            for event in self._roster.observe(reports, asked_at, self.now()):
+            for event in self._registry.observe(reports, asked_at, self.now()):
                 self._tell(event)
-            self.elastic.see(len(self._roster.joined))
+            self.replica_target.see(len(self._registry.joined))
             await asyncio.sleep(POLL_S)
 
     async def poll_pool(self) -> None:
         """Hear what the pool has to say, and sweep it while nothing is in flight, for ever."""
         while True:
-            self._keeper.learn(self._roster.reports.values())
-            for event in await self._keeper.poll(self.now()):
+            self._pool_manager.learn(self._registry.reports.values())
+            for event in await self._pool_manager.poll(self.now()):
                 self._tell(event)
-            self._keeper.rest(idle=not self._batches)
+            self._pool_manager.rest(idle=not self._batches)
             await asyncio.sleep(POLL_S)
 
     def _follow_weights(self, reports: list[EngineStats]) -> None:
@@ -183,8 +183,8 @@ class Rollouts:
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old:
             self._tell(ev.WeightsChanged(self.now(), new))
-            if self._keeper is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
-                self._keeper.retire(old)
+            if self._pool_manager is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
+                self._pool_manager.retire(old)
 
     def _tell(self, event: ev.Event, write: Callable[[], None] | None = None) -> None:
         self._inbox.append((event, write))
@@ -217,18 +217,18 @@ class Rollouts:
                 case StartChunk():
                     self._spawn(self._run_chunk(action, self._home[action.sample_id]))
                 case AbortChunk():
-                    self._spawn(self._chunks.abort(action))
+                    self._spawn(self._chunk_runner.abort(action))
                 case SetReplicas():
-                    self.elastic.want(action)
+                    self.replica_target.want(action)
                 case EndSample():
                     self._end(action)
                 case EmitGroup():
                     self._emit(action)
-                case ReleaseKv() if self._keeper is not None:
-                    self._keeper.release(self._home[action.group_id], action)
-                case Prefetch() if self._keeper is not None:
-                    if report := self._roster.reports.get(action.replica_id):  # else lost since
-                        self._keeper.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)
+                case ReleaseKv() if self._pool_manager is not None:
+                    self._pool_manager.release(self._home[action.group_id], action)
+                case Prefetch() if self._pool_manager is not None:
+                    if report := self._registry.reports.get(action.replica_id):  # else lost since
+                        self._pool_manager.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)
 
     def _spawn(self, coroutine) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -281,12 +281,12 @@ class Rollouts:
 
     def _exchange_core(self) -> None:
         if not self._batches:
-            self.cores.exchange(self._roster.joined.values())
+            self.core_holder.exchange(self._registry.joined.values())
 
     # ---- chunks ------------------------------------------------------------------------------------
 
     async def _run_chunk(self, start: StartChunk, batch: LiveBatch) -> None:
-        event, write = await self._chunks.run(start, batch, self._core.policies.drafting)
+        event, write = await self._chunk_runner.run(start, batch, self._core.policies.drafting)
         if isinstance(event, ev.ReplicaLeft):
-            self._roster.lose(start.replica_id, self.now())
+            self._registry.lose(start.replica_id, self.now())
         self._tell(event, write)

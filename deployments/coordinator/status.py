@@ -7,28 +7,28 @@ from tailrace.deployments.messages.status import ReplicaStatus
 from tailrace.policies.core.replica_table import ReplicaTable
 
 
-def replica_statuses(board: ReplicaTable, reports: Mapping[str, EngineStats]) -> tuple[ReplicaStatus, ...]:
+def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) -> tuple[ReplicaStatus, ...]:
     """One per replica that has joined, in order of ids."""
     return tuple(
         ReplicaStatus(
             replica_id=view.replica_id,
-            ready=board.is_ready(view.replica_id),
+            ready=table.is_ready(view.replica_id),
             running=view.running,
             max_running=view.max_running,
             kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
             weights_version=view.weights_version,
             preemptions=reports[view.replica_id].preemptions if view.replica_id in reports else 0,
             work=reports[view.replica_id].work if view.replica_id in reports else {},
-            closing=not board.stays(view.replica_id),
+            closing=not table.stays(view.replica_id),
             step_cost=reports[view.replica_id].step_cost if view.replica_id in reports else None,
         )
-        for view in board.views()
+        for view in table.views()
     )
 
 
-def waits_for(board: ReplicaTable, batches: bool, problem: str | None) -> str | None:
+def waits_for(table: ReplicaTable, batches: bool, problem: str | None) -> str | None:
     """What holds everything up, if anything does."""
-    if not batches or board.ready():
+    if not batches or table.ready():
         return None
     why = f" ({problem})" if problem else ""
-    return f"an engine replica under weights version {board.weights_version}; none is ready{why}"
+    return f"an engine replica under weights version {table.weights_version}; none is ready{why}"

@@ -8,8 +8,9 @@ Used by `Rollouts`.
 import asyncio
 from collections.abc import Coroutine
 
-from tailrace.deployments.coordinator.engine_client import ChunkError, EngineClient, ReplicaLost
+from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 
 LOAD_S = 600.0
@@ -19,10 +20,10 @@ LOAD_S = 600.0
 class Weights:
     """`version` 0 is what the engines were started with."""
 
-    def __init__(self, fleet: EngineClient):
+    def __init__(self, engines: EngineClient):
         self.version, self.source = 0, ""
         self.problem: str | None = None  # why the last load of a replica failed
-        self._fleet = fleet
+        self._engines = engines
         self._loading: set[str] = set()
         self._held: dict[str, int] = {}  # replica -> version, as last reported
         self._changed = asyncio.Event()
@@ -31,7 +32,7 @@ class Weights:
         """From now on this version; or why not, and nothing changes: it is old, or some replica cannot take it."""
         if version <= self.version:
             return Rejected(reason=f"weights version {version} is not above {self.version}; versions only grow")
-        for reason in await self._fleet.weights_refusals(source):
+        for reason in await self._engines.weights_refusals(source):
             if reason is not None:
                 return Rejected(reason=reason)
         self._set(version, source)
@@ -67,7 +68,7 @@ class Weights:
     async def _load(self, replica_id: str) -> None:
         self._loading.add(replica_id)
         try:
-            await self._fleet.load_weights(replica_id, self.version, self.source)
+            await self._engines.load_weights(replica_id, self.version, self.source)
         except (ReplicaLost, ChunkError) as error:
             self.problem = f"{replica_id}: {error}"
         finally:

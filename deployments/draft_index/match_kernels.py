@@ -10,7 +10,7 @@ from numba import njit
 
 ORDERS = np.array([1, 2, 3, 5, 8], np.int32)
 REACH, TRACKS, LOOKED_UP = 32, 64, 48
-"""At most: tokens that a match is measured over, places followed by each sample, and places looked up anew."""
+"""At most: tokens that a match is measured over, places followed by each sample, and places looked up again."""
 
 ROOM = TRACKS + LOOKED_UP
 BLOCK_BITS, BLOCK = 5, 32
@@ -159,9 +159,9 @@ def _put(slots, places, lengths, scores, count, place, length, fast, slow):
 
 @_njit
 def _advance(arena, me, position, token, slots, old, new):
-    """Move all tracks over one token of the sample, that at `position`; returns how many go on.
+    """Move all tracks over one token of the sample, that at `position`; returns how many continue.
 
-    A track may go on with its place's token (equal or not), stay (the sample has a token more), or leave one out.
+    A track may continue with its place's token (equal or not), stay (the sample has a token more), or leave one out.
     """
     text, _, _, blocks, runs = arena
     places, lengths, scores, count = old
@@ -284,10 +284,10 @@ def _follow(arena, live, sample, most, kept, found, ahead, scores, n):
 @_entry
 def follow(live, past, has_past, samples, most, kept, marks, counts, found, ahead, scores, told):
     """Follow samples of the arena `live` through it and `past` over their newest tokens, look their contexts up, and
-    tell the places they may go on from. samples i64[S, 5]: row of what is kept, last place, sample index, new tokens,
-    sources to draft from; most: (tracks, places looked up). Of each: found (see LENGTH ...), how well its context
-    aligns (scores, fast and slow), the tokens from there on (ahead, -1: the end), and told i64[S, 2]: rows, longest
-    match.
+    tell the places they may continue from. samples i64[S, 5]: row of what is kept, last place, sample index, new
+    tokens, sources to draft from; most: (tracks, places looked up). Of each: found (see LENGTH ...), how well its
+    context aligns (scores, fast and slow), the tokens from there on (ahead, -1: the end), and told i64[S, 2]: rows,
+    longest match.
     """
     for s in range(len(samples)):
         row, n, match = samples[s, 0], 0, 0

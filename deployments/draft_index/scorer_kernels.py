@@ -1,7 +1,7 @@
-"""Which tokens come next, and how sure that is, from the places that a sample may go on from (numba).
+"""Which tokens come next, and how sure that is, from the places that a sample may continue from (numba).
 
 Each candidate for a token gets a score from what speaks for it (`FEATURES`), by a network of one hidden layer that all
-groups share; the scores and that of "none of these" give probabilities (softmax). Drafting goes on greedily, with the
+groups share; the scores and that of "none of these" give probabilities (softmax). Drafting continues greedily, with the
 places moved along; other paths leave an earlier one where that is likeliest to be right. What is compiled together
 stays in this file. Called by index.py; evidence.py owns the network.
 """
@@ -170,7 +170,7 @@ def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
 
 @_njit
 def _move(n, k, most, found, scores, ahead, at, token, chosen):
-    """Move the places over the chosen token, the k-th drafted; returns how many can go on."""
+    """Move the places over the chosen token, the k-th drafted; returns how many can continue."""
     kept = 0
     for i in range(n):
         hit = token[i] == chosen

@@ -97,7 +97,16 @@ class EngineDrafts:
         group.index.extend(plan.sample_index, 0, answer)
         slot = self._free.pop() if self._free else len(self._running)
         report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
-        self._running[chunk.chunk_id] = DraftedTokens(chunk, request, group, slot, len(answer), until, report, NOTHING)
+        self._running[chunk.chunk_id] = DraftedTokens(
+            chunk=chunk,
+            request=request,
+            group=group,
+            slot=slot,
+            generated=len(answer),
+            until=until,
+            report=report,
+            draft=NOTHING,
+        )
         if self._model is not None:
             self._model.open(chunk, NO_MODEL if plan.method in EVIDENCE else plan.way)
         if plan.policy != self._policy:
@@ -162,13 +171,13 @@ class EngineDrafts:
             self._feed.append(plan.group, plan.sample_index, start, tokens)
 
     def propose(self, forks: Forks | None = None) -> None:
-        """After a step: give every request that goes on its draft for the next one, its forks the other branches."""
+        """After a step: give every request that continues its draft for the next one, its forks the other branches."""
         began_s = time.perf_counter()
         self._groups.receive()
         fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
         fresh, self._fresh = self._apart(fresh)
         cost = self._times.cost()
-        if fresh and cost is not None and self._policy.most:
+        if fresh and cost is not None and self._policy.max_draft_tokens:
             proposals = self._proposals(fresh, cost)
             budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
@@ -193,7 +202,7 @@ class EngineDrafts:
     def _proposals(self, fresh: list[DraftedTokens], cost: StepCost) -> list[Proposal]:
         """Of each, group by group: one call of the index serves all samples of a group."""
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
-        most, share = min(self._policy.most, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
+        most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
         proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
         for row, drafted in enumerate(fresh):
             guess = self._from_model(drafted, most)
@@ -232,7 +241,7 @@ class EngineDrafts:
         return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
 
     def _branch(self, drafted: DraftedTokens, forks: list[Fork], budget: int) -> None:
-        """Each fork catches up with what is known of the sample, and goes on along a branch of its own."""
+        """Each fork catches up with what is known of the sample, and continues along a branch of its own."""
         if not forks:
             return
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index

@@ -1,4 +1,4 @@
-"""Pieces of drafts: a proposal cut short, put behind what is known, or compared with what came.
+"""Pieces of drafts: a proposal cut short, appended to what is known, or compared with what came.
 
 Called by `Drafts`; plain functions of arrays.
 """
@@ -26,7 +26,7 @@ def behind(known: np.ndarray, guess: Proposal) -> Proposal:
 
 
 def cut(proposal: Proposal, tokens: int) -> Proposal:
-    """Its first so many tokens."""
+    """Its first this many tokens."""
     return proposal._replace(
         tokens=proposal.tokens[:tokens], right=proposal.right[:tokens], sources=proposal.sources[:tokens]
     )

@@ -1,7 +1,7 @@
 """One engine's link to the pool: what a chunk asks of the connector, and what the connector says became of its KV.
 
 Invariant: a held result is released exactly once, when its saves have ended or at the save deadline, so that whoever
-goes on with the sample finds its KV in the pool, and a dead pool costs a bounded wait. Owned by the stepper.
+continues with the sample finds its KV in the pool, and a dead pool costs a bounded wait. Owned by the stepper.
 """
 
 import time
@@ -43,7 +43,7 @@ class PoolClient:
         }
 
     def forgo(self, request_id: str) -> None:
-        """Nobody will go on with this request: do not save it when it ends."""
+        """Nobody will continue with this request: do not save it when it ends."""
         self._connector.forgo(request_id)
 
     @property

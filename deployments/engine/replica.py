@@ -70,7 +70,15 @@ class Engine:
         if context is not None and config.draft.method == "group":
             feed = ContextClient(ensure_context(context, here.app_name), context, name)
         model = None if drafter is None else Drafters(drafter)
-        self._runner = EngineRunner(config, name, weights_version, self._rank, endpoint, feed, model)
+        self._runner = EngineRunner(
+            config=config,
+            replica_id=name,
+            weights_version=weights_version,
+            rank=self._rank,
+            pool=endpoint,
+            feed=feed,
+            model=model,
+        )
         if model is not None:
             self._watching = asyncio.get_running_loop().create_task(watch(drafters, model))
         self._started_at = time.time()

@@ -16,6 +16,7 @@ from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolEndpoint
 
@@ -23,10 +24,6 @@ OnDone = Callable[[ChunkResult | Exception], None]
 
 # An idle engine's snapshot is renewed this often, so that it does not look stale to whoever reads `observed_at`.
 IDLE_SNAPSHOT_S = 0.25
-
-
-class EngineDown(RuntimeError):
-    """The engine was stopped, or a step of it failed; its chunks must be resumed elsewhere."""
 
 
 class EngineRunner:
@@ -68,7 +65,7 @@ class EngineRunner:
     def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
         """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored.
 
-        `keep_kv`: somebody will go on with the sample, so its KV is worth saving.
+        `keep_kv`: somebody will continue with the sample, so its KV is worth saving.
         """
         self._inbox.put((self._abort, chunk_id, keep_kv))
 
@@ -81,7 +78,7 @@ class EngineRunner:
 
         Chunks submitted before this call end under the old version. Those submitted after it wait behind it and are
         then checked against the version that is there: the new one, or the old one when the load was refused. The
-        future gets ValueError when the folder does not fit (the old weights go on), EngineDown when the engine stops
+        future gets ValueError when the folder does not fit (the old weights continue), EngineDown when the engine stops
         first; a failure half-way ends the engine. Takes seconds, during which `stats` shows what was before.
         """
         return self._ask(self._load, version, source)

@@ -47,4 +47,13 @@ def chunk_of(name: str, context_tokens: int, max_tokens: int, version: int = 0, 
     context = np.full(context_tokens, WRONG, np.int32)
     context[0] = first_token
     forced = np.full(max_tokens, ANSWER, np.int32)
-    return ChunkRequest(name, 0, context, len(context), max_tokens, SamplingParams(), version, forced=forced)
+    return ChunkRequest(
+        chunk_id=name,
+        sample_key=0,
+        token_ids=context,
+        prompt_tokens=len(context),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(),
+        weights_version=version,
+        forced=forced,
+    )

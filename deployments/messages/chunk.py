@@ -29,7 +29,7 @@ class KvPlan:
 
     version: int
     min_pull_tokens: int | None = 1
-    save: bool = True  # at its end, for whoever goes on with the sample
+    save: bool = True  # at its end, for whoever continues with the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class EngineStats:
     steps: int = 0
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
-    methods: tuple[str, ...] = ()  # by which chunks can draft now, first what a chunk drafts by of itself
+    methods: tuple[str, ...] = ()  # by which chunks can draft now, first what a chunk drafts by by itself
     node_id: str = ""
     started_at: float = 0.0  # unix seconds
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex

@@ -16,6 +16,12 @@ from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, ver
 from tailrace.kvpool.config import PoolEndpoint
 from tailrace.kvpool.keys import PREFIX, fingerprint
 
+WORKERS = {
+    "cpu": "tailrace.deployments.vllm_exact.worker.ExactCPUWorker",
+    "gpu": "tailrace.deployments.vllm_exact.worker.ExactGPUWorker",
+}
+"""Dotted paths of the workers, which vLLM imports by itself."""
+
 
 def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
     """The `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
@@ -105,7 +111,7 @@ def engine_arguments(config: EngineConfig) -> dict:
         "max_num_batched_tokens": config.max_batched_tokens,
         "block_size": config.block_tokens,
         "tensor_parallel_size": config.tensor_parallel,
-        "worker_cls": f"deployments.engine.worker.{'ExactCPUWorker' if config.device == 'cpu' else 'ExactGPUWorker'}",
+        "worker_cls": WORKERS[config.device],
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "async_scheduling": False,  # the sampler must know each position when it draws

@@ -17,7 +17,7 @@ def make_llvmlite_scannable() -> None:
 
 
 def verify_drafts_only(engine) -> None:
-    """A chunk that goes on with all its KV computes one token in its first step, not that and a dummy draft.
+    """A chunk that continues with all its KV computes one token in its first step, not that and a dummy draft.
 
     Symptom (vLLM 0.32): with speculation on, a new request whose context is computed but for its last token is padded
     with `num_speculative_tokens` draft tokens of -1, so that a CUDA graph of uniform decodes fits; ours never are

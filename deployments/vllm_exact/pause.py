@@ -14,7 +14,7 @@ def pause(request) -> None:
 
 
 def resume(request) -> None:
-    """The next step goes on with it."""
+    """The next step continues with it."""
     request.next_decode_eligible_step = 0
 
 

@@ -37,7 +37,8 @@ class Requests:
         return None
 
     def add(self, name: str, chunk: ChunkRequest, token_ids: np.ndarray, max_tokens: int, kv: dict | None):
-        """vLLM's scheduler-side Request that goes on with `token_ids` (int32) as `chunk` says; `kv`: see PoolLink.wish.
+        """vLLM's scheduler-side Request that continues with `token_ids` (int32) as `chunk` says; `kv`: see
+        PoolLink.wish.
 
         Outputs come under `name`. Raises ValueError, one line.
         """

@@ -69,10 +69,10 @@ def load_in_place(model_runner, folder: str) -> None:
         model_runner.reload_weights(weights_iterator=_read(folder))
         for layer in model_runner.get_model().modules():
             # A CPU multiplies by a repacked copy of a weight. vLLM 0.32 repacks the layers it loaded something into; an
-            # output layer that shares the input embedding's weight would go on with the copy of the old one.
+            # output layer that shares the input embedding's weight would continue with the copy of the old one.
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                 layer.quant_method.process_weights_after_loading(layer)
-    except Exception as error:  # whatever it was, the model is half loaded and the engine cannot go on
+    except Exception as error:  # whatever it was, the model is half loaded and the engine cannot continue
         raise RuntimeError(f"weights folder {folder}: loading broke off half-way: {error!r}") from error
 
 

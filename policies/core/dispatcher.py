@@ -56,7 +56,18 @@ class Dispatcher:
         reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._table.speeds(chunk.replica_id))
         return StartChunk(
-            chunk.chunk_id, sample.sample_id, chunk.replica_id, sample.generated_tokens, chunk.max_tokens,
-            chunk.weights_version, chunk.kv_version, pull, sample.expected_tokens, sample.group.class_starts, reason,
-            original.chunk_id if original else None, chunk.method, way,
-        )  # fmt: skip
+            chunk_id=chunk.chunk_id,
+            sample_id=sample.sample_id,
+            replica_id=chunk.replica_id,
+            start=sample.generated_tokens,
+            max_tokens=chunk.max_tokens,
+            weights_version=chunk.weights_version,
+            kv_version=chunk.kv_version,
+            min_pull_tokens=pull,
+            expected_tokens=sample.expected_tokens,
+            class_starts=sample.group.class_starts,
+            reason=reason,
+            copy_of=original.chunk_id if original else None,
+            method=chunk.method,
+            way=way,
+        )

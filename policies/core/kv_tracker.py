@@ -1,7 +1,7 @@
 """Which sample's KV lies in the pool, under which version, and when nobody needs it any more.
 
 Invariant: a sample in the book has had KV stored that has been neither released nor lost since, under the version
-that it goes on with; what leaves the book is released exactly once. Called by `RolloutCore`; it returns actions.
+that it continues with; what leaves the book is released exactly once. Called by `RolloutCore`; it returns actions.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ ROOMY_SHARE = 0.8
 
 
 class KvTracker:
-    """`policy` says which version a sample goes on with; `table` which weights are current."""
+    """`policy` says which version a sample continues with; `table` which weights are current."""
 
     def __init__(self, policy: KvOnUpdate, table: ReplicaTable):
         self._policy, self._table = policy, table
@@ -37,7 +37,7 @@ class KvTracker:
         return self._policy.kv_version(present if first is None else first, present)
 
     def keeps(self, chunk: Chunk) -> bool:
-        """Whether its sample goes on with the KV of a running chunk, which will have made a token when it stops."""
+        """Whether its sample continues with the KV of a running chunk, which will have made a token when it stops."""
         first = chunk.sample.first_version
         first = chunk.weights_version if first is None else first
         return self._policy.kv_version(first, self._table.weights_version) == chunk.kv_version
@@ -64,7 +64,7 @@ class KvTracker:
     # ---- what it need not hold any more --------------------------------------------------------------
 
     def end(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """The sample has ended: nobody goes on with its KV."""
+        """The sample has ended: nobody continues with its KV."""
         return self._release(sample, ReleaseCause.ENDED, "the sample has ended")
 
     def _release(self, sample: Sample, cause: ReleaseCause, reason: str) -> tuple[ReleaseKv, ...]:
@@ -82,7 +82,7 @@ class KvTracker:
         return (ReleaseKv(group_id, None, ReleaseCause.ENDED, "all samples have ended"),)
 
     def release_stale(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """Give up KV of another version than the sample goes on with."""
+        """Give up KV of another version than the sample continues with."""
         if sample.sample_id not in self._held or sample.stored_version == (version := self.version(sample)):
             return ()
         reason = f"its KV is of weights {sample.stored_version}; it goes on under {version}"

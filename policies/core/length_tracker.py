@@ -36,7 +36,7 @@ class LengthTracker:
 
     def finish(self, sample: Sample) -> list[Sample]:
         """The sample has ended by itself: its group knows one more length, and its waiting mates, which are returned,
-        are seen anew."""
+        are seen again."""
         group = sample.group
         batch = self._buffer.batches[group.batch_id]
         group.finished_lengths = tuple(sorted((*group.finished_lengths, sample.generated_tokens)))

@@ -1,7 +1,7 @@
 """Races: copies of running chunks where replicas have room, each with another draft method (SpecActor 4.2).
 
 A copy makes the tokens of its original, by the same noise (law 2). Who is first to the chunk's end is the chunk; the
-others stop, and what they have made counts for nobody. A copy goes on alone when its original's replica is lost.
+others stop, and what they have made counts for nobody. A copy continues alone when its original's replica is lost.
 Invariant: copies take room only while no sample waits for any. Called by `RolloutCore` alone.
 """
 
@@ -38,7 +38,7 @@ class Races:
                 self._running.abort(other, f"{chunk.chunk_id} was first")
 
     def passes_on(self, chunk: Chunk) -> bool:
-        """A chunk has failed, or is lost, or a copy gave way: whether its sample goes on without it. An original's
+        """A chunk has failed, or is lost, or a copy gave way: whether its sample continues without it. An original's
         place is taken by its first copy that was not told to stop."""
         if chunk.beaten:
             return True
@@ -92,7 +92,7 @@ class Races:
         return copies
 
     def _workers(self) -> list[FreeWorker]:
-        """Replicas with less than the policy's room taken that can draft by another method than they do of themselves.
+        """Replicas with less than the policy's room taken that can draft by another method than they do by themselves.
         Each drafts for copies by one at a time; one without any gets what fewest draft by so far, by rank."""
         room, ranked = self._policy.room, [rung.method for rung in self._policy.ladder.ranked()]
         methods = {copy.replica_id: copy.method for copy in self._running.copies.values()}

@@ -89,9 +89,13 @@ class ReplicaTable:
         replica = self._known(event.replica_id)
         if replica.speeds is None or event.observed_at >= replica.speeds.observed_at:
             replica.speeds = ReplicaSpeeds(
-                event.prefill_tokens_s, event.fetch_tokens_s, event.fetch_base_s, event.step_base_s,
-                event.step_per_chunk_s, event.observed_at,
-            )  # fmt: skip
+                prefill_tokens_s=event.prefill_tokens_s,
+                fetch_tokens_s=event.fetch_tokens_s,
+                fetch_base_s=event.fetch_base_s,
+                step_base_s=event.step_base_s,
+                step_per_chunk_s=event.step_per_chunk_s,
+                observed_at=event.observed_at,
+            )
 
     def change_weights(self, version: int) -> None:
         self.weights_version = version
@@ -172,7 +176,7 @@ class ReplicaTable:
         return self._replicas[replica_id].speeds
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
-        """By which chunks can draft there, first what a chunk drafts by of itself."""
+        """By which chunks can draft there, first what a chunk drafts by by itself."""
         return self._replicas[replica_id].methods
 
     def node(self, replica_id: str) -> str:

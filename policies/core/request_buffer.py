@@ -67,10 +67,20 @@ class Sample:
     def view(self) -> SampleView:
         group = self.group
         return SampleView(
-            self.sample_id, group.spec.group_id, group.arrival, self.index, group.spec.prompt_tokens,
-            self.generated_tokens, self.streamed_tokens, self.observed_at, group.spec.max_tokens, self.chunks,
-            self.last_replica, self.stored_tokens, self.expected_tokens,
-        )  # fmt: skip
+            sample_id=self.sample_id,
+            group_id=group.spec.group_id,
+            arrival=group.arrival,
+            index=self.index,
+            prompt_tokens=group.spec.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            streamed_tokens=self.streamed_tokens,
+            observed_at=self.observed_at,
+            max_tokens=group.spec.max_tokens,
+            chunks=self.chunks,
+            last_replica=self.last_replica,
+            stored_tokens=self.stored_tokens,
+            expected_tokens=self.expected_tokens,
+        )
 
 
 class Group:
@@ -90,9 +100,15 @@ class Group:
 
     def view(self) -> GroupView:
         return GroupView(
-            self.spec.group_id, self.arrival, self.spec.samples, self.running, len(self.finished_lengths), self.chunks,
-            self.spec.max_tokens, self.expected_tokens,
-        )  # fmt: skip
+            group_id=self.spec.group_id,
+            arrival=self.arrival,
+            samples=self.spec.samples,
+            running=self.running,
+            finished=len(self.finished_lengths),
+            chunks=self.chunks,
+            max_tokens=self.spec.max_tokens,
+            expected_tokens=self.expected_tokens,
+        )
 
 
 class Batch:
@@ -120,7 +136,7 @@ class Chunk:
         self.aborting = self.beaten = False
         self.copies: list[Chunk] = []
         self.copy_of: Chunk | None = None
-        self.method: str | None = None  # by which it drafts; None: as its replica does of itself
+        self.method: str | None = None  # by which it drafts; None: as its replica does by itself
 
 
 class RequestBuffer:

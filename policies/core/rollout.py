@@ -48,7 +48,13 @@ class RolloutCore:
         self._ways = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
         self._starts = Dispatcher(policies, self.replicas, self._running, self._upcoming, self._ways)
         self._scaling = Scaling(
-            policies.tail, limits, self.replicas, self._running, self._buffer, self._races, self._ways
+            policy=policies.tail,
+            limits=limits,
+            table=self.replicas,
+            running=self._running,
+            buffer=self._buffer,
+            races=self._races,
+            ways=self._ways,
         )
         self._unbound = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._outbox: list[Action] = []
@@ -227,7 +233,7 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queue a waiting sample; a group whose replica has left is bound anew, with all that waits of it."""
+        """Queue a waiting sample; a group whose replica has left is bound again, with all that waits of it."""
         group = sample.group
         if group.home is not None and not self.replicas.stays(group.home):
             self._unbound.add((group,))

@@ -49,7 +49,14 @@ class RunningChunks:
         """Book a copy of a running chunk, on a replica that has room for it."""
         chunk_id = f"{chunk.chunk_id}~{method}"
         self._table.reserve(replica_id, chunk_id, chunk.sample.need_tokens)
-        made = Chunk(chunk_id, chunk.sample, replica_id, chunk.max_tokens, chunk.weights_version, chunk.kv_version)
+        made = Chunk(
+            chunk_id=chunk_id,
+            sample=chunk.sample,
+            replica_id=replica_id,
+            max_tokens=chunk.max_tokens,
+            weights_version=chunk.weights_version,
+            kv_version=chunk.kv_version,
+        )
         made.copy_of, made.method = chunk, method
         chunk.copies.append(made)
         self.chunks[chunk_id] = self.copies[chunk_id] = made
@@ -57,7 +64,7 @@ class RunningChunks:
         return made
 
     def stop(self, chunk: Chunk) -> None:
-        """It has ended, of itself or with its replica. A race without its original goes on with a copy."""
+        """It has ended, by itself or with its replica. A race without its original continues with a copy."""
         del self.chunks[chunk.chunk_id]
         self.copies.pop(chunk.chunk_id, None)
         self.turns += 1

@@ -8,7 +8,7 @@ BY_ITSELF = (SampleEnd.STOP, SampleEnd.LENGTH)
 
 
 def end_by(event: ChunkFinished, chunk: Chunk) -> tuple[SampleEnd, str] | None:
-    """And why; None: it goes on. The event's tokens are the sample's already."""
+    """And why; None: it continues. The event's tokens are the sample's already."""
     sample = chunk.sample
     if event.end is ChunkEnd.STOP:
         return SampleEnd.STOP, "stop token"

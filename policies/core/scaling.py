@@ -1,8 +1,8 @@
 """Replicas over time: asks the tail policy how many there should be, and gets there without losing or repeating work.
 
-Those that Serve would stop first close: they take no new chunks, what waits for them is bound anew, and what runs there
-moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are asked
-for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
+Those that Serve would stop first close: they take no new chunks, what waits for them is bound again, and what runs
+there moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are
+asked for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ LOOK_S = 0.25
 class Limits(NamedTuple):
     """Engine replicas that there may be."""
 
-    least: int
-    most: int
+    min: int
+    max: int
 
 
 class Scaling:
@@ -67,10 +67,22 @@ class Scaling:
         running, unended = len(self._running), self._buffer.unended
         submitted = sum(batch.samples for batch in self._buffer.batches.values())
         views = tuple(self._table.view(replica_id) for replica_id in reversed(order))
-        least, most = max(self._limits.least, min(self._reserved, self._limits.most)), self._limits.most
+        most = self._limits.max
+        least = max(self._limits.min, min(self._reserved, most))
         races = self._races.outlook(most)
         roles = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
-        return TailView(now, unended - running, running, unended, submitted, views, least, most, races, roles)
+        return TailView(
+            now=now,
+            waiting=unended - running,
+            running=running,
+            unended=unended,
+            submitted=submitted,
+            replicas=views,
+            min_replicas=least,
+            max_replicas=most,
+            races=races,
+            roles=roles,
+        )
 
     def _empty(self, replica_id: str) -> None:
         speeds = self._table.speeds(replica_id)
@@ -88,7 +100,7 @@ class Scaling:
         while free < len(order) - wanted.engines and not self._table.running(order[free]):
             free += 1
         engines = wanted.engines if wanted.engines >= len(order) else len(order) - free
-        asked = ReplicaGoal(engines, min(wanted.drafters, view.most - engines) if view.unended else 0)
+        asked = ReplicaGoal(engines, min(wanted.drafters, view.max_replicas - engines) if view.unended else 0)
         if asked == self._asked:
             return []
         self._asked, self._ways.drafters = asked, asked.drafters
@@ -105,7 +117,7 @@ def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
 
 
 def move_s(chunk: Chunk, speeds: ReplicaSpeeds) -> float:
-    """What going on elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
+    """What continuing elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
     context = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + chunk.sample.streamed_tokens
     compute_s = context / speeds.prefill_tokens_s
     if not speeds.fetch_tokens_s:

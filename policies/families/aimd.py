@@ -23,10 +23,10 @@ class Aimd(BaseModel):
     type: Literal["aimd"] = "aimd"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    most: int = Field(32, ge=1, le=64, description="most draft tokens of a sample in a step")
+    max_draft_tokens: int = Field(32, ge=1, le=64, description="most draft tokens of a sample in a step")
     start_tokens: int = Field(2, ge=1, le=64, description="first window, and the one after a wrong token")
     grow_tokens: int = Field(2, ge=1, le=64, description="growth of the window when the whole draft was right")
-    least_match_tokens: int = Field(3, ge=0, le=64, description="shortest context a draft may rest on")
+    min_match_tokens: int = Field(3, ge=0, le=64, description="shortest context a draft may rest on")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
         """`memory`: int32 windows by slot."""
@@ -38,9 +38,9 @@ class Aimd(BaseModel):
         now = windows[view.slot]
         right = view.accepted_last >= view.drafted_last
         now = np.where(view.drafted_last > 0, np.where(right, now + self.grow_tokens, self.start_tokens), now)
-        now = np.minimum(np.where(view.verifications == 0, self.start_tokens, now), self.most)
+        now = np.minimum(np.where(view.verifications == 0, self.start_tokens, now), self.max_draft_tokens)
         windows[view.slot] = now
-        drafts = (view.match_tokens >= self.least_match_tokens) & self._pays(view)
+        drafts = (view.match_tokens >= self.min_match_tokens) & self._pays(view)
         return np.where(drafts, np.minimum(now, view.proposed), 0).astype(np.int32), windows
 
     def _pays(self, view: DraftView) -> bool:

@@ -15,7 +15,7 @@ class Chunking(Protocol):
 class FixedChunks(BaseModel):
     """min(chunk_tokens, what is left of the sample's max_tokens); null runs every sample in one piece.
 
-    KV is kept and moved in whole blocks, so whoever goes on with a sample computes what stands in an unfinished one
+    KV is kept and moved in whole blocks, so whoever continues with a sample computes what stands in an unfinished one
     again. With `block_tokens` a chunk that is not the last ends so early that only its last token, whose KV nobody has
     computed, stands behind a whole block; a chunk that would have no token then is as long as without.
     """

@@ -1,6 +1,6 @@
 """Draft budgets that minimise the time of what is left of the step, by a model of it (DAS 4.2, equations 3 to 7).
 
-Invariant: budgets come from the N that minimises equation 5, found anew at each step for the lengths that remain. A
+Invariant: budgets come from the N that minimises equation 5, found again at each step for the lengths that remain. A
 member of the drafting family; called by the engine once per step.
 """
 
@@ -43,7 +43,7 @@ class ClosedForm(BaseModel):
     type: Literal["closed_form"] = "closed_form"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
         """`memory`: Evidence."""
@@ -53,18 +53,18 @@ class ClosedForm(BaseModel):
         memory = self._learn(view, memory)
         alpha, k = fit(memory)
         left = np.maximum(view.expected - view.generated, 1).astype(np.float64)
-        base_s, drafting_s = view.cost.at([count, count * (1 + self.most)])
-        passes = best_passes(left, alpha, k, base_s, (drafting_s - base_s) / (count * self.most))
+        base_s, drafting_s = view.cost.at([count, count * (1 + self.max_draft_tokens)])
+        passes = best_passes(left, alpha, k, base_s, (drafting_s - base_s) / (count * self.max_draft_tokens))
         per_step = budgets(left, alpha, k, passes) / passes
         # A share of a token becomes a token in that share of the steps.
         turn = view.verifications
         wanted = np.floor(per_step * (turn + 1)) - np.floor(per_step * turn)
-        return np.minimum(wanted, np.minimum(view.proposed, self.most)).astype(np.int32), memory
+        return np.minimum(wanted, np.minimum(view.proposed, self.max_draft_tokens)).astype(np.int32), memory
 
     def _learn(self, view: DraftView, memory: PositionCounts | None) -> PositionCounts:
-        size = self.most + 1
+        size = self.max_draft_tokens + 1
         tries, accepted = memory or (np.zeros(size), np.zeros(size))
-        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.most), 0)
+        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.max_draft_tokens), 0)
         fade = FADE ** np.count_nonzero(drafted)
         hits = np.minimum(view.accepted_last, drafted)
         return PositionCounts(

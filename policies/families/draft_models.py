@@ -72,10 +72,11 @@ class Planned(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["planned"] = "planned"
+    needs_drafter: ClassVar[bool] = True
     acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until samples have shown their own")
     drafter: DrafterStep = Field(DrafterStep(), description="what a step of the draft model takes")
     verifier: VerifierStep = Field(VerifierStep(), description="what a step of an engine takes")
-    most_window: int = Field(8, ge=1, le=64, description="longest window that is tried; engines verify `draft_tokens`")
+    max_window: int = Field(8, ge=1, le=64, description="longest window that is tried; engines verify `draft_tokens`")
     replicas: int = Field(1, ge=1, description="draft models that run; the most where tail says how many")
 
     def way(self, view: DraftModelsView, acceptance: float) -> tuple[DraftMode | None, str]:
@@ -94,7 +95,7 @@ class Planned(BaseModel):
 
     @property
     def _planner(self) -> Decoupled:
-        return Decoupled(most_window=self.most_window)
+        return Decoupled(max_window=self.max_window)
 
     def _plan(self, view: DraftModelsView) -> Plan:
         """A drafter is rated as if it had the verifier's samples alone, each as slow as those that it has make it."""

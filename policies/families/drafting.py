@@ -28,7 +28,7 @@ class Drafting(Protocol):
     by_worth: bool
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Most draft tokens that one sample can ever get: the engine asks the index for no more."""
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
@@ -44,7 +44,7 @@ class NoDrafting(BaseModel):
     by_worth: ClassVar[bool] = False
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         return 0
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
@@ -61,7 +61,7 @@ class FixedBudget(BaseModel):
     tokens: int = Field(4, ge=1, le=64, description="draft tokens of a sample in a step")
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         return self.tokens
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
@@ -83,7 +83,7 @@ class LengthClassBudget(BaseModel):
     )
 
     @property
-    def most(self) -> int:
+    def max_draft_tokens(self) -> int:
         return 2 * self.medium_tokens
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
@@ -96,20 +96,20 @@ class Concurrency(BaseModel):
     """Seer 4.4: as many for each as a sample may have and the batch's share allows, and only tokens that look right.
 
     The more samples run, the fewer drafts each gets; none once more than `batch_tokens` run. A draft ends before the
-    first token that is right with less than `least_probability`. The paper gives no thresholds.
+    first token that is right with less than `min_probability`. The paper gives no thresholds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["concurrency"] = "concurrency"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = False
-    most: int = Field(8, ge=1, le=64, description="most draft tokens of a sample in a step")
+    max_draft_tokens: int = Field(8, ge=1, le=64, description="most draft tokens of a sample in a step")
     batch_tokens: int = Field(32, ge=1, le=65_536, description="most draft tokens of all samples together in a step")
-    least_probability: float = Field(0.3, ge=0.0, le=1.0, description="chance below which a draft token is dropped")
+    min_probability: float = Field(0.3, ge=0.0, le=1.0, description="chance below which a draft token is dropped")
 
     def decide(self, view: DraftView, memory: Any) -> tuple[np.ndarray, Any]:
-        window = min(self.most, self.batch_tokens // max(1, len(view.proposed)))
-        sure = np.cumprod(view.right >= self.least_probability, axis=1).sum(axis=1)
+        window = min(self.max_draft_tokens, self.batch_tokens // max(1, len(view.proposed)))
+        sure = np.cumprod(view.right >= self.min_probability, axis=1).sum(axis=1)
         return np.minimum(np.minimum(view.proposed, sure), window).astype(np.int32), memory
 
 

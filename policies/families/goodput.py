@@ -50,7 +50,7 @@ class Goodput(BaseModel):
     type: Literal["goodput"] = "goodput"
     reads_classes: ClassVar[bool] = False
     by_worth: ClassVar[bool] = True
-    most: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens of a sample in a step")
     margin: float = Field(0.01, ge=0.0, le=1.0, description="least predicted gain over no drafts")
     tail_weight: float = Field(1.0, ge=0.0, le=8.0, description="how much the longest sample counts late; 0: no more")
     tail_running: int = Field(4, ge=0, le=4096, description="late is when at most so many samples run here")
@@ -60,7 +60,7 @@ class Goodput(BaseModel):
         count = len(view.proposed)
         if not count:
             return np.zeros(0, np.int32), memory
-        window = min(self.most, view.right.shape[1])
+        window = min(self.max_draft_tokens, view.right.shape[1])
         claimed = np.where(np.arange(window) < view.proposed[:, None], view.right[:, :window], 0.0)
         memory = self._learn(view, claimed, memory)
         chances = np.minimum(claimed * memory.factors()[_bins(claimed)], 1.0)
@@ -87,12 +87,12 @@ class Goodput(BaseModel):
 
     def _learn(self, view: DraftView, claimed: np.ndarray, memory: Track | None) -> Track:
         """Of a draft, the right tokens and the first wrong one have been put to the test; behind that none has."""
-        track = memory or Track(np.zeros(BINS), np.zeros(BINS), np.zeros((0, self.most), np.float32))
-        last = np.zeros((max(len(track.last), int(view.slot.max()) + 1), self.most), np.float32)
+        track = memory or Track(np.zeros(BINS), np.zeros(BINS), np.zeros((0, self.max_draft_tokens), np.float32))
+        last = np.zeros((max(len(track.last), int(view.slot.max()) + 1), self.max_draft_tokens), np.float32)
         last[: len(track.last)] = track.last
-        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.most), 0)
+        drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.max_draft_tokens), 0)
         accepted = np.minimum(view.accepted_last, drafted)
-        chances, place = last[view.slot], np.arange(self.most)
+        chances, place = last[view.slot], np.arange(self.max_draft_tokens)
         tested = (place < np.minimum(accepted + 1, drafted)[:, None]) & (chances > 0)  # 0: drafted before this memory
         bins = _bins(chances).ravel()
         claimed_now = np.bincount(bins, (chances * tested).ravel(), BINS)

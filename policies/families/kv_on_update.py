@@ -1,4 +1,5 @@
-"""Which KV a sample goes on with when the weights change under it: the core has KV of that version read and written."""
+"""Which KV a sample continues with when the weights change under it: the core has KV of that version read and
+written."""
 
 from typing import Annotated, Literal, Protocol, runtime_checkable
 

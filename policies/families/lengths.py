@@ -25,7 +25,7 @@ class Lengths(Protocol):
     reads_all: bool
 
     def expected(self, group: LengthsView, generated: int) -> int:
-        """Expected tokens of the whole answer of a sample that has `generated` and goes on."""
+        """Expected tokens of the whole answer of a sample that has `generated` and continues."""
 
 
 class MaxFinished(BaseModel):
@@ -75,7 +75,7 @@ class Shrunk(BaseModel):
     """The mean of what is left to an answer that got this far, of a log-normal law shrunk between prompt and batch.
 
     Log lengths of a prompt scatter about its own mean, and these about the batch's; how much of the spread lies
-    between prompts is estimated as the step goes on. A prompt's mean is the posterior one given its history, its
+    between prompts is estimated as the step continues. A prompt's mean is the posterior one given its history, its
     finished mates, and its running ones as answers longer than what they have (right-censored; by EM).
     """
 

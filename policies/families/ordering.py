@@ -2,7 +2,7 @@
 
 Contract: keys are tuples of numbers. A key may depend freely on its sample (which changes only while it does not wait),
 on its group's finished samples, and on expected lengths (which change as one finishes); on anything else of the group
-only in a lane that is named in `growing_lanes`, and so that it grows as a step goes on (the core renews keys when a
+only in a lane that is named in `growing_lanes`, and so that it grows as a step continues (the core renews keys when a
 sample of the group finishes; in growing lanes it also looks again at the one it is about to take). Lanes are several
 orders over the same samples; `lane` says which one the n-th decision follows.
 """

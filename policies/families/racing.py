@@ -1,7 +1,7 @@
 """Fastest-of-N: which straggler also races with which draft method, and on which free replica (SpecActor 4.2).
 
 Invariants: no worker takes more than its room, no sample gets a method twice or a copy on the replica it runs on, and
-no copy is made that is expected to bring less than `least_gain`. Copies write the same tokens (law 2), so a race
+no copy is made that is expected to bring less than `min_gain`. Copies write the same tokens (law 2), so a race
 changes the time only. Pure and deterministic, ties by id. Called whenever replicas become free.
 """
 
@@ -167,9 +167,7 @@ class FastestOfN(BaseModel):
     rungs: tuple[MethodProfile, ...] = Field(
         USUAL, min_length=1, description="what each method brings, see `tailrace bench ladder --out`"
     )
-    least_gain: float = Field(
-        1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published"
-    )
+    min_gain: float = Field(1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published")
 
     @model_validator(mode="after")
     def _has_a_ladder(self):
@@ -203,7 +201,7 @@ class FastestOfN(BaseModel):
         copies = []
         for rung in rungs:
             gain = rung.gain(speedup)
-            if rung.method in sample.methods or gain < self.least_gain:
+            if rung.method in sample.methods or gain < self.min_gain:
                 continue
             worker_id = _least_loaded(free[rung.method], sample.replica)
             if worker_id is not None:

@@ -1,11 +1,12 @@
-"""The registry: which policy of each family decides. `Policies` is what `serve.yaml` names under `policies`.
+"""The registry of policies. `Policies` holds one member of every family, as `serve.yaml` names them under `policies`.
 
-A member is named by `type`; a user's own by dotted path, `type: "my_pkg.mine:MyOrdering"` with `args: {...}`.
-An unknown name is an error that gives the nearest ones.
+A member is named by `type`, and so is one that an installed package brings, by an entry point `FAMILY.NAME` of the
+group `tailrace.policies`. A user's own class is named by dotted path, `type: "my_pkg.mine:MyOrdering"` with
+`args: {...}`. An unknown name or knob is an error that gives the nearest ones.
 """
 
 from difflib import get_close_matches
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -45,6 +46,17 @@ FAMILIES = {
 }
 
 
+ENTRY_POINTS = "tailrace.policies"
+"""Group of entry points by which an installed package names its policies: `ordering.shortest_first = pkg:Class`."""
+
+
+def installed(family: str) -> dict[str, str]:
+    """Policies that installed packages bring to a family: name -> dotted path `module:Class`, in order of names."""
+    found = metadata.entry_points(group=ENTRY_POINTS)
+    prefix = f"{family}."
+    return {e.name.removeprefix(prefix): e.value for e in sorted(found) if e.name.startswith(prefix)}
+
+
 def members(family: str) -> dict[str, type[BaseModel]]:
     """Built-in policies of a family by their `type`."""
     union = get_args(FAMILIES[family][0])[0]
@@ -70,11 +82,15 @@ def load_policy(family: str, value: Any) -> BaseModel:
     if ":" in spec["type"]:
         return _user_policy(family, spec)
     known = members(family)
-    if spec["type"] not in known:
-        near = get_close_matches(spec["type"], known, cutoff=0.4)
-        hint = f"nearest: {', '.join(near)}; " if near else ""
-        raise ValueError(f"unknown {family} {spec['type']!r}; {hint}known: {', '.join(known)}")
-    return _built(known[spec["type"]], spec)
+    if spec["type"] in known:
+        return _built(known[spec["type"]], spec)
+    others = installed(family)
+    if spec["type"] in others:
+        knobs = {key: value for key, value in spec.items() if key != "type"}
+        return _user_policy(family, {"type": others[spec["type"]], "args": knobs})
+    near = get_close_matches(spec["type"], [*known, *others], cutoff=0.4)
+    hint = f"nearest: {', '.join(near)}; " if near else ""
+    raise ValueError(f"unknown {family} {spec['type']!r}; {hint}known: {', '.join([*known, *others])}")
 
 
 def _user_policy(family: str, spec: dict) -> BaseModel:
@@ -96,7 +112,25 @@ def _built(cls: type[BaseModel], knobs: dict) -> BaseModel:
         return TypeAdapter(cls).validate_python(knobs)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{cls.__name__}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        place = ".".join(map(str, first["loc"]))
+        message = unknown_key(cls, first["loc"]) if first["type"] == "extra_forbidden" else first["msg"]
+        raise ValueError(f"{cls.__name__}.{place}: {message}") from error
+
+
+def unknown_key(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
+    """The complaint about a key that a model, or a model inside it, does not have: with the nearest key it has."""
+    for part in place[:-1]:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        model = _model_in(field.annotation) or model if field else model
+    near = get_close_matches(str(place[-1]), model.model_fields, n=1)
+    return f"unknown key; did you mean {near[0]}?" if near else "unknown key; remove it or correct its spelling"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first pydantic model in a type such as `Model | None` or `tuple[Model, ...]`, or None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
 
 
 def _checked(family: str, policy: Any) -> BaseModel:

@@ -6,7 +6,7 @@ replicas that are there is reached by closing those that Serve would stop first,
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,7 +25,11 @@ class ReplicaGoal(NamedTuple):
 
 @runtime_checkable
 class Tail(Protocol):
-    """What the core asks of a tail policy, built in or the user's own."""
+    """A tail policy, built in or the user's own.
+
+    The configuration reads three capabilities, each a ClassVar[bool] that may be left out: `changes_replicas`
+    (default True), `wants_drafters` (default False) and `may_want_drafters` (default False: with draft models planned).
+    """
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]: ...
 
@@ -35,9 +39,10 @@ class Hold(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["hold"] = "hold"
+    changes_replicas: ClassVar[bool] = False
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
-        return ReplicaGoal(view.most), memory
+        return ReplicaGoal(view.max_replicas), memory
 
 
 class Shrinking(BaseModel):
@@ -52,17 +57,17 @@ class Shrinking(BaseModel):
     after_s: float = Field(1.0, ge=0.0, description="how long the last answer stands before a smaller one replaces it")
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]:
-        answer, since, unended = memory or (ReplicaGoal(view.least), view.now, 0)
+        answer, since, unended = memory or (ReplicaGoal(view.min_replicas), view.now, 0)
         if not view.unended:
-            engines, drafters = view.least, 0
+            engines, drafters = view.min_replicas, 0
         elif view.waiting or view.unended > unended or not view.replicas:
-            engines, drafters = view.most, 0
+            engines, drafters = view.max_replicas, 0
         else:
             engines, drafters = self.cut(view, answer)
             engines = min(engines, answer.engines)
             drafters = min(drafters, sum(answer) - engines)
-        engines = min(max(engines, view.least), view.most)
-        needed = ReplicaGoal(engines, min(drafters, view.most - engines))
+        engines = min(max(engines, view.min_replicas), view.max_replicas)
+        needed = ReplicaGoal(engines, min(drafters, view.max_replicas - engines))
         if needed == answer or needed.engines > answer.engines or view.now - since >= self.after_s:
             answer, since = needed, view.now
         return answer, (answer, since, view.unended)
@@ -94,16 +99,17 @@ class Consolidate(Shrinking):
     max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
 
     def needed(self, view: TailView, answer: int) -> int:
-        return fewest(view.replicas, view.running, view.most, self.max_slowdown)
+        return fewest(view.replicas, view.running, view.max_replicas, self.max_slowdown)
 
 
 class Draft(Consolidate):
     """Consolidates; draft models run on what has become free, ahead of the samples that are left (SpecActor 4.1)."""
 
     type: Literal["draft"] = "draft"
+    wants_drafters: ClassVar[bool] = True
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
-        return ReplicaGoal(self.needed(view, answer.engines), view.most)
+        return ReplicaGoal(self.needed(view, answer.engines), view.max_replicas)
 
 
 class Threshold(Shrinking):
@@ -115,7 +121,7 @@ class Threshold(Shrinking):
 
     def needed(self, view: TailView, answer: int) -> int:
         few = view.unended < self.at_share * view.submitted
-        return max(1, ceil(self.to_share * view.most)) if few else view.most
+        return max(1, ceil(self.to_share * view.max_replicas)) if few else view.max_replicas
 
 
 class Auto(Shrinking):
@@ -124,23 +130,24 @@ class Auto(Shrinking):
     On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured speeds.
     Where copies race, they take free places, lengthen the step, and multiply the pace by what the racing policy expects
     of them. Draft models on others multiply it by what the draft models' policy expects; races are then left out, since
-    both gain from the same idle time. Samples go on side by side, so the longest one's end, plus what replicas are
+    both gain from the same idle time. Samples continue side by side, so the longest one's end, plus what replicas are
     worth until then, is least where every step's seconds * (1 + worth * share of the replicas) / pace is, whatever
     lengths are still to come. A replica thus takes chunks that move, or copies, or drafts, while that saves more of the
     makespan than its share of `worth`; else it is given back.
     """
 
     type: Literal["auto"] = "auto"
+    may_want_drafters: ClassVar[bool] = True
     worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
         speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
         if not speeds:
             return answer
-        worth = self.worth / view.most
+        worth = self.worth / view.max_replicas
         step = ReplicaSpeeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
-        least = roomy(view.replicas, view.running, view.most)
-        paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.most + 1)]
+        least = roomy(view.replicas, view.running, view.max_replicas)
+        paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.max_replicas + 1)]
         paces += [
             (mean_s(step, view.running, one.engines) / one.gain, ReplicaGoal(one.engines, one.drafters))
             for one in view.roles
@@ -149,7 +156,7 @@ class Auto(Shrinking):
 
 
 def token_s(view: TailView, step: ReplicaSpeeds, count: int) -> float:
-    """Seconds in which a sample goes on by as many tokens as one step makes without a race, on `count` replicas."""
+    """Seconds in which a sample continues by as many tokens as one step makes without a race, on `count` replicas."""
     own, races = view.running, view.races
     places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
     if places <= 0:

@@ -3,9 +3,9 @@
 Times are affine in the samples of a batch. Each draft token is right with probability p, whatever came before. A
 decoupled drafter that has sent a window of w tokens drafts w more while they are verified; what follows a wrong one is
 wasted, up to 2w - 1 tokens. In SpecActor's rounds a sample then sits out a verification until it has a new window, and
-a window that is right brings w tokens (`renewal_tokens_s`). Tailrace's engines never wait: they go on with whatever is
-there (`decoupled_tokens_s`). A coupled drafter waits too, so a window that is right brings one token of the verifier's
-own on top. Pure functions; called by `planning`.
+a window that is right brings w tokens (`renewal_tokens_s`). Tailrace's engines never wait: they continue with whatever
+is there (`decoupled_tokens_s`). A coupled drafter waits too, so a window that is right brings one token of the
+verifier's own on top. Pure functions; called by `planning`.
 """
 
 from typing import NamedTuple
@@ -108,10 +108,10 @@ def step_means(p: float, window: int, drafted: float) -> tuple[float, float]:
     """Tokens that a sample makes in a step where nobody waits, and draft tokens of it that are verified, on average.
 
     `drafted`: tokens that its drafter adds in a step. From a wrong token to the next: the step after it has no draft
-    and decodes plainly, while the drafter goes on from the corrected context. Later steps verify n <= w tokens of the
-    guess at hand and make 1 + p + ... + p^n; all of it goes on, with chance p^(n+1), if the next token of the guess is
-    the verifier's own on top too. Of a guess that then stood at 2w, w - 1 are left: full steps verify w and w - 1 in
-    turn. A drafter hears between two steps of its own, hence starts anew half a token late.
+    and decodes plainly, while the drafter continues from the corrected context. Later steps verify n <= w tokens of the
+    guess at hand and make 1 + p + ... + p^n; all of it continues, with chance p^(n+1), if the next token of the guess
+    is the verifier's own on top too. Of a guess that then stood at 2w, w - 1 are left: full steps verify w and w - 1 in
+    turn. A drafter hears between two steps of its own, hence starts again half a token late.
     """
     tokens = drafts = steps = 0.0
     guess, going = -0.5, 1.0  # draft tokens at hand, and the chance that nothing has been wrong yet

@@ -66,7 +66,7 @@ class Decoupled(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["decoupled"] = "decoupled"
-    most_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
+    max_window: int = Field(32, ge=1, le=256, description="longest draft window that is tried")
     rate: Literal["going_on", "renewal", "published"] = Field(
         "going_on", description="whose protocol; published: too many tokens per round, each too slow"
     )
@@ -113,7 +113,7 @@ class Decoupled(BaseModel):
 
     def better(self, p: float, drafter: DrafterCost, verifier: VerifierCost) -> SamplePlan:
         """For a sample of acceptance p, to a hundredth; both kinds are rated at a batch of one, as in the paper."""
-        rate, windows = RATES[self.rate], range(1, self.most_window + 1)
+        rate, windows = RATES[self.rate], range(1, self.max_window + 1)
         coupled_s, waiting = max((coupled_tokens_s(p, drafter, verifier, 1, w), -w) for w in (0, *windows))
         decoupled_s, ahead = max((rate(p, drafter, verifier, 1, w), -w) for w in windows)
         reason = f"accepts {p:.2f}: coupled {coupled_s:.1f} tokens/s, decoupled {decoupled_s:.1f}"
@@ -125,7 +125,14 @@ class Decoupled(BaseModel):
         """The best window of this pair; None where the drafter cannot keep up with any."""
         rate = RATES[self.rate]
         plans = [
-            Plan(drafter, verifier, window, samples, rate(p, drafter, verifier, samples, window), f"accepts {p:.2f}")
+            Plan(
+                drafter=drafter,
+                verifier=verifier,
+                window=window,
+                samples=samples,
+                tokens_s=rate(p, drafter, verifier, samples, window),
+                reason=f"accepts {p:.2f}",
+            )
             for window in self._windows(samples, p, drafter, verifier)
         ]
         return max(plans, key=_worth, default=None)
@@ -133,7 +140,7 @@ class Decoupled(BaseModel):
     def _windows(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> list[int]:
         """Those worth a try: in SpecActor's rounds, beyond them the drafter is the slower, and longer windows gain less
         than they take. The paper's end is max(ceil(V' / D'), ceil(beta / alpha))."""
-        windows = range(1, self.most_window + 1)
+        windows = range(1, self.max_window + 1)
         if self.rate == "going_on":
             return list(windows)
         if self.rate == "renewal":
@@ -144,7 +151,14 @@ class Decoupled(BaseModel):
 
 
 def _plain(verifier: VerifierCost, samples: int) -> Plan:
-    return Plan(None, verifier, 0, samples, 1 / verifier.seconds(samples, 0), "no drafter pays")
+    return Plan(
+        drafter=None,
+        verifier=verifier,
+        window=0,
+        samples=samples,
+        tokens_s=1 / verifier.seconds(samples, 0),
+        reason="no drafter pays",
+    )
 
 
 def _worth(plan: Plan) -> tuple[float, int, int]:

@@ -1,4 +1,4 @@
-"""What a shell must do: the only output of `RolloutCore`. Every action says why (`reason`)."""
+"""Actions for the shell: the only output of `RolloutCore`. Every action carries its `reason`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,8 +13,8 @@ class SampleEnd(StrEnum):
 
 
 class DraftMode(NamedTuple):
-    """How a draft model drafts for a sample: at most so many tokens of a draft, 0: it does not; and whether it waits
-    for them to be verified, and the sample for them."""
+    """How a draft model drafts for a sample. `window`: max tokens of a draft, 0 for none. `coupled`: drafter and sample
+    take turns, each waiting for the other."""
 
     window: int
     coupled: bool
@@ -24,14 +24,13 @@ class DraftMode(NamedTuple):
 class StartChunk:
     """Generate at most `max_tokens` tokens of a sample that has `start` already, on `replica_id`.
 
-    KV is read and written under `kv_version` only. The engine looks into the pool if that would gain at least
-    `min_pull_tokens` over its own cache; None: it does not look. `expected_tokens` is the length that the whole answer
-    is expected to have; from `class_starts` answer tokens on it counts as no short one, and as a long one. All three
-    are estimates as the chunk starts: only drafting reads them.
+    KV is read and written under `kv_version` only. The engine pulls from the pool if that gains at least
+    `min_pull_tokens` over its own cache, and never if None. `expected_tokens`: estimated length of the whole answer.
+    `class_starts`: answer tokens from which it counts as medium and as long (DAS). Both are estimates at the chunk's
+    start, read by drafting alone.
 
-    `copy_of`: it races with that chunk, whose tokens it makes too; `method`: by which it drafts (None: as its replica
-    does of itself).
-    `way`: how a draft model drafts, where there is one (None: as that is configured).
+    `copy_of`: the chunk that this one races, making the same tokens, or None. `method`: the draft method, or None for
+    the replica's default. `way`: the draft model's mode, or None for the configured one.
     """
 
     chunk_id: str
@@ -52,9 +51,9 @@ class StartChunk:
 
 @dataclass(frozen=True, slots=True)
 class AbortChunk:
-    """Stop a running chunk at the next token; its `ChunkFinished` still has to come.
+    """Stop a running chunk at the next token. Its `ChunkFinished` follows.
 
-    `keep_kv`: whether somebody goes on with its KV, so that what is not in the pool yet is still worth storing.
+    `keep_kv`: the sample continues elsewhere, so KV that is not in the pool yet is worth storing.
     """
 
     chunk_id: str
@@ -65,7 +64,7 @@ class AbortChunk:
 
 @dataclass(frozen=True, slots=True)
 class EndSample:
-    """The sample has ended; nothing of it will be asked for again. `error` is set when it failed."""
+    """The sample has ended and will not run again. `error` is set if it failed."""
 
     sample_id: str
     end: SampleEnd
@@ -83,15 +82,15 @@ class EmitGroup:
 
 
 class ReleaseCause(StrEnum):
-    ENDED = "ended"  # nobody goes on with it
-    STALE = "stale"  # it is of other weights than what goes on
-    FULL = "full"  # others need the room sooner
+    ENDED = "ended"  # the sample or group has ended
+    STALE = "stale"  # the sample continues under other weights
+    FULL = "full"  # samples that run sooner need the room
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKv:
-    """The pool need not hold this any more: the sample's own KV behind the prompt, or, with `sample_id` None, the
-    prompt's that the group's samples share."""
+    """Remove KV from the pool: the sample's own after the prompt, or, if `sample_id` is None, the prompt's, which the
+    group's samples share."""
 
     group_id: str
     sample_id: str | None
@@ -110,8 +109,8 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class SetReplicas:
-    """From now on there should be `replicas` engine replicas; those that stop for it run nothing. `drafters`: replicas
-    of a draft model, in the place of engines that are not, where their number is the core's to say."""
+    """Set the number of engine replicas to `replicas`; those that stop run nothing. `drafters`: number of draft-model
+    replicas in the place of engines, where the core decides it."""
 
     replicas: int
     reason: str

@@ -1,4 +1,4 @@
-"""What happens to a rollout: the only input of `RolloutCore`. The shell stamps `now` (seconds, monotonic).
+"""Events: the only input of `RolloutCore`. The shell stamps `now` (seconds, monotonic).
 
 Every event is a value. Events that name a chunk must name a running one; the core raises otherwise.
 """
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class IllegalEvent(ValueError):
-    """An event that cannot happen in this state; the core has not changed."""
+    """An event that is impossible in this state. The core has not changed."""
 
 
 class ChunkEnd(StrEnum):
@@ -34,6 +34,8 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplesSubmitted:
+    """A batch of groups is submitted."""
+
     now: float
     batch_id: str
     groups: tuple[GroupSpec, ...]
@@ -49,15 +51,20 @@ class LengthsRevealed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCancelled:
+    """A driver cancels its batch, or has gone."""
+
     now: float
     batch_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkFinished:
-    """`stored_tokens`: tokens of the sample's context, prompt and answer, whose KV the pool holds as the chunk ends;
-    `drafted_tokens`, `accepted_tokens`: what was verified of drafts. `model_tested`: tokens of a draft model whose turn
-    came, all before them being right, verified or not; `model_accepted`: those of them that were right."""
+    """A chunk ended with `new_tokens` tokens.
+
+    `stored_tokens`: tokens of the sample's context (prompt and answer) whose KV the pool holds at the chunk's end.
+    `drafted_tokens`, `accepted_tokens`: draft tokens verified and accepted. `model_tested`: draft-model tokens whose
+    position was reached with all earlier ones right, verified or overtaken; `model_accepted`: the right ones of them.
+    """
 
     now: float
     chunk_id: str
@@ -73,7 +80,7 @@ class ChunkFinished:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFailed:
-    """The chunk made nothing that counts; `error` is one line."""
+    """The chunk failed and none of its tokens count. `error` is one line."""
 
     now: float
     chunk_id: str
@@ -82,7 +89,7 @@ class ChunkFailed:
 
 @dataclass(frozen=True, slots=True)
 class TokensStreamed:
-    """A running chunk had made `tokens` tokens when it was looked at, at `observed_at`."""
+    """A running chunk had generated `tokens` tokens at `observed_at`."""
 
     now: float
     chunk_id: str
@@ -92,10 +99,10 @@ class TokensStreamed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A replica is ready under `weights_version`. Sent again when that, or `methods`, has changed.
+    """A replica is ready under `weights_version`. Sent again when the version or `methods` has changed.
 
-    Replicas with one `node_id` share that node's part of the KV pool. `methods`: by which chunks can draft there now,
-    first what a chunk drafts by of itself; empty: none can be told by which.
+    Replicas of one `node_id` share that node's part of the KV pool. `methods`: draft methods available on the replica;
+    the first is the default. Empty if the method cannot be selected per chunk.
     """
 
     now: float
@@ -111,6 +118,8 @@ class ReplicaJoined:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeft:
+    """A replica is gone, and its running chunks with it. `error` is one line."""
+
     now: float
     replica_id: str
     error: str
@@ -118,7 +127,7 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasReserved:
-    """At least `replicas` are wanted from now until the next batch has come: a driver knows that it soon will."""
+    """A driver announces its next batch: keep at least `replicas` replicas until it comes."""
 
     now: float
     replicas: int
@@ -126,7 +135,7 @@ class ReplicasReserved:
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
-    """From now on chunks start only on replicas that hold `version`; chunks of another are told to stop at once."""
+    """New weights: chunks now start only on replicas that hold `version`; running chunks of other versions stop."""
 
     now: float
     version: int
@@ -134,9 +143,11 @@ class WeightsChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMeasured:
-    """Speeds of a replica as of `observed_at`: prefill; fetching KV from the pool, `fetch_base_s` each time and
-    `fetch_tokens_s` (0: it cannot); a decode step of `step_base_s + step_per_chunk_s * chunks running`, with as many
-    draft tokens of each as lately."""
+    """Speeds of a replica as of `observed_at`.
+
+    A fetch of n tokens of KV from the pool takes `fetch_base_s + n / fetch_tokens_s` (0: the replica cannot fetch). A
+    decode step takes `step_base_s + step_per_chunk_s * running chunks`, at the recent number of draft tokens per chunk.
+    """
 
     now: float
     replica_id: str
@@ -150,7 +161,7 @@ class ReplicaMeasured:
 
 @dataclass(frozen=True, slots=True)
 class PoolReported:
-    """How full the KV pool was at `observed_at`, all tiers together, in tokens of KV."""
+    """Capacity and use of the KV pool at `observed_at`, over all tiers, in tokens of KV."""
 
     now: float
     capacity_tokens: int
@@ -160,7 +171,7 @@ class PoolReported:
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """The pool has lost the KV of these samples; None: of all (its master restarted). Unknown ids are ignored."""
+    """The pool lost the KV of these samples, or of all if None (its master restarted). Unknown ids are ignored."""
 
     now: float
     sample_ids: tuple[str, ...] | None
@@ -168,6 +179,8 @@ class KvLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
+    """Time passes: the core decides with every event observed so far."""
+
     now: float
 
 

@@ -1,6 +1,6 @@
 """What is known of the lengths of a batch as a whole: its spread, and the three length classes of DAS.
 
-A value, worked out from all past and finished lengths together; `LengthBook` does so anew as the evidence doubles.
+A value, worked out from all past and finished lengths together; `LengthBook` does so again as the evidence doubles.
 Logarithms, because lengths are skewed: one runaway answer would else decide every mean.
 """
 

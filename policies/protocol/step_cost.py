@@ -14,7 +14,7 @@ import numpy as np
 class StepCost:
     """Piecewise linear: a step of `tokens[j]` tokens takes `seconds[j]`.
 
-    Below the first point a step takes as long as there; behind the last it goes on along the last piece. Raises
+    Below the first point a step takes as long as there; after the last it continues along the last piece. Raises
     ValueError unless there are at least two points, `tokens` grow and are positive, and `seconds` are positive and
     never fall.
     """
@@ -35,7 +35,7 @@ class StepCost:
         object.__setattr__(self, "_y", np.array(self.seconds, np.float64))
 
     def at(self, tokens) -> np.ndarray:
-        """Seconds of steps of so many tokens: float64, of the shape of `tokens`."""
+        """Seconds of steps of this many tokens: float64, of the shape of `tokens`."""
         x, y = self._x, self._y
         tokens = np.asarray(tokens, np.float64)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])

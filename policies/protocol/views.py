@@ -1,4 +1,4 @@
-"""What a policy may see. Immutable; no field tells a sample's true length (law 3).
+"""Views: the input of policies. Immutable; no field holds a sample's true length (law 3).
 
 Fields that come from a replica's report carry the time of that report, `observed_at` (law 8); all
 others are the core's own books and exact at the time of the decision.
@@ -25,7 +25,7 @@ class SampleView(NamedTuple):
     chunks: int  # chunks started so far
     last_replica: str | None
     stored_tokens: int = 0  # of its context, whose KV the pool held as its last chunk ended
-    expected_tokens: int = 0  # of the whole answer, by the `lengths` policy, since it waits or a mate has finished
+    expected_tokens: int = 0  # of the whole answer, by the `lengths` policy, as of its last wait or mate's end
 
 
 class GroupView(NamedTuple):
@@ -40,28 +40,28 @@ class GroupView(NamedTuple):
 
 
 class LengthsView(NamedTuple):
-    """What is known of the lengths of a group's answers, in tokens."""
+    """Known lengths of a group's answers, in tokens."""
 
     finished: tuple[int, ...]  # sorted
-    running: tuple[int, ...]  # made so far of each unfinished sample, at the end of its last chunk; any order
+    running: tuple[int, ...]  # tokens of each unfinished sample at the end of its last chunk; any order
     history: tuple[tuple[int, ...], ...]  # earlier answers to the prompt, by epoch, newest first
     batch: BatchLengths
     max_tokens: int
 
 
 class ReplicaSpeeds(NamedTuple):
-    """What a replica measured of itself; a decode step takes step_base_s + step_per_chunk_s * chunks running, with as
+    """What a replica measured by itself; a decode step takes step_base_s + step_per_chunk_s * chunks running, with as
     many draft tokens of each as lately."""
 
     prefill_tokens_s: float
-    fetch_tokens_s: float  # KV from the pool, behind fetch_base_s; 0: it cannot fetch
+    fetch_tokens_s: float  # KV from the pool, after fetch_base_s; 0: it cannot fetch
     fetch_base_s: float
     step_base_s: float
     step_per_chunk_s: float
     observed_at: float
 
     def step_s(self, chunks: int) -> float:
-        """Seconds of a decode step of so many chunks."""
+        """Seconds of a decode step of `chunks` chunks."""
         return self.step_base_s + self.step_per_chunk_s * chunks
 
 
@@ -99,58 +99,58 @@ class ReplicasView(Protocol):
 
 
 class RacesView(NamedTuple):
-    """What races may bring where there is room; by default they are off."""
+    """Expected gain of races where replicas have room. The default: races are off."""
 
-    room: int = 0  # chunks on a replica up to which it takes copies
-    copies: int = 0  # that a sample may have; 0 as well where no replica has room
-    gain: float = 1.0  # how many times as fast running samples are expected to be, on average, with all of them
+    room: int = 0  # running chunks up to which a replica takes copies
+    copies: int = 0  # max copies of a sample; 0 if no replica has room
+    gain: float = 1.0  # expected mean speed-up of running samples with all copies
 
 
 class DraftModelsView(NamedTuple):
-    """Draft models beside engines, at a moment or as they might be."""
+    """Load of draft models, at a moment or in a planned split."""
 
     verified: int  # samples of one engine
     drafted: int  # samples of one draft model
-    acceptance: float  # of a draft token, all before it being right: the mean of all samples
+    acceptance: float  # chance that a draft token is right if all earlier ones are; mean over samples
 
 
 class RolesView(NamedTuple):
-    """A way to use replicas: how many times as fast as without draft models what runs is expected to be then."""
+    """A split of replicas into engines and drafters. `gain`: expected speed-up over no draft models."""
 
-    engines: int  # with room for all of it
+    engines: int  # with room for all running chunks
     drafters: int
     gain: float
 
 
 class TailView(NamedTuple):
-    """The replicas, and what is left of the batches in flight."""
+    """The replicas and the rest of the batches in flight."""
 
     now: float
-    waiting: int  # samples that no replica has room for
+    waiting: int  # samples without room on any replica
     running: int  # chunks
     unended: int  # samples of the batches in flight
     submitted: int  # all samples of these batches
-    replicas: tuple[ReplicaView, ...]  # in the order in which they stay: Serve stops the last one first
-    least: int  # replicas that there may be
-    most: int
+    replicas: tuple[ReplicaView, ...]  # Serve stops the last one first
+    min_replicas: int  # limits of the configuration, raised by a reservation
+    max_replicas: int
     races: RacesView = RacesView()
-    roles: tuple[RolesView, ...] = ()  # of what draft models might do, what is expected to gain
+    roles: tuple[RolesView, ...] = ()  # splits with drafters that are expected to gain
 
 
 class DraftView(NamedTuple):
-    """The samples of one replica that the engine step just over has verified and that go on, one row each; K is the
-    longest proposal of a sample."""
+    """The samples of one replica that the last engine step verified and that continue, one row each. K is the max
+    length of a proposal."""
 
-    right: np.ndarray  # float32[n, K]: estimated chance that draft token j is right if those before it are; 0 behind
-    proposed: np.ndarray  # int32[n]: draft tokens at hand
+    right: np.ndarray  # float32[n, K]: chance that draft token j is right if all earlier ones are; 0 after the end
+    proposed: np.ndarray  # int32[n]: length of the proposal
     match_tokens: np.ndarray  # int32[n]: longest context that the proposal rests on
-    slot: np.ndarray  # int64[n]: small, the sample's while a chunk of it runs, another's afterwards
-    verifications: np.ndarray  # int64[n]: of this chunk so far; 0: the slot has changed hands
+    slot: np.ndarray  # int64[n]: index of the chunk's row; reused after the chunk has ended
+    verifications: np.ndarray  # int64[n]: of this chunk so far; 0 if the slot is new
     drafted_last: np.ndarray  # int32[n]: in the sample's previous verification
     accepted_last: np.ndarray  # int32[n]: of those
     generated: np.ndarray  # int32[n]: answer tokens so far
     expected: np.ndarray  # int32[n]: of the whole answer, as the chunk started (`StartChunk.expected_tokens`)
-    medium_at: np.ndarray  # int32[n]: answer tokens from which it is no short one (`StartChunk.class_starts`)
-    long_at: np.ndarray  # int32[n]: and from which it is a long one
-    acceptance: float  # accepted share of what this replica drafted lately; a guess while it has drafted nothing
+    medium_at: np.ndarray  # int32[n]: answer tokens from which it is of medium length (`StartChunk.class_starts`)
+    long_at: np.ndarray  # int32[n]: answer tokens from which it is long
+    acceptance: float  # accepted share of the replica's recent draft tokens; a guess before the first
     cost: StepCost

@@ -109,7 +109,7 @@ class Batch:
         return [answer for _, answer in sorted(stopped, key=lambda pair: pair[0])]
 
     def resume(self, answer: Answer) -> None:
-        """It goes on to its next stop, which must lie ahead."""
+        """It continues to its next stop, which must lie ahead."""
         self._push(answer)
 
     def leave(self, answer: Answer) -> None:

@@ -2,7 +2,7 @@
 
 As in training, prompts go by in epochs, in another order each time, the same for every arrangement. In the stored
 order a worker would have the same prompts in every epoch: whoever has the longest holds up a naive pipeline each time.
-Half of all GPUs train, where training goes on beside the rollout; `sequential` trains on those that generate.
+Half of all GPUs train, where training continues beside the rollout; `sequential` trains on those that generate.
 Invariant: the same scenario and seeds give the same bytes. Called by `tailrace bench pipeline`.
 """
 

@@ -79,7 +79,7 @@ class PipelineHost:
         while self._events:
             now, worker = heappop(self._events)
             if now != self._due[worker]:
-                continue  # it has been set anew since
+                continue  # it has been set again since
             self._touched = {worker}
             if self._begun[worker] is None:
                 self._begin(worker, now)
@@ -183,7 +183,8 @@ class PipelineHost:
             self._close(answer)
 
     def _close(self, answer: Answer) -> None:
-        """It counts no more for its step. After a step's last one, training on it has an end, and workers may go on."""
+        """It counts no more for its step. After a step's last one, training on it has an end, and workers may
+        continue."""
         step = self._steps[answer.step]
         step.unfinished[answer.rank] -= 1
         step.open -= 1

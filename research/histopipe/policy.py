@@ -70,7 +70,8 @@ class HistoPipe(BaseModel):
         )
 
     def migration(self, rank: int, ranks: int, unfinished: int, samples: int) -> Literal["stay", "within", "next"]:
-        """Where an answer past its ranking group's `outlier_tokens` goes on, when `unfinished` of the group's are left.
+        """Where an answer past its ranking group's `outlier_tokens` continues, when `unfinished` of the group's are
+        left.
 
         Those of short groups move to a longer group of the step; those of long ones to the next step, since nobody
         else of this one is at work so late (6.3).

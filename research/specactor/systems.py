@@ -112,7 +112,7 @@ def decoupled(scenario: Scenario, published: bool) -> Layout:
     gpus, samples = scenario.gpus.value, scenario.prompts.value * scenario.samples.value
     models = {n: replica_model(scenario.gpu.value, scenario.model.value, n) for n in VERIFIER_GPUS}
     verifiers = [verifier_of(scenario, model) for model in models.values()]
-    find, plans = _published_plan if published else Decoupled(most_window=MOST_WINDOW, rate="renewal").plan, []
+    find, plans = _published_plan if published else Decoupled(max_window=MOST_WINDOW, rate="renewal").plan, []
     for method in scenario.drafting():
         if method.draft_s(1):
             drafters = [DrafterCost(n, method.token_s / n, method.base_s) for n in DRAFTER_GPUS]

@@ -47,14 +47,21 @@ def engine(model_dir):
     engine.stop()
 
 
+@pytest.fixture(scope="module")
+def plain(engine):
+    """Samples without drafts, by temperature: all at once, once for all policies."""
+    chunks = [chunk(f"plain-{way.temperature}", sample, way, None) for way in (GREEDY, WARM) for sample in (0, 1, 2)]
+    results = run(engine, *chunks)
+    return {GREEDY.temperature: results[:3], WARM.temperature: results[3:]}
+
+
 @pytest.mark.parametrize("policy", [FixedBudget(tokens=6), Goodput()], ids=lambda policy: policy.type)
-def test_drafts_and_branches_change_no_token(engine, policy):
+def test_drafts_and_branches_change_no_token(engine, plain, policy):
     for sampling in (GREEDY, WARM):
-        plain = [run(engine, chunk("plain", sample, sampling, None))[0] for sample in (0, 1, 2)]
         group = f"{policy.type}-{sampling.temperature}"
         before = engine.stats().work.get("forks", 0)
         drafted = [run(engine, chunk(group, sample, sampling, policy))[0] for sample in (0, 1, 2)]
-        for expected, got in zip(plain, drafted, strict=True):
+        for expected, got in zip(plain[sampling.temperature], drafted, strict=True):
             np.testing.assert_array_equal(got.token_ids, expected.token_ids)
             np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-4)
             np.testing.assert_allclose(got.raw_logprobs, expected.raw_logprobs, atol=1e-4)

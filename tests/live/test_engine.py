@@ -10,8 +10,9 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from tailrace.deployments.engine.runner import EngineDown, EngineRunner
+from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.policies.protocol.events import ChunkEnd

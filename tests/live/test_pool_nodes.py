@@ -48,7 +48,8 @@ def run(work):
 
 async def roll(client: RolloutClient, name: str, policies: Policies) -> dict:
     await client.set_policies(policies)
-    groups = tuple(read_prompts(PROMPTS, {"samples": 2, "max_tokens": 96}))[:6]
+    await client.reset_caches()  # KV of an earlier turn must not be found where it was made
+    groups = tuple(read_prompts(PROMPTS, {"samples": 2, "max_tokens": 64}))[:6]
     batch = RolloutBatch(batch_id=name, groups=groups)
     return {group.prompt_id: group async for group in client.rollout(batch)}
 

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tailrace.app.config import DEFAULT_CONFIG
 from tailrace.app.verification.leftovers import processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +28,7 @@ def free_port() -> int:
 
 def environment(port: int) -> dict[str, str]:
     """A driver's: the cluster's address and its token."""
-    return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
 MASTERS: list[str] = []
@@ -38,10 +40,18 @@ def pool_processes() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def served(model_dir):
-    """A service started by the command; its port."""
+def served(tiny_model, tmp_path_factory):
+    """A service started by the command; its port. As serve.yaml, but one replica of a tiny model: commands are tested
+    here, and `deployed/` tests the default file's service."""
     port, dashboard = free_port(), free_port()
-    arguments = ("-m", "tailrace", "serve", "--port", str(port), "--dashboard-port", str(dashboard))
+    file = yaml.safe_load(DEFAULT_CONFIG.read_text())
+    (application,) = file["applications"]
+    application["args"]["engine"]["model"] = str(tiny_model)
+    next(one for one in application["deployments"] if one["name"] == "Engine")["num_replicas"] = 1
+    config = tmp_path_factory.mktemp("served") / "serve.yaml"
+    config.write_text(yaml.safe_dump(file))
+    arguments = ("-m", "tailrace", "serve", "--config", str(config), "--port", str(port))
+    arguments += ("--dashboard-port", str(dashboard))
     process = subprocess.Popen((sys.executable, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     said = process.stdout.readline()
     assert f"127.0.0.1:{port}" in said, said
@@ -63,7 +73,8 @@ def run(port: int, *arguments: str, code: int = 0) -> subprocess.CompletedProces
 
 
 def test_the_readme_driver_runs(served):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = next(one for one in examples if re.search(r"^(from|import) tailrace\b", one, re.MULTILINE))
     lines = run(served, "-c", example).stdout.strip().splitlines()
     assert len(lines) == 8 and all(re.match(r"sky \d (stop|length) \{0\} -\d+\.\d+", line) for line in lines)
 

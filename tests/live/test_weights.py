@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_engine import SAMPLES, arrays, assert_same, chunk, run
 
-from tailrace.deployments.engine.runner import EngineDown, EngineRunner
+from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.policies.protocol.events import ChunkEnd
 

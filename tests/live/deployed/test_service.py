@@ -104,9 +104,12 @@ def test_a_prompt_beyond_the_context_is_refused_by_name(client):
 
 
 def test_cancel_hands_out_what_there_is(client, groups):
+    first, *others = groups
+    mixed = first.model_copy(update={"max_tokens": 8}), *(g.model_copy(update={"max_tokens": 2000}) for g in others)
+
     async def cancelled():
         await client.set_policies(Policies(chunking=CHUNKS))
-        batch = RolloutBatch(batch_id="cancel", groups=tuple(g.model_copy(update={"max_tokens": 2000}) for g in groups))
+        batch = RolloutBatch(batch_id="cancel", groups=mixed)
         stream = client.rollout(batch)
         rolled = [await anext(stream)]
         assert await client.cancel("cancel")

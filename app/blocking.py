@@ -1,0 +1,84 @@
+"""Blocking twins of coroutines and async iterators, for drivers without an event loop and for those inside one.
+
+Each call runs on an event loop of a thread of its own, so it works from any thread, also from one whose own loop is
+running (which it then blocks). Called by `app.client` alone.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import wraps
+from queue import Queue
+from typing import Any, ParamSpec, TypeVar
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """A function that runs the coroutine to its end and returns its result, or raises its error."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        results: Queue = Queue(1)
+
+        def run() -> None:
+            try:
+                results.put((asyncio.run(method(*args, **kwargs)), None))
+            except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again in the caller's
+                results.put((None, error))
+
+        threading.Thread(target=run, daemon=True, name=method.__name__).start()
+        value, error = results.get()
+        if error is not None:
+            raise error
+        return value
+
+    return _renamed(call, method)
+
+
+def blocking_iterator(method: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
+    """A generator over the items of an async iterator. Closing it closes that."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return _drained(lambda: method(*args, **kwargs))
+
+    return _renamed(call, method)
+
+
+def _renamed(call: Callable, method: Callable) -> Callable:
+    call.__name__ = f"{method.__name__}_blocking"
+    call.__qualname__ = f"{method.__qualname__}_blocking"
+    call.__doc__ = f"Blocking twin of `{method.__name__}`. {method.__doc__ or ''}"
+    del call.__wrapped__  # `inspect` would take it for the coroutine function
+    return call
+
+
+def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+    items: Queue = Queue()
+    loop = asyncio.new_event_loop()
+    done = object()
+
+    async def pump() -> None:
+        iterator = stream()
+        try:
+            async for item in iterator:
+                items.put(item)
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again in the caller's
+            items.put(error)
+        finally:
+            await iterator.aclose()
+            items.put(done)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(task), daemon=True, name="stream")
+    task = loop.create_task(pump())
+    thread.start()
+    try:
+        while (item := items.get()) is not done:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        loop.close()

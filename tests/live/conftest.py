@@ -1,0 +1,24 @@
+"""The smallest model that a service can run, for tests of plumbing: engine steps are a few ms on any machine."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(model_dir, tmp_path_factory) -> Path:
+    """Folder of a model of two layers with random weights and the demo model's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"vocab_size": 49152, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(model_dir / name, folder)
+    return folder

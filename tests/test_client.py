@@ -1,0 +1,111 @@
+"""The client's blocking twins, over a scripted client: each call has one, from any thread, with or without a loop."""
+
+import asyncio
+import inspect
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.app import cluster
+from tailrace.app.blocking import blocking, blocking_iterator
+from tailrace.app.client import RolloutClient
+from tailrace.app.errors import StillDeploying, Unreachable
+
+
+class Scripted:
+    """Two calls like the client's."""
+
+    def __init__(self):
+        self.closed = False
+
+    async def double(self, value: int) -> int:
+        """Twice the value."""
+        await asyncio.sleep(0)
+        if value < 0:
+            raise ValueError("below 0")
+        return 2 * value
+
+    double_blocking = blocking(double)
+
+    async def count(self, items: int):
+        """Numbers from 0."""
+        try:
+            for item in range(items):
+                yield item
+            if items == 3:
+                raise ValueError("three")
+        finally:
+            self.closed = True
+
+    count_blocking = blocking_iterator(count)
+
+
+def test_every_call_of_the_client_has_a_blocking_twin():
+    calls = {
+        name
+        for name, member in vars(RolloutClient).items()
+        if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+    }
+    assert {"rollout", "update_weights", "record_rewards", "reserve", "status"} <= calls
+    twins = {name.removesuffix("_blocking") for name in vars(RolloutClient) if name.endswith("_blocking")}
+    assert twins == calls
+    for name in calls:
+        method, twin = getattr(RolloutClient, name), getattr(RolloutClient, f"{name}_blocking")
+        assert not inspect.iscoroutinefunction(twin) and not inspect.isasyncgenfunction(twin)
+        assert method.__doc__ and method.__doc__ in twin.__doc__, name
+
+
+def test_a_twin_returns_the_result_or_raises_the_error():
+    client = Scripted()
+    assert client.double_blocking(4) == 8
+    with pytest.raises(ValueError, match="below 0"):
+        client.double_blocking(-1)
+    assert list(client.count_blocking(2)) == [0, 1]
+    with pytest.raises(ValueError, match="three"):
+        list(client.count_blocking(3))
+
+
+def test_a_twin_works_inside_a_running_loop():
+    async def driver() -> tuple[int, list[int]]:
+        client = Scripted()
+        return client.double_blocking(3), list(client.count_blocking(2))
+
+    assert asyncio.run(driver()) == (6, [0, 1])
+
+
+def test_closing_a_blocking_iterator_closes_the_async_one():
+    client = Scripted()
+    items = client.count_blocking(1_000_000)
+    assert next(items) == 0
+    items.close()
+    assert client.closed
+
+
+def test_a_driver_catches_the_built_in_errors():
+    assert issubclass(Unreachable, ConnectionError) and Unreachable("there").exit_code == 2
+    assert issubclass(StillDeploying, TimeoutError) and StillDeploying("now").exit_code == 1
+    assert str(Unreachable("nobody there")) == "nobody there"
+
+
+@pytest.mark.parametrize(
+    "address, taken",
+    [
+        ("auto", True),
+        ("10.0.0.7:6379", True),
+        ("127.0.0.1:6379", True),
+        ("10.0.0.7:6380", False),
+        ("10.0.0.8:6379", False),
+    ],
+)
+def test_connect_refuses_another_cluster_than_the_connected_one(monkeypatch, address, taken):
+    context = SimpleNamespace(gcs_address="10.0.0.7:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(cluster, "_await_application", lambda address, app_name: None)
+    monkeypatch.setattr(cluster, "RolloutClient", lambda app_name: app_name)
+    if taken:
+        assert cluster.connect(address, "mine") == "mine"
+        return
+    with pytest.raises(ValueError, match=r"connected to the Ray cluster at 10\.0\.0\.7:6379"):
+        cluster.connect(address)
