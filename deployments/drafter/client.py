@@ -55,9 +55,8 @@ class Drafters:
     def open(self, chunk: ChunkRequest, mode: DraftMode | None) -> None:
         """Register a chunk that drafts; without `mode` the configured one applies.
 
-        Its drafter is notified before the step that computes the context here. The drafter has to compute the context
-        too, unless it did so in the sample's previous chunk.
-        """
+        Its drafter is notified before the step that computes the context here: it has to compute the context too,
+        unless it did so in the sample's previous chunk."""
         mode = mode or self._config.draft_mode
         line = self._taken_up(chunk, mode)
         if line is None:
@@ -127,8 +126,7 @@ class Drafters:
     def proposal(self, chunk_id: str) -> Proposal:
         """The draft model's next tokens, up to one window; each with the estimated acceptance so far.
 
-        Received tokens after the window are for the next step: they are available here while the drafter receives the
-        outcome of this one.
+        Tokens after the window are for the next step, available while the drafter receives the outcome of this one.
         """
         line = self._running[chunk_id]
         guess, trusted = line.guess[: line.mode.window], TRUST * self._accepted / self._tested
