@@ -132,7 +132,7 @@ class Pair:
     """An engine's Drafters, and the Sessions at the other end; each step of the engine is `steps` of the drafter."""
 
     def __init__(self, pace: int, steps: int = 4, coupled: bool = False, kv_blocks: int = 10_000):
-        self.clock, self.way, self.address = Clock(), DraftMode(4, coupled), Address("tcp://here:1", b"")
+        self.clock, self.mode, self.address = Clock(), DraftMode(4, coupled), Address("tcp://here:1", b"")
         self.drafters = Wired(DrafterConfig(model="m"), self.clock)
         self.model, self.steps = Model(pace, kv_blocks), steps
         self.sessions = Sessions(self.model, self.model, 1_000_000)
@@ -142,13 +142,13 @@ class Pair:
         self.drafters.meet([self.address])
         self.drafters.exchange()
 
-    def start(self, known: int, max_tokens: int, index: int = 0, way: DraftMode | None = None, most: int = END) -> str:
+    def start(self, known: int, max_tokens: int, index: int = 0, mode: DraftMode | None = None, most: int = END) -> str:
         """A chunk of a sample that has `known` tokens of context."""
         plan = DraftPlan(GroupRef("g", "key"), index, 0, 60, (0, 0), FixedBudget(tokens=4), most_tokens=most)
         chunk_id, tokens = f"g#{index}:{known}", np.array(context(known), np.int32)
         chunk = ChunkRequest(chunk_id, 7, tokens, PROMPT_TOKENS, max_tokens, SamplingParams(), 0, draft=plan)
         self.chunks[chunk_id], self.made[chunk_id], self.accepted[chunk_id] = chunk, known, 0
-        self.drafters.open(chunk, way or self.way)
+        self.drafters.open(chunk, mode or self.mode)
         return chunk_id
 
     def run(self, known: int, max_tokens: int, **more) -> int:

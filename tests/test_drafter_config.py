@@ -36,7 +36,7 @@ def test_what_cannot_work_is_refused(args, deployments, said):
 def test_a_draft_model_with_replicas_of_its_own_is_taken():
     file = file_of({"drafter": {"model": "m"}}, {"name": "Drafter", "num_replicas": 3})
     assert file.application.of("Drafter").num_replicas == 3
-    assert file.application.args.drafter.way == DraftMode(4, False)
+    assert file.application.args.drafter.draft_mode == DraftMode(4, False)
 
 
 def test_its_engine_is_the_targets_but_for_what_it_says():

@@ -6,7 +6,7 @@ Engine and model are the stand-ins of `drafter_pair`; they are real in `tests/li
 import pytest
 from drafter_pair import PROMPT_TOKENS, Pair
 
-from tailrace.deployments.drafter.lines import KEPT_S, MOST_ALONE, MOST_KEPT, MOST_LATE
+from tailrace.deployments.drafter.lines import KEPT_S, MAX_ALONE, MAX_KEPT, MAX_LATE
 from tailrace.policies.protocol.actions import DraftMode
 
 LONG = 2_000
@@ -62,11 +62,11 @@ def test_drafts_go_on_where_the_last_chunk_ended():
 def test_another_way_costs_nothing_that_was_computed():
     """As with `draft_models: planned`."""
     pair = Pair(FAST, steps=12)
-    pair.run(100, 64, way=DraftMode(4, False))
+    pair.run(100, 64, mode=DraftMode(4, False))
     before = pair.model.added
-    assert pair.run(164, 64, way=DraftMode(2, False)) > 20
+    assert pair.run(164, 64, mode=DraftMode(2, False)) > 20
     assert pair.model.added == before and pair.drafters.counts()["model_opened"] == 1
-    assert pair.run(228, 64, way=DraftMode(0, True)) == 0, "nobody drafts"
+    assert pair.run(228, 64, mode=DraftMode(0, True)) == 0, "nobody drafts"
     assert pair.drafters.counts()["model_lines"] == 0 == pair.hear_all()["open"]
     assert pair.run(292, 64) > 0
     assert pair.drafters.counts()["model_opened"] == 2
@@ -100,11 +100,11 @@ def test_two_chunks_of_a_sample_have_two_lines_and_one_is_kept():
 
 def test_a_line_that_never_joins_is_counted_and_given_back_and_its_sample_asks_no_more():
     pair = Pair(pace=0)
-    for number in range(MOST_ALONE // 64):
+    for number in range(MAX_ALONE // 64):
         pair.run(LONG + 64 * number, 64)
     counts = pair.drafters.counts()
     assert (counts["model_unjoined"], counts.get("model_given_back", 0)) == (1, 0)
-    for number in range(MOST_ALONE // 64, MOST_ALONE // 64 + 3):
+    for number in range(MAX_ALONE // 64, MAX_ALONE // 64 + 3):
         pair.run(LONG + 64 * number, 64)
     counts, heard = pair.drafters.counts(), pair.hear_all()
     assert (counts["model_given_back"], counts["model_opened"]) == (1, 1)
@@ -116,7 +116,7 @@ def test_others_have_what_was_given_back():
     """Room for one of two: the first gets nowhere, and the second has none until the first is given back."""
     pair = Pair(pace=0, kv_blocks=LONG // 32 + 60)
     pair.start(LONG, 3_000)
-    for _ in range(MOST_ALONE // 2):
+    for _ in range(MAX_ALONE // 2):
         pair.step()
     other = pair.start(LONG, 3_000, index=1)
     pair.step()
@@ -141,13 +141,13 @@ def test_a_drafter_that_speaks_but_is_late_each_time_is_waited_for_longer_and_th
         assert not pair.drafters.waits(chunk_id)
         line.silent = False  # it has said that it is near
         line.since_s = pair.clock()
-    assert waited_s == [0.5 * 2**turn for turn in range(MOST_LATE)]
+    assert waited_s == [0.5 * 2**turn for turn in range(MAX_LATE)]
     assert pair.drafters.counts()["model_given_back"] == 1
 
 
 def test_new_drafters_are_a_new_chance():
     pair = Pair(pace=0)
-    chunk_id = pair.start(100, 2 * MOST_ALONE)
+    chunk_id = pair.start(100, 2 * MAX_ALONE)
     while not pair.drafters.counts().get("model_given_back"):
         pair.step()
     pair.drafters.meet([])
@@ -196,10 +196,10 @@ def test_a_sample_that_goes_on_elsewhere_leaves_nothing_for_long():
 
 def test_so_many_lines_are_kept_and_no_more():
     pair = Pair(0, kv_blocks=0)
-    for index in range(MOST_KEPT + 3):
+    for index in range(MAX_KEPT + 3):
         pair.end(pair.start(10, 64, index=index), goes_on=True)
     counts = pair.drafters.counts()
-    assert counts["model_lines"] == counts["model_kept"] == MOST_KEPT == pair.hear_all()["open"]
+    assert counts["model_lines"] == counts["model_kept"] == MAX_KEPT == pair.hear_all()["open"]
 
 
 def test_kept_lines_go_with_their_drafter():

@@ -13,9 +13,9 @@ PROMPT = 5
 class Sample:
     """A window, the sample's tokens, and what its verifier has said but the drafter not yet heard."""
 
-    def __init__(self, way: DraftMode, truth: list[int]):
-        self.way, self.truth = way, [0] * PROMPT + truth
-        self.window = Window(PROMPT, len(self.truth), way)
+    def __init__(self, mode: DraftMode, truth: list[int]):
+        self.mode, self.truth = mode, [0] * PROMPT + truth
+        self.window = Window(PROMPT, len(self.truth), mode)
         self.verified = PROMPT
 
     def draft(self, tokens: list[int]) -> None:
@@ -36,7 +36,7 @@ class Sample:
             assert judged.resumes == (len(right) <= len(guess))
             assert judged.accepted == min(len(right), len(guess))
         else:
-            most = self.way.window if self.way.coupled else 2 * self.way.window
+            most = self.mode.window if self.mode.coupled else 2 * self.mode.window
             assert 0 <= judged.wasted <= most - 1
             assert judged.accepted + 1 + judged.wasted == len(guess), "each draft is accepted, wrong, or wasted"
             assert guess[: judged.accepted] == right[: judged.accepted]
@@ -50,13 +50,13 @@ moves = st.lists(st.one_of(tokens, st.tuples(st.integers(0, 12), st.integers(0, 
 @given(
     st.builds(DraftMode, st.integers(1, 6), st.booleans()), st.lists(st.integers(0, 1), min_size=1, max_size=60), moves
 )
-def test_no_draft_leaves_its_window_and_no_rejection_wastes_more_than_it_may(way, truth, played):
-    sample = Sample(way, truth)
+def test_no_draft_leaves_its_window_and_no_rejection_wastes_more_than_it_may(mode, truth, played):
+    sample = Sample(mode, truth)
     for move in played:
         sample.draft(move) if isinstance(move, list) else sample.hear(*move)
         window = sample.window
         end = window.confirmed + len(window.guess)
-        assert end <= window.confirmed + (1 if way.coupled else 2) * way.window
+        assert end <= window.confirmed + (1 if mode.coupled else 2) * mode.window
         assert end <= max(len(sample.truth), window.confirmed)
         assert window.room >= 0
 

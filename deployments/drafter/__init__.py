@@ -1,1 +1,1 @@
-"""Draft models on replicas of their own, which run ahead of the engines that verify (SpecActor 4.1)."""
+"""Draft models on replicas of their own, running ahead of the verifying engines (SpecActor 4.1)."""

@@ -1,10 +1,10 @@
-"""An engine's side of the draft models: which drafter drafts for which sample, and what has come of it.
+"""The engine's side of the draft models: the assignment of samples to drafters, and the guesses received.
 
-Invariant: what has not come is not proposed, and only a sample that takes turns with its drafter waits, never for long.
-A guess counts only as far as it agrees with the tokens that the sample has by now, so one that was overtaken is no
-harm. A sample has one line to its drafter over all its chunks here (`lines.py`); a line that brings nothing is given
-back. It goes to the drafter that the sample's name ranks first, hence to the same one on whatever engine it runs; when
-a drafter goes, only its samples move. Owned by `Drafts`, on the engine's thread; `meet` is called from another.
+Invariant: only received tokens are proposed. Only a coupled sample waits for its drafter, for a bounded time. A guess
+counts only as far as it agrees with the sample's current tokens, so an overtaken guess is harmless. A sample has one
+line to its drafter over all its chunks on this engine (`lines.py`); a line without any guess in time is given back.
+The line goes to the drafter that ranks first for the sample's name, hence to the same one from every engine. If a
+drafter leaves, only its samples move. Owned by `EngineDrafts`, on the engine's thread; `meet` is called from another.
 """
 
 import time
@@ -25,45 +25,48 @@ from tailrace.deployments.messages.context import Source
 from tailrace.policies.protocol.actions import DraftMode
 
 TRUST = 8.0
-"""Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
+"""Weight of the acceptance over all samples, in draft tokens, in the estimate for one sample."""
 
 FADE = 0.97
-"""Of a sample's acceptance, per verification."""
+"""Decay factor of a sample's acceptance, per verification."""
 
 
 class Drafters:
-    """Of one engine; `meet` tells it of the first ones. `clock`: seconds."""
+    """The drafters of one engine, none before the first `meet`. `clock` returns seconds."""
 
     def __init__(self, config: DrafterConfig, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock = config, clock
         self._zmq = zmq.Context()
-        self._met: tuple[Address, ...] = ()  # as last heard
+        self._met: tuple[Address, ...] = ()  # of the last `meet`
         self._sockets: dict[Address, zmq.Socket] = {}
         self._running: dict[str, Line] = {}  # by chunk id
         self._kept = Kept()
-        self._named: dict[str, Line] = {}  # those that have a drafter, by the name it knows
+        self._named: dict[str, Line] = {}  # lines with a drafter, by the drafter's name for them
         self._outbox: dict[Address, list[Message]] = {}
         self._counts: Counter[str] = Counter()
-        self._accepted, self._tested = 1.0, 2.0  # of all samples, faded; the guess counts as two draft tokens
+        self._accepted, self._tested = 1.0, 2.0  # of all samples, decayed; the prior counts as two draft tokens
 
     def meet(self, addresses: Sequence[Address]) -> None:
-        """These drafters are there now, and no others. From any thread."""
+        """Set the drafters that exist now, replacing the earlier ones. Safe from any thread."""
         self._met = tuple(sorted(set(addresses)))
 
-    # ---- what `Drafts` tells it --------------------------------------------------------------------
+    # ---- events from `EngineDrafts` ----------------------------------------------------------------
 
-    def open(self, chunk: ChunkRequest, way: DraftMode | None) -> None:
-        """A chunk has been added that drafts. Its drafter hears of it before the step that computes the context here:
-        it has to compute that too, unless it did so in the sample's chunk before."""
-        line = self._taken_up(chunk, way or self._config.way)
+    def open(self, chunk: ChunkRequest, mode: DraftMode | None) -> None:
+        """Register a chunk that drafts; without `mode` the configured one applies.
+
+        Its drafter is notified before the step that computes the context here: it has to compute the context too,
+        unless it did so in the sample's previous chunk."""
+        mode = mode or self._config.draft_mode
+        line = self._taken_up(chunk, mode)
         if line is None:
-            line = Line(chunk, way or self._config.way, chunk.token_ids.tolist())
+            line = Line(chunk, mode, chunk.token_ids.tolist())
             self._assign(line)
         self._running[chunk.chunk_id] = line
         self._send()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
-        """The chunk has these tokens more."""
+        """Append new tokens of the chunk."""
         line = self._running[chunk_id]
         self._confirm(line, tokens)
         line.made(tokens, self._clock())
@@ -71,13 +74,13 @@ class Drafters:
             self._give_back(line)
 
     def judge(self, chunk_id: str, accepted: int, drafted: int) -> None:
-        """Of `drafted` tokens of a draft model the first `accepted` were right."""
+        """Record a verification: of `drafted` tokens of a draft model the first `accepted` were right."""
         line, tested = self._running[chunk_id], min(accepted + 1, drafted)
         line.accepted, line.tested = FADE * line.accepted + accepted, FADE * line.tested + tested
         self._accepted, self._tested = FADE * self._accepted + accepted, FADE * self._tested + tested
 
     def close(self, chunk_id: str, goes_on: bool = False) -> tuple[int, int]:
-        """The chunk has ended: drafts whose turn came in it, verified or overtaken, and those of them that were right.
+        """End a chunk. Returns its tested draft tokens, verified or overtaken, and the number of right ones.
 
         `goes_on`: the sample may have another chunk here.
         """
@@ -90,15 +93,15 @@ class Drafters:
         return line.take_judged()
 
     def tidy(self) -> None:
-        """Close lines that nobody has taken up; now and then, also while nothing runs."""
+        """Close kept lines that no chunk has resumed. Called now and then, also while nothing runs."""
         for line in self._kept.take_old(self._clock()):
             self._leave(line)
         self._send()
 
-    # ---- what it does ------------------------------------------------------------------------------
+    # ---- once a step -------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Say what has happened since the last time, and take in what has come; once a step."""
+        """Send the events since the last exchange, and read the received messages; once a step."""
         if self._met != tuple(self._sockets):
             self._reconnect()
         self._send()
@@ -108,9 +111,9 @@ class Drafters:
                     self._hear(address, message)
 
     def waits(self, chunk_id: str) -> bool:
-        """Whether the chunk had better sit out the next step: its drafter waits for it, and it for its drafter."""
+        """Whether the chunk should skip the next step: it is coupled, and its drafter's guess is still due."""
         line = self._running[chunk_id]
-        if not line.way.coupled or line.guess or line.silent or line.address is None:
+        if not line.mode.coupled or line.guess or line.silent or line.address is None:
             return False
         if len(line.tokens) >= chunk_end(line.chunk):
             return False
@@ -121,12 +124,12 @@ class Drafters:
         return waits
 
     def proposal(self, chunk_id: str) -> Proposal:
-        """What the draft model says follows, a window at most; each token as likely right as those before were, so far.
+        """The draft model's next tokens, up to one window; each with the estimated acceptance so far.
 
-        What is after the window is for the next step: it is there while the drafter hears what has come of this one.
+        Tokens after the window are for the next step, available while the drafter receives the outcome of this one.
         """
         line = self._running[chunk_id]
-        guess, trusted = line.guess[: line.way.window], TRUST * self._accepted / self._tested
+        guess, trusted = line.guess[: line.mode.window], TRUST * self._accepted / self._tested
         right, count = (trusted + line.accepted) / (TRUST + line.tested), len(guess)
         tokens, sources = np.array(guess, np.int32), np.full(count, Source.MODEL, np.uint8)
         return Proposal(tokens, np.full(count, right, np.float32), sources, 0)
@@ -137,10 +140,13 @@ class Drafters:
         return bool(self._sockets)
 
     def counts(self) -> dict[str, int]:
-        """Since the start: lines opened, taken up by another chunk, joined by their drafter, and given back because it
-        never joined (`model_opened`, `model_resumed`, `model_joined`, `model_given_back`); guesses that came, those
-        that were overtaken, waits given up. Now: drafters; lines, of which not joined yet (`model_lines`,
-        `model_unjoined`), of which without a chunk (`model_kept`)."""
+        """Counters since the start, and current sizes.
+
+        Since the start: lines opened, resumed by another chunk, joined by their drafter, and given back because it
+        never joined (`model_opened`, `model_resumed`, `model_joined`, `model_given_back`); guesses received, overtaken
+        guesses, waits given up (`model_guesses`, `model_overtaken`, `model_late`). Now: drafters; lines, of which not
+        joined yet (`model_lines`, `model_unjoined`), of which without a chunk (`model_kept`).
+        """
         lines = self._named.values()
         now = {"drafters": len(self._sockets), "model_lines": len(lines), "model_kept": len(self._kept)}
         return dict(self._counts) | now | {"model_unjoined": sum(not line.joined for line in lines)}
@@ -150,18 +156,18 @@ class Drafters:
 
     # ------------------------------------------------------------------------------------------------
 
-    def _taken_up(self, chunk: ChunkRequest, way: DraftMode) -> Line | None:
-        """The line that the sample's last chunk here has left, with what was made since; None: there is none."""
+    def _taken_up(self, chunk: ChunkRequest, mode: DraftMode) -> Line | None:
+        """Returns the line of the sample's last chunk here with the tokens since then, or None if there is none."""
         plan = chunk.draft
         line = self._kept.take((plan.group.group_id, plan.sample_index))
         if line is None:
             return None
-        if not line.extends_to(chunk) or not way.window:
+        if not line.extends_to(chunk) or not mode.window:
             self._leave(line)
             return None
         self._counts["model_resumed"] += line.address is not None
-        another = (way, end_of(chunk)) != (line.way, end_of(line.chunk))
-        line.chunk, line.way = chunk, way
+        another = (mode, end_of(chunk)) != (line.mode, end_of(line.chunk))
+        line.chunk, line.mode = chunk, mode
         if more := chunk.token_ids[len(line.tokens) :].tolist():
             self._confirm(line, more)
         line.follow(more, self._clock())
@@ -174,17 +180,17 @@ class Drafters:
             self._outbox[line.address].append(Confirm(line.name, len(line.tokens), list(tokens)))
 
     def _assign(self, line: Line) -> None:
-        """To the drafter that ranks first for this sample, with all that is known of it; to none for no window."""
+        """Open the line, with all its tokens, at the drafter that ranks first; at none if the window is 0."""
         self._named.pop(line.name, None)
         sample = "{}#{}".format(*line.sample)
-        drafters = self._sockets if line.way.window else ()
+        drafters = self._sockets if line.mode.window else ()
         line.address, line.guess = max(drafters, key=lambda a: rank(sample, a), default=None), []
         line.silent, line.since_s, line.patience_s = False, self._clock(), self._config.patience_s
-        line.late, line.alone, line.joined, line.given_back, line.said = 0, 0, False, False, (0, 0)
+        line.late, line.alone, line.joined, line.given_back, line.reported = 0, 0, False, False, (0, 0)
         if line.address is None:
             return
         self._counts["model_opened"] += 1
-        line.name = f"{line.chunk.chunk_id} {self._counts['model_opened']}"  # what an older one is told is not for it
+        line.name = f"{line.chunk.chunk_id} {self._counts['model_opened']}"  # new: it misses messages to older ones
         self._named[line.name] = line
         self._outbox[line.address].append(self._wish(line))
 
@@ -201,20 +207,20 @@ class Drafters:
             stop_token_ids=list(sampling.stop_token_ids),
             prompt_tokens=chunk.prompt_tokens,
             end=end_of(chunk),
-            window=line.way.window,
-            coupled=line.way.coupled,
+            window=line.mode.window,
+            coupled=line.mode.coupled,
             tokens=np.array(line.tokens, np.int32),
         )
 
     def _leave(self, line: Line) -> None:
-        """Its drafter drafts for it no more."""
+        """Stop drafting for this line."""
         if line.address is not None:
             self._outbox[line.address].append(Stop(line.name))
             del self._named[line.name]
         line.address, line.guess = None, []
 
     def _give_back(self, line: Line) -> None:
-        """Its drafter never joins: it is free for others, and this sample continues alone."""
+        """Free the drafter, which never joined, for other samples; this one continues without drafts."""
         self._leave(line)
         line.given_back = True
         self._counts["model_given_back"] += 1
@@ -250,14 +256,14 @@ class Drafters:
             if messages:
                 try:
                     self._sockets[address].send(encode(messages), zmq.NOBLOCK)
-                except zmq.Again:  # it takes nothing any more; what it missed it will ask for, by Unknown
+                except zmq.Again:  # its queue is full; it requests missed messages by Unknown
                     self._counts["model_unsent"] += len(messages)
                 messages.clear()
 
     def _read(self, frame: bytes) -> list[Message]:
         try:
             return decode(frame)
-        except ValueError:  # another release, perhaps: its drafts are not understood, and nobody else is harmed
+        except ValueError:  # perhaps another release: its drafts are ignored, other drafters are unaffected
             self._counts["model_bad_frames"] += 1
             return []
 
@@ -277,12 +283,12 @@ class Drafters:
 
 
 def rank(sample: str, address: Address) -> bytes:
-    """Rendezvous hashing (Thaler, Ravishankar 1998): the greatest rank of a sample names its drafter."""
+    """Rendezvous hashing (Thaler, Ravishankar 1998): the drafter with a sample's greatest rank drafts for it."""
     return blake2b(f"{sample}\0{address.endpoint}".encode(), digest_size=8).digest()
 
 
 def other_key(key: int) -> int:
-    """A key of noise that has nothing to do with this one's."""
+    """A noise key independent of `key`."""
     return int.from_bytes(blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"tailrace-drafts").digest())
 
 

@@ -1,4 +1,4 @@
-"""Knobs of the draft models: `args.drafter` in the service's configuration."""
+"""Configuration of the draft models: `args.drafter` in the service's file."""
 
 from typing import Any, Literal
 
@@ -9,29 +9,29 @@ from tailrace.policies.protocol.actions import DraftMode
 
 
 class DrafterConfig(BaseModel):
-    """One draft model, on as many replicas as its deployment has; memory and speed are those of one replica."""
+    """One draft model, on all replicas of its deployment; memory and speed are per replica."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(description="a local Hugging Face folder whose tokens mean what the target's mean")
+    model: str = Field(description="a local Hugging Face folder; its token ids must mean the same as the target's")
     window: int = Field(4, ge=1, le=64, description="tokens drafted ahead; twice as many while those are verified")
-    mode: Literal["decoupled", "coupled"] = Field("decoupled", description="coupled: drafter and sample take turns")
-    patience_s: float = Field(0.5, ge=0, description="coupled: longest wait for a draft; then on alone")
+    mode: Literal["decoupled", "coupled"] = Field("decoupled", description="coupled: drafter and sample alternate")
+    patience_s: float = Field(0.5, ge=0, description="coupled: longest wait for a draft; then a step without")
     shared_noise: bool = Field(True, description="draw drafts with the sample's own noise; false: to measure without")
-    max_running: int = Field(64, ge=1, description="most samples drafted for in one step")
-    max_batched_tokens: int = Field(512, ge=16, description="most tokens of a step, contexts included")
+    max_running: int = Field(64, ge=1, description="maximum samples drafted for in one step")
+    max_batched_tokens: int = Field(512, ge=16, description="maximum tokens of a step, contexts included")
     kv_cache_gib: float | None = Field(0.5, gt=0, description="KV cache size; null: vLLM decides")
-    cores: int | None = Field(1, ge=1, description="CPU cores a replica binds to, from the last one down")
+    cores: int | None = Field(1, ge=1, description="CPU cores a replica binds to, counted from the last core down")
     tensor_parallel: int = Field(1, ge=1)
     vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")
 
     @property
-    def way(self) -> DraftMode:
-        """How samples are drafted whose plan does not say."""
+    def draft_mode(self) -> DraftMode:
+        """Mode of samples without one in their plan."""
         return DraftMode(self.window, self.mode == "coupled")
 
     def engine(self, target: EngineConfig) -> EngineConfig:
-        """The draft model's engine: like the target's, but for what stands here."""
+        """The draft model's engine configuration: the target's, with the fields of this one replaced."""
         ours = ("model", "max_running", "max_batched_tokens", "kv_cache_gib", "cores", "tensor_parallel", "vllm_args")
         return target.model_copy(update={name: getattr(self, name) for name in ours} | {"draft": NO_DRAFTS})
 

@@ -1,7 +1,7 @@
-"""Which drafters there are, asked of Serve every second; a task of the engine replica's event loop.
+"""Discovery of drafters: polls Serve every second, as a task of the engine replica's event loop.
 
-Invariant: whatever becomes of the drafters, this only ever tells the engine of fewer. A drafter that hangs keeps the
-answers of all back, so the last known ones count until its health check has replaced it.
+Invariant: failures of drafters only reduce the engine's list. A hanging drafter delays all answers, so the last known
+ones count until its health check has replaced it.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 
 async def watch(handle: DeploymentHandle, drafters: Drafters) -> None:
-    """For ever: `handle` is of the Drafter deployment."""
+    """Update `drafters` until cancelled. `handle`: of the Drafter deployment."""
     while True:
         try:
             answers = await poll_all(handle, "address", 2 * LOOK_S)

@@ -1,8 +1,8 @@
 """The draft model as a Serve deployment: a thin shell around one DrafterServer.
 
-Engines ask every replica where it listens (`directory.py`) and talk to it directly; the coordinator is not in between.
-Invariant: a model whose tokens mean something else than the target's is refused as it starts. A replica that dies
-takes no tokens with it: its samples continue without drafts until it, or another, is found.
+Engines poll every replica for its address (`discovery.py`) and send to it directly, not through the coordinator.
+Invariant: a model whose token ids mean something else than the target's is refused at the start. The death of a
+replica loses no tokens: its samples continue without drafts until it, or another, is found.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 @serve.deployment(name="Drafter", max_ongoing_requests=65_536, health_check_period_s=2)
 class Drafter:
-    """`target`: the engines that verify. Raises ValueError, one line, when the two models' tokens differ."""
+    """`target`: the verifying engines. Raises ValueError, one line, if the two models' tokens differ."""
 
     def __init__(self, config: DrafterConfig, target: EngineConfig):
         if (refusal := vocabulary_refusal(Path(target.model), Path(config.model))) is not None:
@@ -29,7 +29,7 @@ class Drafter:
         self._server = DrafterServer(config.engine(target), ray.util.get_node_ip_address(), -1 - here.rank.local_rank)
 
     async def address(self) -> Address:
-        """Where engines reach it; raises when it drafts no more."""
+        """The address for engines. Raises RuntimeError if the draft model is down."""
         self.check_health()
         return self._server.address
 

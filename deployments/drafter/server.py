@@ -1,9 +1,9 @@
-"""One drafter: a socket that engines talk to, and the thread that steps the draft model for them.
+"""One drafter: a socket for engines, and the thread that steps the draft model for them.
 
-The socket is bound to one address of this node, at a free port, and encrypted (CurveZMQ, RFC 26): who has not been
-given its key, which travels inside the cluster, is not heard. Invariant: whoever sends nonsense harms nobody else; a
-failed step ends the thread and leaves `healthy` False. Owned by the Drafter replica and by tests; `stats` and `stop`
-are safe from any thread.
+The socket is bound to one address of this node, at a free port, and encrypted (CurveZMQ, RFC 26): peers without its
+key, which travels inside the cluster, are ignored. Invariant: malformed messages affect only their sender; a failed
+step ends the thread and leaves `healthy` False. Owned by the Drafter replica and by tests; `stats` and `stop` are safe
+from any thread.
 """
 
 import threading
@@ -19,21 +19,21 @@ from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Sto
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 IDLE_MS = 50
-"""Longest wait for a message when there is nothing to draft."""
+"""Longest wait for a message while no sample can be drafted for."""
 
 IDLE_S = 60.0
-"""A sample that its engine has not mentioned for so long is forgotten; an engine that still runs it opens it again."""
+"""Time without a message from its engine after which a sample is forgotten; an engine still running it reopens it."""
 
 
 class Address(NamedTuple):
-    """Where a drafter listens, and the public key of whoever listens there."""
+    """Endpoint of a drafter, and the public key of its socket."""
 
     endpoint: str
     key: bytes
 
 
 class DrafterServer:
-    """`host`: the address to bind to. Construction returns when the model can draft, and raises what vLLM raises."""
+    """`host`: the address to bind to. Construction returns once the model can draft, and raises vLLM's own errors."""
 
     def __init__(self, config: EngineConfig, host: str, rank: int = 0):
         self._stopped, self._counts, self._stats = False, Counter(), {}
@@ -47,11 +47,11 @@ class DrafterServer:
         return self._thread.is_alive()
 
     def stats(self) -> dict:
-        """What `Sessions.counts` counts, messages refused, and `step_cost`; of a moment ago."""
+        """`Sessions.counts`, refused messages, and `step_cost`, as of the last loop."""
         return dict(self._stats)
 
     def stop(self) -> None:
-        """Ends the thread after the step in progress; engines are not told, they see that nothing comes."""
+        """Ends the thread after the step in progress. Engines are not notified: their guesses stop."""
         self._stopped = True
         self._thread.join()
 
@@ -75,10 +75,10 @@ class DrafterServer:
             while socket.poll(0):
                 self._hear(socket, sessions)
             if sessions.busy:
-                told: dict[bytes, list[Message]] = {}
+                outbox: dict[bytes, list[Message]] = {}
                 for peer, guess in sessions.step():
-                    told.setdefault(peer, []).append(guess)
-                for peer, guesses in told.items():
+                    outbox.setdefault(peer, []).append(guess)
+                for peer, guesses in outbox.items():
                     say(socket, peer, guesses)
             if time.monotonic() - looked_s > IDLE_S / 10:
                 sessions.forget(IDLE_S)
@@ -96,9 +96,9 @@ class DrafterServer:
             try:
                 self._obey(peer, message, sessions)
             except (KeyError, ValueError):
-                if isinstance(message, Confirm):  # of a sample that is forgotten, or something was lost on the way
+                if isinstance(message, Confirm):  # of a forgotten sample, or after a lost message
                     say(socket, peer, [Unknown(message.name)])
-                else:  # one sample goes without drafts
+                else:  # this sample continues without drafts
                     self._counts["refused"] += 1
 
     def _obey(self, peer: bytes, message: Message, sessions: Sessions) -> None:
@@ -110,7 +110,7 @@ class DrafterServer:
             case Stop(name):
                 sessions.stop(peer, name)
             case Guess() | Unknown():
-                raise ValueError("said by drafters, not to them")
+                raise ValueError(f"{type(message).__name__} is sent by drafters, not to them")
 
 
 def listen(socket: zmq.Socket, host: str) -> Address:
@@ -124,5 +124,5 @@ def listen(socket: zmq.Socket, host: str) -> Address:
 
 
 def say(socket: zmq.Socket, peer: bytes, messages: list[Message]) -> None:
-    """To one engine; dropped when it is gone or does not listen."""
+    """Send to one engine; dropped if it has left or does not read."""
     socket.send_multipart([peer, encode(messages)])

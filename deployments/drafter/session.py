@@ -1,4 +1,4 @@
-"""One sample that a draft model drafts for: its confirmed tokens, its window and its request in vLLM.
+"""One opened sample of a draft model: its confirmed tokens, its window and its request in vLLM.
 
 Plain data for `Sessions`, on the drafter's thread.
 """
@@ -13,11 +13,11 @@ from tailrace.policies.protocol.actions import DraftMode
 
 
 class Session:
-    """One sample that is drafted for."""
+    """State of one opened sample."""
 
     __slots__ = (
-        "accepted", "at", "chunk", "coupled", "fits", "fresh", "late", "name", "request", "terms", "tested", "tokens",
-        "told", "used_s", "window",
+        "accepted", "at", "chunk", "coupled", "fits", "fresh", "late", "name", "request", "sent", "terms", "tested",
+        "tokens", "used_s", "window",
     )  # fmt: skip
 
     def __init__(self, wish: Open, max_model_len: int):
@@ -39,19 +39,19 @@ class Session:
         self.window = Window(len(self.tokens), min(wish.end, max_model_len), DraftMode(wish.window, wish.coupled))
         self.coupled = wish.coupled
         self.request, self.name = None, ""  # vLLM's scheduler-side Request, and the name of its outputs
-        self.at = 0  # position of the request's next token; behind `window.reached` once the verifier has overtaken it
-        self.fits = True  # into the KV cache, beside those that were opened before
-        self.fresh = False  # has something to tell
-        self.told = -1  # tokens that were confirmed when the last guess was told; -1: none was, yet
-        self.late = False  # its verifier has gone on without a guess, so it waits for none
-        self.tested = self.accepted = 0  # drafts whose turn has come, and those that were right
+        self.at = 0  # position of the request's next token; below `window.reached` once overtaken
+        self.fits = True  # into the KV cache, after the samples opened earlier
+        self.fresh = False  # has an unsent guess
+        self.sent = -1  # confirmed tokens at the last guess sent; -1 before the first
+        self.late = False  # its verifier continued without a guess, so it is not waiting
+        self.tested = self.accepted = 0  # tested draft tokens, and the right ones
         self.used_s = time.monotonic()
 
     @property
     def computing(self) -> bool:
-        """Whether its request has made no token yet."""
+        """Whether its request has no output token yet."""
         return self.request is not None and not self.request.num_output_tokens
 
     def extends_to(self, wish: Open) -> bool:
-        """Whether this very sample is asked for, with these tokens and perhaps more."""
+        """Whether `wish` is for this same sample, with these tokens and perhaps more."""
         return self.terms == wish[:8] and wish.tokens[: len(self.tokens)].tolist() == self.tokens

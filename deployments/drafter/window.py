@@ -1,10 +1,10 @@
-"""How far a draft model may run ahead of one sample's verification, and what a wrong token costs (SpecActor 4.1).
+"""Draft window of one sample: the lead of a draft model over verification, the cost of a wrong token (SpecActor 4.1).
 
-Having sent w tokens, a drafter may draft w more; one that is coupled waits for the verifier after the first w. So a
-wrong draft token wastes at most 2w - 1 behind it, or w - 1. Invariant: what is drafted ends at most so far behind what
-is confirmed (where the way has just become a narrower one, nothing is drafted until that is so), and what is confirmed
-only grows, by the verifier's own tokens. Positions are those of the context: 0 is the first token of the prompt. Pure;
-owned by `Sessions`, one for each sample.
+Having sent w tokens, a drafter may draft w more; a coupled one waits for the verifier after the first w. So a wrong
+draft token wastes at most 2w - 1 tokens after it, or w - 1 if coupled. Invariant: drafted tokens end at most 2w (w)
+after the confirmed ones; after a change to a narrower mode, drafting pauses until that holds. Confirmed tokens only
+grow, by the verifier's own tokens. Positions are those of the context: 0 is the first token of the prompt. Pure; owned
+by `Sessions`, one for each sample.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from tailrace.policies.protocol.actions import DraftMode
 
 
 class Judged(NamedTuple):
-    """What a confirmation says of the drafts: how many it accepts, and what a wrong one wasted (None: none was wrong).
+    """Outcome of a confirmation: accepted draft tokens, and tokens wasted by a wrong one, or None if none was wrong.
 
-    `resumes`: the model continues where it stands; else from the confirmed context, which it has not seen.
+    `resumes`: the model continues from its own position; else from the confirmed context, new to it.
     """
 
     accepted: int
@@ -25,19 +25,19 @@ class Judged(NamedTuple):
 
 
 class Window:
-    """Of a sample whose first `confirmed` tokens are known; nothing is drafted at or behind position `end`."""
+    """Window of a sample with `confirmed` known tokens; drafts end before position `end`."""
 
     __slots__ = ("ahead", "confirmed", "end", "guess", "stopped")
 
-    def __init__(self, confirmed: int, end: int, way: DraftMode):
+    def __init__(self, confirmed: int, end: int, mode: DraftMode):
         self.confirmed = confirmed
-        self.turn(end, way)
-        self.guess: list[int] = []  # the tokens from position `confirmed` on
-        self.stopped = False  # the last of them ends the sample
+        self.turn(end, mode)
+        self.guess: list[int] = []  # draft tokens from position `confirmed`
+        self.stopped = False  # the last draft token ends the sample
 
-    def turn(self, end: int, way: DraftMode) -> None:
-        """From now on it is drafted for in this way, up to this position."""
-        self.end, self.ahead = end, way.window if way.coupled else 2 * way.window
+    def turn(self, end: int, mode: DraftMode) -> None:
+        """Change the mode, and the position before which drafts end."""
+        self.end, self.ahead = end, mode.window if mode.coupled else 2 * mode.window
 
     @property
     def reached(self) -> int:
@@ -52,14 +52,14 @@ class Window:
         return max(0, min(self.ahead, self.end - self.confirmed) - len(self.guess))
 
     def draft(self, tokens: Sequence[int], stopped: bool = False) -> None:
-        """The model has drafted these. Raises ValueError where there is no room for them."""
+        """Append drafted tokens. Raises ValueError if there is no room for them."""
         if len(tokens) > self.room:
             raise ValueError(f"{len(tokens)} tokens drafted, there was room for {self.room}")
         self.guess += tokens
         self.stopped = stopped
 
     def confirm(self, start: int, tokens: Sequence[int]) -> Judged:
-        """The sample has these tokens from position `start` on; known ones are skipped. ValueError where some lack."""
+        """Take in the sample's tokens from position `start`; known ones are skipped. Raises ValueError on a gap."""
         if start > self.confirmed:
             raise ValueError(f"confirmed from {start} on, but only {self.confirmed} tokens are known")
         tokens = tokens[self.confirmed - start :]

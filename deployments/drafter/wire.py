@@ -1,8 +1,8 @@
-"""What engines and drafters say to each other: a list of messages in one frame of msgpack, nothing that runs code.
+"""Messages between engines and drafters: a list in one msgpack frame, without executable content.
 
-Positions are those of the context. A guess repeats all that is drafted from a confirmed position on, so whoever reads
-it compares it with what it knows; one that was overtaken, or lost, does no harm. Invariant: `decode` gives well-formed
-messages or raises ValueError.
+Positions are those of the context. A guess repeats all draft tokens from a confirmed position, so its reader compares
+it with its own tokens; an overtaken or lost guess is harmless. Invariant: `decode` returns well-formed messages or
+raises ValueError.
 """
 
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from typing import NamedTuple
 import msgpack
 import numpy as np
 
-MOST_TOKENS = 1 << 24
-"""Of a context in one message: beyond every model, and 64 MiB."""
+MAX_TOKENS = 1 << 24
+"""Maximum context of one message: above that of every model, and 64 MiB."""
 
 
 class Open(NamedTuple):
-    """To a drafter: draft for this sample, with the noise of `key`, from the context `tokens` (int32) on. Said again
-    under the same name it changes the window and the end, and costs nothing that was computed."""
+    """To a drafter: draft for this sample, with the noise of `key`, after the context `tokens` (int32). Sent again
+    under the same name it changes the mode and the end, and keeps the computed context."""
 
     name: str
     key: int
@@ -26,14 +26,14 @@ class Open(NamedTuple):
     min_p: float
     stop_token_ids: list[int]
     prompt_tokens: int
-    end: int  # nothing is wanted at or behind this position
+    end: int  # drafts end before this position
     window: int
     coupled: bool
     tokens: np.ndarray
 
 
 class Confirm(NamedTuple):
-    """To a drafter: the sample has these tokens from position `start` on."""
+    """To a drafter: the sample's tokens from position `start`."""
 
     name: str
     start: int
@@ -41,15 +41,15 @@ class Confirm(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """To a drafter: nothing more for this sample."""
+    """To a drafter: end drafting for this sample."""
 
     name: str
 
 
 class Guess(NamedTuple):
-    """To an engine: what may follow the first `start` tokens, which are confirmed. Since the sample was opened the
-    turn of `tested` drafts has come, all before them being right, and `accepted` of these were right. Without tokens:
-    the drafter is near, and will have some once the engine waits for it."""
+    """To an engine: a draft after the first `start` tokens, which are confirmed. `tested`: draft tokens since the
+    opening that were compared with the sample, all before them being right; `accepted`: the right ones of these.
+    Without tokens: the drafter is near, and will have some once the engine waits for it."""
 
     name: str
     start: int
@@ -59,7 +59,7 @@ class Guess(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """To an engine: this drafter does not know the sample (any more); open it again."""
+    """To an engine: the sample is not open at this drafter (any more); open it again."""
 
     name: str
 
@@ -69,14 +69,14 @@ KINDS: tuple[type[Message], ...] = (Open, Confirm, Stop, Guess, Unknown)
 
 
 def encode(messages: list[Message]) -> bytes:
-    """One frame."""
+    """Returns one frame."""
     return msgpack.packb([(KINDS.index(type(message)), *map(_plain, message)) for message in messages])
 
 
 def decode(frame: bytes) -> list[Message]:
-    """The messages of a frame; ValueError when it is not one."""
+    """Returns the messages of a frame. Raises ValueError if it is malformed."""
     try:
-        return [_message(kind, fields) for kind, *fields in msgpack.unpackb(frame, max_bin_len=4 * MOST_TOKENS)]
+        return [_message(kind, fields) for kind, *fields in msgpack.unpackb(frame, max_bin_len=4 * MAX_TOKENS)]
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise ValueError(f"not a frame of drafting messages: {error}") from error
 
@@ -87,12 +87,12 @@ def _plain(value):
 
 def _message(kind: int, fields: list) -> Message:
     if not 0 <= kind < len(KINDS):
-        raise ValueError(f"no message is of kind {kind}")
+        raise ValueError(f"unknown message kind {kind}")
     message = KINDS[kind](*fields)
     for value, wanted in zip(message, KINDS[kind].__annotations__.values(), strict=True):
         known = bytes if wanted is np.ndarray else getattr(wanted, "__origin__", wanted)
         if not isinstance(value, known) or (known is list and not all(isinstance(token, int) for token in value)):
-            raise ValueError(f"{KINDS[kind].__name__}: {type(value).__name__} where {wanted} belongs")
+            raise ValueError(f"{KINDS[kind].__name__}: got {type(value).__name__} instead of {wanted}")
     if kind == 0:
         return message._replace(tokens=np.frombuffer(message.tokens, "<i4"))
     return message
