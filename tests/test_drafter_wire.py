@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tailrace.deployments.drafter.client import Drafters, rank
 from tailrace.deployments.drafter.config import DrafterConfig
-from tailrace.deployments.drafter.lines import behind, end_of
+from tailrace.deployments.drafter.lines import end_of, remaining
 from tailrace.deployments.drafter.server import Address, listen, say
 from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
@@ -50,7 +50,7 @@ def test_no_bytes_do_harm(frame):
 
 @given(st.lists(st.integers(0, 1), max_size=8), st.lists(st.integers(0, 1), max_size=8))
 def test_a_guess_counts_as_far_as_it_agrees(guess, tokens):
-    left = behind(guess, tokens)
+    left = remaining(guess, tokens)
     assert left == [] or tokens + left == guess
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tailrace.deployments.drafter.lines import behind
+from tailrace.deployments.drafter.lines import remaining
 from tailrace.deployments.drafter.window import Window
 from tailrace.policies.models.spec_cost_model import (
     DrafterCost,
@@ -85,7 +85,7 @@ class Ahead:
         """A step of the engine: from where on it has made which tokens."""
         right = next((place for place, token in enumerate(self.drafts) if token), len(self.drafts))
         start, tokens = self.made, [0] * (right + 1)
-        self.made, self.guess = start + len(tokens), behind(self.guess, tokens)
+        self.made, self.guess = start + len(tokens), remaining(self.guess, tokens)
         return start, tokens
 
 

@@ -74,7 +74,7 @@ class Line:
     def follow(self, tokens: list[int], now_s: float) -> None:
         """Append tokens of any origin; the caller sends them to the drafter, and a wait starts now."""
         self.tokens += tokens
-        self.guess = behind(self.guess, tokens)
+        self.guess = remaining(self.guess, tokens)
         self.since_s = now_s
 
     def waits(self, now_s: float) -> bool:
@@ -154,6 +154,6 @@ def end_of(chunk: ChunkRequest) -> int:
     return chunk_end(chunk) if limit is None else chunk.prompt_tokens + limit - 1
 
 
-def behind(guess: list[int], tokens: list[int]) -> list[int]:
+def remaining(guess: list[int], tokens: list[int]) -> list[int]:
     """The rest of a guess after these tokens of the sample; empty if they disagree with it."""
     return guess[len(tokens) :] if guess[: len(tokens)] == tokens else []
