@@ -12,8 +12,10 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 
+from tailrace.app.report.palette import style
+
 WEB = Path(__file__).parent / "web"
-"""The style sheet and the script, in parts."""
+"""The style sheet but for its colours, and the script, in parts."""
 
 SCRIPTS = ("spans.js", "drawing.js", "pointing.js")
 """Parts of one script, in this order; they share one scope."""
@@ -29,7 +31,7 @@ def document(title: str, body: str, data: dict | None) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n"
+        f"<title>{escape(title)}</title>\n<style>{style()}{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"</main>\n{scripts if data else ''}</body>\n</html>\n"
     )
 

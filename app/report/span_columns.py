@@ -15,17 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.app.report import palette
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.types import SimulatedRun, Span
 
 MOST_SPANS = 150_000
 """Of 19 bytes each: 3.8 MB of base64. With notes 23."""
 
-ROLES = ("generate", "prefill", "fetch", "race", "draft", "won", "lost")
+ROLES = palette.SPANS
 """In the order of the style sheet's colours r0 to r6; another role has r7."""
 
-BANDS = ("generate", "prefill", "race", "draft", "closing", "idle")
-"""What a replica as a whole can be doing; the style sheet has b0 to b5."""
+BANDS = palette.STRIPS
+"""Activities of a whole replica; the style sheet has b0 to b5."""
 
 TICKS = 65_535
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from html import escape
 from math import floor, log10
 
+from tailrace.app.report.palette import SERIES
+
 Points = Sequence[tuple[float, float]]
 Colours = Mapping[str, str]
 """Classes of the style sheet by system, so that a system looks the same in every chart."""
 
 W, H = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
-COLOURS = 7
-"""Of the style sheet; the eighth system has the first colour again, with a dashed line."""
+COLOURS = len(SERIES)
+"""Of the palette; the eighth system has the first colour again, with a dashed line."""
 
 BINS = 280
 """Columns of a curve: about two pixels each."""

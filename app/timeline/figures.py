@@ -50,7 +50,7 @@ def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
         tokens[chunk.replica] += chunk.new_tokens
     found = {}
     for index, name in enumerate(record.names):
-        up_s = sum(life.end_s - life.begin_s for life in record.lives[index])
+        up_s = sum(lifetime.end_s - lifetime.begin_s for lifetime in record.lifetimes[index])
         share = round(busy_seconds(spans[index]) / up_s, 4) if up_s else None
         roles = {role: round(seconds[index, role], 3) for role in ROLES}
         found[name] = {"up_s": round(up_s, 3), "busy_share": share, "tokens": tokens[index], **roles}

@@ -44,14 +44,16 @@ class ReplicaLifetimes:
         self._last_end[number] = now_s
 
     def until(self, end_s: float) -> tuple[tuple[ReplicaLifetime, ...], ...]:
-        """All lives, by number, as of end_s: later than that nothing counts."""
+        """All lifetimes, by number, as of end_s: later than that nothing counts."""
         closing = self._still_closing()
         found = [list(of_one) for of_one in self._ended]
         for number, joined_s in self.up.items():
             found[number].append(
                 ReplicaLifetime(joined_s, end_s, self._closing_s(number) if number in closing else None)
             )
-        return tuple(tuple(_cut(life, end_s) for life in of_one if life.begin_s < end_s) for of_one in found)
+        return tuple(
+            tuple(_cut(lifetime, end_s) for lifetime in of_one if lifetime.begin_s < end_s) for of_one in found
+        )
 
     def _too_many(self) -> int:
         return max(0, len(self.up) - self.asked[-1][1]) if self.asked else 0
@@ -78,6 +80,6 @@ class ReplicaLifetimes:
         return idle[: self._too_many()]
 
 
-def _cut(life: ReplicaLifetime, end_s: float) -> ReplicaLifetime:
-    closing_s = None if life.closing_s is None or life.closing_s >= end_s else life.closing_s
-    return life._replace(end_s=min(life.end_s, end_s), closing_s=closing_s)
+def _cut(lifetime: ReplicaLifetime, end_s: float) -> ReplicaLifetime:
+    closing_s = None if lifetime.closing_s is None or lifetime.closing_s >= end_s else lifetime.closing_s
+    return lifetime._replace(end_s=min(lifetime.end_s, end_s), closing_s=closing_s)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tailrace.app.errors import BadInput
+from tailrace.app.report.figures import new_figure, save
+from tailrace.app.report.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.models.spec_cost_model import verified
 from tailrace.policies.protocol.step_cost import StepCost
@@ -189,12 +191,10 @@ def _median_s(act: Callable[[int], object]) -> float:
 
 def picture(path: Path, result: dict) -> None:
     """Curves by method, one panel for each number of samples; a dot where the method's drafts are on average."""
-    from matplotlib.figure import Figure
-
     found = result["ladders"]
-    figure = Figure(figsize=(6 * len(found), 4.5), layout="constrained")
-    for axes, (samples, of) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        axes.axhline(1.0, color="grey", linewidth=0.8)
+    figure, panels = new_figure(6 * len(found), 4.5, 1, len(found), squeeze=False)
+    for axes, (samples, of) in zip(panels[0], found.items(), strict=True):
+        axes.axhline(1.0, color=REFERENCE, linewidth=0.8)
         for row in of["rungs"]:
             (line,) = axes.plot(*zip(*row["curve"], strict=True), label=row["method"])
             mean = sum(row["profile"]) / len(row["profile"])
@@ -203,4 +203,4 @@ def picture(path: Path, result: dict) -> None:
         axes.set(xlabel="share of draft tokens that are right", ylabel="times as fast as plain decoding")
         axes.set_title(f"{samples} at once, first choice {choice}")
         axes.legend()
-    figure.savefig(path)
+    save(figure, path)
