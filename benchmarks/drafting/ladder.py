@@ -2,11 +2,10 @@
 
 The target's tokens are not asked for: a draft token counts as right with a given chance, and each step takes what this
 machine measured, drafting included. Drafts and verification come in turn. Ladders stand for one sample, as in the tail,
-and for a full engine, as when a step starts. Invariant: what is written reads back as the same `MethodTable`. Called by
-`tailrace bench ladder`; `read_ladder` by whoever races.
+and for a full engine, as when a step starts. Invariant: written rungs are those of a `MethodTable`.
+Called by `tailrace bench ladder`.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.app.errors import BadInput
 from tailrace.app.report.figures import new_figure, save
 from tailrace.app.report.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
@@ -78,24 +76,6 @@ def ladders(methods: list[Method], cost: StepCost, most_running: int, most: int)
     }
     steps = {"tokens": cost.tokens, "ms": [round(1e3 * took_s, 3) for took_s in cost.seconds]}
     return {"ladders": found, "draft_us": draft_us, "steps": steps}
-
-
-def read_ladder(path: Path, samples: int = 1) -> MethodTable:
-    """From what `tailrace bench ladder --out` wrote: that of the most samples up to `samples`. Raises BadInput, in one
-    line."""
-    try:
-        found = {int(key): value for key, value in json.loads(path.read_text())["ladders"].items()}
-        chosen = found[max((count for count in found if count <= samples), default=min(found))]
-        return MethodTable(
-            tuple(
-                MethodProfile(
-                    row["method"], tuple((float(p), float(gain)) for p, gain in row["curve"]), tuple(row["profile"])
-                )
-                for row in chosen["rungs"]
-            )
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{path}: not what `tailrace bench ladder --out` writes: {error!r}") from error
 
 
 # ---- what drafting costs here ------------------------------------------------------------------------------
