@@ -4,13 +4,14 @@ Invariant: the replica has room for all that the chunk reserves; a bound sample 
 `RolloutCore` alone.
 """
 
-from tailrace.policies.core.draft_planner import MODEL, DraftPlanner
+from tailrace.policies.core.draft_planner import DraftPlanner
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.protocol.draft_methods import DraftMethod
 
 
 class Dispatcher:
@@ -51,8 +52,8 @@ class Dispatcher:
         sample, original = chunk.sample, chunk.copy_of
         way, why = self._ways.next(sample, chunk.replica_id) if original is None else (None, "")
         methods = self._table.methods(chunk.replica_id)
-        if way is not None and not way.window and MODEL in methods:
-            chunk.method = next((method for method in methods if method != MODEL), None)
+        if way is not None and not way.window and DraftMethod.MODEL in methods:
+            chunk.method = next((method for method in methods if method != DraftMethod.MODEL), None)
         reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._table.speeds(chunk.replica_id))
         return StartChunk(

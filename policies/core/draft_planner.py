@@ -12,9 +12,6 @@ from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.events import ChunkFinished
 from tailrace.policies.protocol.views import DraftModelsView, RolesView
 
-MODEL = "model"
-"""What replicas call drafting by a draft model."""
-
 TRUST = 8
 """Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
 

@@ -14,6 +14,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_c
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.policies.protocol.draft_methods import DraftMethod
+
 
 @dataclass(frozen=True, slots=True)
 class MethodProfile:
@@ -147,8 +149,8 @@ class NoRacing(BaseModel):
 
 
 USUAL = (
-    MethodProfile("group", ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
-    MethodProfile("model", ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
+    MethodProfile(DraftMethod.GROUP, ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
+    MethodProfile(DraftMethod.MODEL, ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
 )
 """Guessed gains of the group's index and of a draft model; `tailrace bench ladder --out` measures them."""
 
