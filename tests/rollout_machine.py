@@ -108,6 +108,8 @@ class Player:
         if isinstance(event, ev.Tick):
             closing = {i for i in self.ledger.replicas if not self.play.core.replicas.stays(i)}
             actions = self.play.core.decide(event)
+            # A replica that this decision opens again may take chunks at once: another one closes in its place.
+            closing -= {i for i in closing if self.play.core.replicas.stays(i)}
             self.play.closed += [str(a) for a in actions if isinstance(a, StartChunk) and a.replica_id in closing]
             self.wanted = next((a.replicas for a in actions if isinstance(a, SetReplicas)), self.wanted)
         else:

@@ -255,7 +255,7 @@ def outlook(core, replicas: int = 3):
 
 def test_what_races_may_bring_goes_by_the_drafts_of_chunks_that_are_no_copies():
     core, _ = core_of()
-    ladder = RACING.ladder
+    ladder = RACING.method_table
     usual = ladder.gain("group", RACING.usual)
     assert outlook(core) == (3, 2, pytest.approx(usual)) and usual < ladder.gain("group", 0.1)
     finish(core, "g#0:0", 100, drafted_tokens=100, accepted_tokens=10)

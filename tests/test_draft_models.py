@@ -143,8 +143,8 @@ def test_what_is_seen_of_all_replaces_the_configured_mean():
 def test_chunks_that_nobody_drafted_for_change_no_mean():
     core, _ = core_of()
     for _ in range(100_000):
-        core._ways.learn(ev.ChunkFinished(1.0, "any", 1, ev.ChunkEnd.LENGTH, 0))
-    assert core._ways._mean == pytest.approx(0.8)
+        core._draft_planner.learn(ev.ChunkFinished(1.0, "any", 1, ev.ChunkEnd.LENGTH, 0))
+    assert core._draft_planner._mean == pytest.approx(0.8)
 
 
 def test_drafts_of_a_race_count_for_its_sample_and_copies_draft_as_configured():

@@ -37,7 +37,18 @@ IDIOMS = {
 }
 """Phrases that make a reader stop, with the pattern that counts them in comments, docstrings and messages."""
 
-MAX_IDIOMS: dict[str, int] = {}
+MAX_IDIOMS = {
+    "goes on": 3,
+    "behind, beside": 46,
+    "of itself, anew": 0,
+    "so many": 22,
+    "least, most": 76,
+    "stands, lies": 25,
+    "None: ...": 15,
+    "who, nobody": 71,
+    "what ...": 339,
+    "told": 45,
+}
 """How often each may occur in the product. Lower a number when the count has fallen; never raise one."""
 
 DOCSTRING = re.compile(r'(#[^\n]*\n)*"""(?P<text>.+?)"""', re.DOTALL)
@@ -133,7 +144,7 @@ def test_bad_idioms_may_only_become_fewer():
 
 
 def test_an_idiom_is_counted():
-    text = "The sample goes on. Nobody is told what lies behind; None: at most so many."
+    text = "The sample goes on. Nobody is told what lies behind; None: the least, so many."
     assert idioms_of(text) == Counter(dict.fromkeys(IDIOMS, 1)) - Counter({"of itself, anew": 1})
 
 

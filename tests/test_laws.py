@@ -113,7 +113,9 @@ def test_nothing_is_left_when_everything_has_run_out(played):
     """Law 1, conservation: of memory. A service that runs for weeks may keep nothing of what has ended."""
     core = played.core
     assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
-    assert not (core._buffer.batches or core._buffer.samples or core._running.chunks or core._outbox or core._unbound)
+    assert not (
+        core._buffer.batches or core._buffer.samples or core._running.chunks or core._outbox or core._unassigned
+    )
     assert not (core._kv._held or core._kv._groups)
     assert not len(core._waiting) and not core._waiting._lengths
     assert not any(queue._live for queues in core._waiting._queues.values() for queue in queues)

@@ -41,12 +41,12 @@ workers = st.lists(
 @settings(max_examples=60)
 @given(stragglers, workers, st.sampled_from([1.0, 1.1]), st.randoms())
 def test_an_assignment_keeps_every_law(samples, free, min_gain, shuffler):
-    policy = FastestOfN(min_gain=min_gain)
-    copies = policy.assign(samples, free, LADDER)
+    policy = FastestOfN(min_gain=min_gain, rungs=LADDER.rungs)
+    copies = policy.assign(samples, free)
     shuffled = [list(samples), list(free)]
     for each in shuffled:
         shuffler.shuffle(each)
-    assert policy.assign(*shuffled, LADDER) == copies, "the order in which they are named changes nothing"
+    assert policy.assign(*shuffled) == copies, "the order in which they are named changes nothing"
 
     by_id = {worker.worker_id: worker for worker in free}
     sample_of = {sample.sample_id: sample for sample in samples}
@@ -71,14 +71,14 @@ def test_an_assignment_keeps_every_law(samples, free, min_gain, shuffler):
 def test_the_least_loaded_worker_takes_the_copy_and_ties_go_by_id():
     free = [FreeWorker("b", "ngram", 1, 9), FreeWorker("c", "ngram", 0, 9), FreeWorker("a", "ngram", 1, 9)]
     samples = [Straggler(f"s{i}", 0.1 * i, ("0.5b",), "r") for i in range(4)]
-    copies = FastestOfN().assign(samples, free, LADDER)
+    copies = FastestOfN(rungs=LADDER.rungs).assign(samples, free)
     assert [(copy.sample_id, copy.worker_id) for copy in copies] == [("s0", "c"), ("s1", "a"), ("s2", "b"), ("s3", "c")]
 
 
 def test_a_place_too_few_goes_to_the_sample_that_accepts_least_and_its_best_method():
     samples = [Straggler("good", 0.9, (), "r"), Straggler("bad", 0.2, (), "r")]
     free = [FreeWorker("w", "0.5b", 0, 1), FreeWorker("x", "1.5b", 0, 1)]
-    copies = FastestOfN().assign(samples, free, LADDER)
+    copies = FastestOfN(rungs=LADDER.rungs).assign(samples, free)
     assert [(copy.sample_id, copy.method) for copy in copies] == [("bad", "0.5b"), ("bad", "1.5b")]
 
 
@@ -87,10 +87,10 @@ def test_a_copy_that_hardly_helps_is_made_only_where_any_is_wanted():
     sample = [Straggler("s", 0.95, ("0.5b",), "r")]
     free = [FreeWorker("w", "1.5b", 0, 1)]
     assert LARGE.gain(SMALL.speedup(0.95)) == 1.0
-    assert FastestOfN().assign(sample, free, LADDER)
-    assert not FastestOfN(min_gain=1.01).assign(sample, free, LADDER)
+    assert FastestOfN(rungs=LADDER.rungs).assign(sample, free)
+    assert not FastestOfN(min_gain=1.01, rungs=LADDER.rungs).assign(sample, free)
     slow = [Straggler("s", 0.1, ("0.5b",), "r")]
-    assert FastestOfN(min_gain=1.5).assign(slow, free, LADDER)
+    assert FastestOfN(min_gain=1.5, rungs=LADDER.rungs).assign(slow, free)
 
 
 def test_the_first_choice_is_the_fastest_at_the_mean_acceptance():

@@ -220,7 +220,7 @@ def test_the_laws_hold_while_replicas_come_and_go(name, data, chunk_tokens, orde
     submitted = [event for event, _ in played.steps if isinstance(event, ev.SamplesSubmitted)]
     assert len(played.actions(EndSample)) == sum(spec.samples for event in submitted for spec in event.groups)
     assert played.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
-    assert not len(played.core._unbound)
+    assert not len(played.core._unassigned)
     running, there = {}, []
     for event, actions in played.steps:
         match event:
@@ -368,3 +368,19 @@ def test_a_group_that_can_never_fit_fails_though_its_replica_closes_as_it_is_bou
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 9_000, 1, 400),)))
     (end,) = [action for action in core.decide(ev.Tick(0.0)) if isinstance(action, EndSample)]
     assert end.end is SampleEnd.FAILED
+
+
+REOPENED = bytes.fromhex(
+    "0d14000000000000000000000000140000000000010083000000000000c60000000000c6010001000000030000"
+    "a800000000000000bf00000000000083000000000001a8000000000001"
+)
+"""A play in which replicas join, so that the one that was to go stays and takes a chunk in the same decision."""
+
+
+def test_a_replica_that_a_decision_opens_again_may_take_chunks_at_once():
+    policies = Policies(
+        ordering="seer", placement="least_kv", chunking={"type": "fixed", "chunk_tokens": 13}, tail="auto"
+    )
+    played = play(policies, REOPENED, Limits(0, 2))
+    starts = [str(action) for action in played.actions(StartChunk)]
+    assert not played.closed and any("'r7'" in start for start in starts)

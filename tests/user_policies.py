@@ -127,10 +127,10 @@ class NobodyTwice(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     own: ClassVar[str] = "group"
     usual: ClassVar[float] = 0.5
-    ladder: ClassVar[MethodTable] = MethodTable((MethodProfile("model", ((0.0, 1.0),), (0.5,)),))
+    method_table: ClassVar[MethodTable] = MethodTable((MethodProfile("model", ((0.0, 1.0),), (0.5,)),))
     room: int = Field(1, ge=1)
 
-    def assign(self, stragglers, workers, ladder):
+    def assign(self, stragglers, workers):
         alone = [one for one in stragglers if len(one.methods) == 1 and one.replica != workers[0].worker_id]
         return [Assignment(alone[0].sample_id, "model", workers[0].worker_id, "it has none")] if alone else []
 

@@ -24,9 +24,9 @@ from tailrace.deployments.messages.context import Source
 from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.deployments.vllm_exact.pause import pause, resume
-from tailrace.policies.core.draft_planner import MODEL
 from tailrace.policies.models.step_cost_estimator import StepCostEstimator
 from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.draft_methods import DraftMethod
 from tailrace.policies.protocol.step_cost import StepCost
 from tailrace.policies.protocol.views import DraftView
 
@@ -213,7 +213,7 @@ class EngineDrafts:
         for rows in by_group.values():
             index = fresh[rows[0]].group.index
             plans = [fresh[row].chunk.draft for row in rows]
-            sources = [EVIDENCE.get(plan.method, EVIDENCE["group"]) for plan in plans]
+            sources = [EVIDENCE.get(plan.method, EVIDENCE[DraftMethod.GROUP]) for plan in plans]
             found = index.propose_for([plan.sample_index for plan in plans], most, 1, least, share, sources)
             for row, paths in zip(rows, found, strict=True):
                 guess = paths[0] if paths else NOTHING
@@ -281,7 +281,7 @@ class EngineDrafts:
     @property
     def methods(self) -> tuple[str, ...]:
         """By which chunks can draft now (`DraftPlan.method`), first what one drafts by that names none."""
-        model = (MODEL,) if self._model is not None and self._model.reached else ()
+        model = (DraftMethod.MODEL,) if self._model is not None and self._model.reached else ()
         return model + (tuple(EVIDENCE) if self._indexed else ())
 
     def counts(self) -> dict[str, int]:

@@ -7,11 +7,12 @@ import numpy as np
 from tailrace.deployments.messages.context import GroupRef, Source, bits
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.draft_methods import DraftMethod
 
 EVIDENCE = {
-    "group": bits(*Source),
-    "history": bits(Source.HISTORY),
-    "ngram": bits(Source.OWN),
+    DraftMethod.GROUP: bits(*Source),
+    DraftMethod.HISTORY: bits(Source.HISTORY),
+    DraftMethod.NGRAM: bits(Source.OWN),
 }
 """Draft methods of the index, by the sources that each drafts from. `ngram` is prompt lookup, in the answer too."""
 

@@ -4,13 +4,14 @@ Invariant: the replica has room for all that the chunk reserves; a bound sample 
 `RolloutCore` alone.
 """
 
-from tailrace.policies.core.draft_planner import MODEL, DraftPlanner
+from tailrace.policies.core.draft_planner import DraftPlanner
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.protocol.draft_methods import DraftMethod
 
 
 class Dispatcher:
@@ -19,11 +20,12 @@ class Dispatcher:
         policies: Policies,
         table: ReplicaTable,
         running: RunningChunks,
-        upcoming: PrefetchPlanner,
-        ways: DraftPlanner,
+        prefetch_planner: PrefetchPlanner,
+        draft_planner: DraftPlanner,
     ):
-        self._placement, self._table, self._running, self._upcoming = policies.placement, table, running, upcoming
-        self._ways = ways
+        self._placement, self._table, self._running = policies.placement, table, running
+        self._prefetch_planner = prefetch_planner
+        self._draft_planner = draft_planner
         self._memory = None  # the placement policy's
         self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
@@ -42,17 +44,17 @@ class Dispatcher:
 
     def _start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
         chunk = self._running.start(sample, replica_id)
-        self._upcoming.seen(chunk)
+        self._prefetch_planner.seen(chunk)
         return self.action(chunk, reason)
 
     def action(self, chunk: Chunk, reason: str) -> StartChunk:
         """For a chunk that is booked. A copy drafts by its method, as configured: that is what it races with; a chunk
         that no draft model is to draft for, by what its replica has beside."""
         sample, original = chunk.sample, chunk.copy_of
-        way, why = self._ways.next(sample, chunk.replica_id) if original is None else (None, "")
+        mode, why = self._draft_planner.next(sample, chunk.replica_id) if original is None else (None, "")
         methods = self._table.methods(chunk.replica_id)
-        if way is not None and not way.window and MODEL in methods:
-            chunk.method = next((method for method in methods if method != MODEL), None)
+        if mode is not None and not mode.window and DraftMethod.MODEL in methods:
+            chunk.method = next((method for method in methods if method != DraftMethod.MODEL), None)
         reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._table.speeds(chunk.replica_id))
         return StartChunk(
@@ -69,5 +71,5 @@ class Dispatcher:
             reason=reason,
             copy_of=original.chunk_id if original else None,
             method=chunk.method,
-            way=way,
+            way=mode,
         )

@@ -12,9 +12,6 @@ from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.events import ChunkFinished
 from tailrace.policies.protocol.views import DraftModelsView, RolesView
 
-MODEL = "model"
-"""What replicas call drafting by a draft model."""
-
 TRUST = 8
 """Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
 
@@ -23,12 +20,16 @@ FADE = 0.99
 
 
 class DraftPlanner:
-    """`drafters`: draft models that there should be, as the tail policy said last; 0: it does not say."""
+    """Draft modes of chunks, and the mean acceptance of draft models."""
 
     def __init__(self, policy: DraftModels, table: ReplicaTable, buffer: RequestBuffer):
         self._policy, self._table, self._buffer = policy, table, buffer
         self._accepted, self._tested = TRUST * policy.acceptance, float(TRUST)  # of all samples, faded
-        self.drafters = 0
+        self._drafters = 0
+
+    def expect_drafters(self, drafters: int) -> None:
+        """The number of draft models that the tail policy decided last; 0 if it decides none."""
+        self._drafters = drafters
 
     def learn(self, event: ChunkFinished) -> None:
         """A chunk has ended whose tokens count."""
@@ -38,7 +39,7 @@ class DraftPlanner:
 
     def next(self, sample: Sample, replica_id: str) -> tuple[DraftMode | None, str]:
         """Of its chunk that starts there now, and why. All that has not ended shares engines and draft models."""
-        samples, engines, drafters = self._buffer.unended, self._table.staying, self.drafters or self._policy.replicas
+        samples, engines, drafters = self._buffer.unended, self._table.staying, self._drafters or self._policy.replicas
         on_engine = min(-(-samples // max(1, engines)), self._table.max_running(replica_id))
         on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))
         own = (TRUST * self._mean + sample.model_accepted) / (TRUST + sample.model_tested)

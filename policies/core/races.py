@@ -84,7 +84,7 @@ class Races:
         }
         stragglers = [self._straggler(chunk) for chunk in originals.values()]
         copies = []
-        for assigned in self._policy.assign(stragglers, workers, self._policy.ladder):
+        for assigned in self._policy.assign(stragglers, workers):
             chunk, replica_id = originals[assigned.sample_id], assigned.worker_id
             busy = {one.replica_id for one in (chunk, *chunk.copies)}
             if replica_id not in busy and self._table.room_tokens(replica_id) >= chunk.sample.need_tokens:
@@ -94,7 +94,7 @@ class Races:
     def _workers(self) -> list[FreeWorker]:
         """Replicas with less than the policy's room taken that can draft by another method than they do by themselves.
         Each drafts for copies by one at a time; one without any gets what fewest draft by so far, by rank."""
-        room, ranked = self._policy.room, [rung.method for rung in self._policy.ladder.ranked()]
+        room, ranked = self._policy.room, [rung.method for rung in self._policy.method_table.ranked()]
         methods = {copy.replica_id: copy.method for copy in self._running.copies.values()}
         used, workers = Counter(methods.values()), []
         for replica_id in self._table.ready():
@@ -122,7 +122,7 @@ class Races:
         if not 0 < running < policy.room * replicas:
             return RacesView(policy.room)
         methods = next(map(self._table.methods, self._table.ready()), ())
-        copies = len(policy.ladder.among(methods[1:]).rungs)
+        copies = len(policy.method_table.among(methods[1:]).rungs)
         if not copies:
             return RacesView(policy.room)
         originals = [c for c in self._running.chunks.values() if c.copy_of is None and not c.beaten]
@@ -131,7 +131,7 @@ class Races:
     def _gain(self, sample: Sample, methods: tuple[str, ...]) -> float:
         key = methods, round(self._acceptance(sample), 2)
         if key not in self._gains:
-            self._gains[key] = self._policy.ladder.among(methods).gain(methods[0], key[1])
+            self._gains[key] = self._policy.method_table.among(methods).gain(methods[0], key[1])
         return self._gains[key]
 
 

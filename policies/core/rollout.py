@@ -43,10 +43,12 @@ class RolloutCore:
         self._lengths = LengthTracker(policies, self._buffer)
         self._kv = KvTracker(policies.kv_on_update, self.replicas)
         self._running = RunningChunks(self.replicas, self._kv)
-        self._upcoming = PrefetchPlanner(policies.prefetch, self.replicas, self._waiting, self._running)
+        self._prefetch_planner = PrefetchPlanner(policies.prefetch, self.replicas, self._waiting, self._running)
         self._races = Races(policies.racing, self.replicas, self._running)
-        self._ways = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
-        self._starts = Dispatcher(policies, self.replicas, self._running, self._upcoming, self._ways)
+        self._draft_planner = DraftPlanner(policies.draft_models, self.replicas, self._buffer)
+        self._dispatcher = Dispatcher(
+            policies, self.replicas, self._running, self._prefetch_planner, self._draft_planner
+        )
         self._scaling = Scaling(
             policy=policies.tail,
             limits=limits,
@@ -54,9 +56,9 @@ class RolloutCore:
             running=self._running,
             buffer=self._buffer,
             races=self._races,
-            ways=self._ways,
+            draft_planner=self._draft_planner,
         )
-        self._unbound = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
+        self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ class RolloutCore:
         self._waiting.check_new(event.groups)
         groups = self._buffer.admit(event.batch_id, event.groups)
         self._lengths.admit(groups)
-        self._unbound.add(groups)
+        self._unassigned.add(groups)
         self._scaling.reopen()
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
@@ -99,7 +101,7 @@ class RolloutCore:
         self._races.won(chunk)
         sample = self._running.count_out(chunk)
         sample.take(event, chunk)
-        self._ways.learn(event)
+        self._draft_planner.learn(event)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
             self._end(sample, ended[0], None, ended[1])
@@ -115,12 +117,12 @@ class RolloutCore:
     def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
         chunk = self._running.named(event.chunk_id)
         if chunk.sample.see(event.tokens, event.observed_at):
-            self._upcoming.seen(chunk)
+            self._prefetch_planner.seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
         check_join(event)
         self.replicas.join(event)
-        self._upcoming.rebuild()
+        self._prefetch_planner.rebuild()
         self._waiting.look_at(event.replica_id)
 
     def _replica_measured(self, event: ev.ReplicaMeasured) -> None:
@@ -166,19 +168,19 @@ class RolloutCore:
             for replica_id in closed:
                 self._bind_anew(replica_id)
             homes = self._start_waiting()
-        copies = self._races.look(tick.now, bool(self._waiting or self._unbound))
-        self._outbox += [*(self._starts.action(*copy) for copy in copies), *actions, *self._running.aborts()]
+        copies = self._races.look(tick.now, bool(self._waiting or self._unassigned))
+        self._outbox += [*(self._dispatcher.action(*copy) for copy in copies), *actions, *self._running.aborts()]
         if not self._running.chunks and self._waiting and self.replicas.all_ready():
             self._give_up()
         self._outbox += self._kv.make_room(tick.now, self._waiting)
         if not self.replicas.one_node:
-            self._outbox += self._upcoming.prefetches(homes)
+            self._outbox += self._prefetch_planner.prefetches(homes)
         actions, self._outbox = tuple(self._outbox), []
         return actions
 
     def _start_waiting(self) -> list[str]:
         """Every chunk that can start now; returns the replicas to which samples that wait are bound."""
-        for sample in self._unbound.bind():
+        for sample in self._unassigned.bind():
             self._put(sample)
         homes = self._waiting.homes()
         for home in homes:
@@ -206,7 +208,7 @@ class RolloutCore:
             self._end(sample, SampleEnd.FAILED, error, "does not fit")
 
     def _place(self, sample: Sample) -> None:
-        self._outbox.append(self._starts.place(sample))
+        self._outbox.append(self._dispatcher.place(sample))
 
     # ---- transitions -----------------------------------------------------------------------------
 
@@ -236,7 +238,7 @@ class RolloutCore:
         """Queue a waiting sample; a group whose replica has left is bound again, with all that waits of it."""
         group = sample.group
         if group.home is not None and not self.replicas.stays(group.home):
-            self._unbound.add((group,))
+            self._unassigned.add((group,))
             return
         if sample.home is not None and not self.replicas.stays(sample.home):
             sample.home = group.home

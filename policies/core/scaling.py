@@ -32,10 +32,10 @@ class Scaling:
 
     def __init__(
         self, policy: Tail, limits: Limits | None, table: ReplicaTable, running: RunningChunks, buffer: RequestBuffer,
-        races: Races, ways: DraftPlanner,
+        races: Races, draft_planner: DraftPlanner,
     ):  # fmt: skip
         self._policy, self._limits, self._table = policy, limits, table
-        self._running, self._buffer, self._races, self._ways = running, buffer, races, ways
+        self._running, self._buffer, self._races, self._draft_planner = running, buffer, races, draft_planner
         self._memory = None  # the policy's
         self._asked: ReplicaGoal | None = None
         self._reserved = 0
@@ -70,7 +70,7 @@ class Scaling:
         most = self._limits.max
         least = max(self._limits.min, min(self._reserved, most))
         races = self._races.outlook(most)
-        roles = self._ways.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
+        roles = self._draft_planner.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
         return TailView(
             now=now,
             waiting=unended - running,
@@ -103,7 +103,8 @@ class Scaling:
         asked = ReplicaGoal(engines, min(wanted.drafters, view.max_replicas - engines) if view.unended else 0)
         if asked == self._asked:
             return []
-        self._asked, self._ways.drafters = asked, asked.drafters
+        self._asked = asked
+        self._draft_planner.expect_drafters(asked.drafters)
         reason = f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas"
         return [SetReplicas(engines, reason, asked.drafters)]
 

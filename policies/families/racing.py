@@ -14,6 +14,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_c
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.policies.protocol.draft_methods import DraftMethod
+
 
 @dataclass(frozen=True, slots=True)
 class MethodProfile:
@@ -73,7 +75,7 @@ class MethodTable:
         return None
 
     def speedup(self, method: str, acceptance: float) -> float:
-        """Over plain decoding, which a method that is not on the ladder is taken to be."""
+        """Over plain decoding; a method that the table lacks counts as plain decoding."""
         return next((rung.speedup(acceptance) for rung in self.rungs if rung.method == method), 1.0)
 
     def gain(self, own: str, acceptance: float) -> float:
@@ -124,11 +126,9 @@ class Racing(Protocol):
 
     room: int
     usual: float
-    ladder: MethodTable
+    method_table: MethodTable
 
-    def assign(
-        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: MethodTable
-    ) -> list[Assignment]: ...
+    def assign(self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker]) -> list[Assignment]: ...
 
 
 class NoRacing(BaseModel):
@@ -138,17 +138,15 @@ class NoRacing(BaseModel):
     type: Literal["off"] = "off"
     room: ClassVar[int] = 0
     usual: ClassVar[float] = 0.0
-    ladder: ClassVar[MethodTable] = MethodTable(())
+    method_table: ClassVar[MethodTable] = MethodTable(())
 
-    def assign(
-        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: MethodTable
-    ) -> list[Assignment]:
+    def assign(self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker]) -> list[Assignment]:
         return []
 
 
 USUAL = (
-    MethodProfile("group", ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
-    MethodProfile("model", ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
+    MethodProfile(DraftMethod.GROUP, ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
+    MethodProfile(DraftMethod.MODEL, ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
 )
 """Guessed gains of the group's index and of a draft model; `tailrace bench ladder --out` measures them."""
 
@@ -170,34 +168,30 @@ class FastestOfN(BaseModel):
     min_gain: float = Field(1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published")
 
     @model_validator(mode="after")
-    def _has_a_ladder(self):
+    def _has_a_table(self):
         MethodTable(self.rungs)
         return self
 
     @property
-    def ladder(self) -> MethodTable:
+    def method_table(self) -> MethodTable:
         return MethodTable(self.rungs)
 
-    def assign(
-        self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker], ladder: MethodTable
-    ) -> list[Assignment]:
-        """Copies to start, in order. Methods by rank on the ladder, workers by load. Costs O(log workers) each."""
+    def assign(self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker]) -> list[Assignment]:
+        """Copies to start, in order. Methods by rank, workers by load. Costs O(log workers) each."""
         free: dict[str, list[tuple[int, str, int]]] = {}
         for worker in workers:
             if worker.load < worker.room:
                 free.setdefault(worker.method, []).append((worker.load, worker.worker_id, worker.room))
         for heap in free.values():
             heapify(heap)
-        rungs = [rung for rung in ladder.ranked() if rung.method in free]
+        rungs = [rung for rung in self.method_table.ranked() if rung.method in free]
         copies: list[Assignment] = []
         for sample in sorted(stragglers, key=lambda sample: (sample.acceptance, sample.sample_id)):
-            copies += self._copies(sample, rungs, free, ladder)
+            copies += self._copies(sample, rungs, free)
         return copies
 
-    def _copies(
-        self, sample: Straggler, rungs: list[MethodProfile], free: dict, ladder: MethodTable
-    ) -> list[Assignment]:
-        speedup = ladder.speedup(sample.methods[0], sample.acceptance) if sample.methods else 1.0
+    def _copies(self, sample: Straggler, rungs: list[MethodProfile], free: dict) -> list[Assignment]:
+        speedup = self.method_table.speedup(sample.methods[0], sample.acceptance) if sample.methods else 1.0
         copies = []
         for rung in rungs:
             gain = rung.gain(speedup)
