@@ -22,7 +22,7 @@ SCRIPTS = ("spans.js", "drawing.js", "pointing.js")
 
 
 def document(title: str, body: str, data: dict | None) -> str:
-    """The whole text. `body` is markup; `data`: what its timelines draw, as `timelines` gives it; None: it has none."""
+    """The whole text. `body` is markup; `data`: the spans of its timelines, by `timelines`, or None without one."""
     script = _script()
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -61,13 +61,13 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def panel(index: int, said: str) -> str:
-    """The place of the timeline of the data block's run number `index`; `said`: what it shows, in words."""
+    """The place of the timeline of the data block's run number `index`; `said`: its content, in words."""
     canvas = f'<canvas id="run{index}" tabindex="0" role="img" aria-label="{escape(said)}"></canvas>'
     return f'<div class=stack>{canvas}<canvas class=over aria-hidden="true"></canvas></div>'
 
 
 def interactive(said: str, key: str, panels: Sequence[str]) -> str:
-    """Timelines with what the script needs around them. `key` and `panels` are markup."""
+    """Timelines with the elements that the script needs. `key` and `panels` are markup."""
     options = "".join(f'<option value="{one}">{one}</option>' for one in ("sample", "role"))
     return (
         f"<p class=soft>{escape(said)} Click a span to mark its sample, drag to zoom. Keys on a timeline: arrows go "

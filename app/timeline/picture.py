@@ -50,7 +50,7 @@ def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> No
 
 
 def _rows(axes, record: Record, bands: Sequence[Band]) -> None:
-    """What each replica as a whole did: a strip below its samples; where it was not up, its row is filled."""
+    """The activity of each replica: a strip below its samples. Times at which it was not up are filled with grey."""
     from matplotlib.patches import Patch
 
     rows = len(record.names)

@@ -33,14 +33,14 @@ class Record:
 
 
 def record(lines: Iterable[str]) -> Record:
-    """Of a journal. Raises ValueError that names the line: no journal, nothing submitted, or an entry without a field
-    that is needed, or about what no earlier entry told of."""
+    """The record of a journal. Raises ValueError that names the line: no journal, no submission, an entry without a
+    needed field, or one about an unknown id."""
     reading = _Reading()
     for entry in entries(lines):
         try:
             reading.take(entry)
         except (KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"line {entry.line}: {entry.kind}: what it tells does not fit: {error}") from error
+            raise ValueError(f"line {entry.line}: {entry.kind}: does not fit the entries before it: {error}") from error
     return reading.finished()
 
 
@@ -136,7 +136,7 @@ class _Reading:
         self._races.setdefault(name, RecordedRace([first], first)).runners.append(chunk)
 
     def _measured(self, event) -> None:
-        """A report of the replica: it lists what runs there, and says of each chunk how far it is."""
+        """A report of the replica: the chunks that run there, each with its progress."""
         self._look_at(self._lifetimes.names[event.replica_id], event.observed_at)
 
     def _streamed(self, event) -> None:

@@ -1,8 +1,8 @@
 """When replicas were up, and since when those that left were closing.
 
-A journal has no word on when a replica was told to go: one that leaves after fewer were asked for has been closing
-since its first abort after its last start, or else since that request. `app/timeline/record.py` tells it all that
-happens to replicas, in order; seconds are the record's.
+A journal does not say when a replica began to close. One that leaves after a request for fewer replicas has been
+closing since its first abort after its last start, or else since that request. `app/timeline/record.py` calls the
+methods in the order of events; seconds are the record's.
 """
 
 from tailrace.app.timeline.chunks import ReplicaLifetime
@@ -36,7 +36,7 @@ class ReplicaLifetimes:
         self._aborted.pop(number, None)
 
     def abort(self, replica_id: str, now_s: float) -> None:
-        """A chunk there is told to stop."""
+        """A chunk there is aborted."""
         self._aborted.setdefault(self.names[replica_id], now_s)
 
     def stop(self, number: int, now_s: float) -> None:
@@ -72,7 +72,7 @@ class ReplicaLifetimes:
         return max(self.up[number], min(asked_s, self._aborted.get(number, asked_s)))
 
     def _still_closing(self) -> list[int]:
-        """Who is about to go: Serve stops the newest first, which have run nothing since."""
+        """The replicas that are about to leave: Serve stops the newest first, and these have run nothing since."""
         if not self._too_many():
             return []
         since_s = self._too_many_since_s()

@@ -1,7 +1,7 @@
-"""What each replica did over time, as bands of one role each that follow each other without a gap while it is up.
+"""The activity of each replica over time: bands of one role each, without a gap while the replica is up.
 
-Of what it does at once the first of ROLES counts: a replica that makes tokens of one sample and computes the prompt of
-another generates. Figures, page and picture read these.
+Of several activities at once the first of ROLES counts: a replica that makes tokens of one sample and computes the
+prompt of another generates. Figures, page and picture read these.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from tailrace.app.timeline.chunks import RecordedChunk, ReplicaLifetime
 from tailrace.app.timeline.record import Record
 
 ROLES = ("closing", "generate", "race", "prefill", "idle")
-"""closing: told to go; generate: makes tokens of a sample that runs nowhere else, or that others copy; race: copies
+"""closing: about to leave; generate: makes tokens of a sample that runs nowhere else, or that others copy; race: copies
 only; prefill: no chunk has made a token yet; idle: up without a chunk."""
 
 WORDS = {
