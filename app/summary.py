@@ -1,4 +1,4 @@
-"""What a run comes to: one mapping, for `--json`, and the same as a table."""
+"""Figures of a run: one mapping, for `--json`, and the same as a table."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from tailrace.deployments.messages.rollout import GroupResult, SampleResult
 
 
 def quantile(sorted_values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them do not exceed."""
+    """The smallest value that `share` of them do not exceed."""
     return sorted_values[max(0, ceil(len(sorted_values) * share) - 1)]
 
 

@@ -233,12 +233,12 @@ def test_freed_kv_is_there_until_it_is_written_over():
     replica.turn()
     assert replica.turn() == [first]
     now = replica.clock_s
-    assert replica.cached(200, first.mark, now) == 200
+    assert replica.cached(200, first.freed_kv, now) == 200
     free_before = 1_000 - 200 - 150  # never written
-    assert replica.cached(200, first.mark, now + 0.01 * free_before) == 200
-    assert replica.cached(200, first.mark, now + 0.01 * (free_before + 80)) == 120
-    assert replica.cached(200, first.mark, now + 0.01 * 800) == 50, "as many as b leaves room for"
-    assert ModelledReplica(replica.model, 1, PlainDecoding()).cached(200, first.mark, now) == 0
+    assert replica.cached(200, first.freed_kv, now + 0.01 * free_before) == 200
+    assert replica.cached(200, first.freed_kv, now + 0.01 * (free_before + 80)) == 120
+    assert replica.cached(200, first.freed_kv, now + 0.01 * 800) == 50, "as many as b leaves room for"
+    assert ModelledReplica(replica.model, 1, PlainDecoding()).cached(200, first.freed_kv, now) == 0
 
 
 def test_what_joins_writes_over_freed_kv_too():
@@ -250,4 +250,4 @@ def test_what_joins_writes_over_freed_kv_too():
     assert replica.turn() == [first]
     replica.submit(second, replica.clock_s)
     replica.turn()
-    assert replica.cached(200, first.mark, replica.clock_s) == 150, "250 written: 200 that were free, 50 of these"
+    assert replica.cached(200, first.freed_kv, replica.clock_s) == 150, "250 written: 200 that were free, 50 of these"

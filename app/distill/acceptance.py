@@ -1,9 +1,9 @@
-"""How often a verifier would keep what a drafter proposes, by both models' distributions over the next token.
+"""The acceptance of a drafter's proposals by a verifier, from both models' distributions over the next token.
 
-Three figures of a place in a text: whether the likeliest tokens agree (greedy decoding); sum_x min(p_x, q_x), the most
-that drafts drawn by themselves can reach (Leviathan et al. 2023, arXiv 2211.17192); and the chance that both draw the
+Three figures of a place in a text: whether the likeliest tokens agree (greedy decoding); sum_x min(p_x, q_x), the
+max for independently drawn drafts (Leviathan et al. 2023, arXiv 2211.17192); and the chance that both draw the
 same with shared noise, P(argmax(ln p + G) = argmax(ln q + G)) (Daliri et al. 2024, arXiv 2408.07978), by Monte Carlo:
-that is what exact sampling accepts. Called by teaching.py and by tests.
+the acceptance of exact sampling. Called by teaching.py and by tests.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-"""From a target's folder to a drafter's: cut, taught, measured before and after, written beside and renamed.
+"""From a target's folder to a drafter's: cut, trained, measured before and after, written to a temporary folder and
+renamed.
 
 Invariant: a folder made here is whole; an interrupted run leaves none. Called by `app distill-drafter`.
 """
@@ -21,7 +22,7 @@ PLACES = 1000
 """Held out, for the figures before and after."""
 
 FIGURES = "distillation.json"
-"""Beside the weights: what was measured of them."""
+"""File of the measurements, next to the weights."""
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 
@@ -39,7 +40,7 @@ class Course(NamedTuple):
 def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Callable) -> dict:
     """Teach a drafter and write it to `out`, an ordinary Hugging Face folder. Returns the figures.
 
-    `out` is not there yet. `said` is told each `teaching.Said`. Raises BadInput when the model cannot be cut so.
+    `out` must not exist. `said` gets each `teaching.Said`. Raises BadInput if the model cannot be cut so.
     """
     import torch
 
@@ -72,7 +73,7 @@ def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Cal
 
 
 def measured(folder: Path) -> float | None:
-    """How often drafts of a model made here were right, drawn with shared noise; None: it was not made here."""
+    """Acceptance of drafts of a model made here, drawn with shared noise, or None for another model."""
     try:
         return float(json.loads((folder / FIGURES).read_text())["after"]["shared"])
     except FileNotFoundError:
@@ -86,7 +87,7 @@ def _rounded(value) -> dict[str, float]:
 
 
 def _load(model: Path):
-    """In float32, whatever its folder says: what is taught is small."""
+    """The model in float32, whatever its folder says, since updates are small."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +96,7 @@ def _load(model: Path):
 
 
 def _write(model: Path, drafter, out: Path, figures: dict) -> None:
-    """Weights and config.json of the drafter, all else as it is beside the target. Appears by one rename."""
+    """Write weights and config.json of the drafter, with copies of the target's other files. Appears by one rename."""
     import torch
     from transformers import AutoConfig
 

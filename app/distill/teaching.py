@@ -1,8 +1,8 @@
-"""Teaching a smaller model what its target would say: forward KL at each place of an answer, AdamW, one CPU core.
+"""Training a smaller model on its target's distribution: forward KL at each place of an answer, AdamW, one CPU core.
 
 The target's distribution at a place is its likeliest tokens and, as one outcome, all others: a lower bound of the
 divergence that is kept in half a kilobyte, so a text that comes again costs no forward pass of the target. A step's
-softmax runs over the tokens that are likely in it and some others, which stand for all the rest: a quarter of the time.
+softmax runs over the tokens that are likely in it and some others, which represent the rest: a quarter of the time.
 Invariant: embeddings and head are not touched. Called by drafter.py.
 """
 
@@ -59,7 +59,7 @@ class Teaching:
         self._hints: dict[Text, Hint] = {}
 
     def measure(self, texts: list[Text], places: int) -> DistillAcceptance:
-        """Over the first places of these texts, at most so many in all."""
+        """The figures over the first places of these texts, up to this number in all."""
         parts, left = [], places
         self._drafter.eval()
         with torch.no_grad():
@@ -155,12 +155,12 @@ def divergence(hint: Hint, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _head(target) -> torch.Tensor:
-    """f32[vocabulary, width], which makes logits of what the layers put out. Raises BadInput where more is needed."""
+    """f32[vocabulary, width], which maps the layers' output to logits. Raises BadInput if the head does more."""
     head, tokens = target.get_output_embeddings().weight, torch.arange(1, 5)[None]
     with torch.no_grad():
         hidden, logits = target.base_model(tokens).last_hidden_state, target(tokens).logits
     if not torch.allclose(hidden @ head.T, logits, rtol=1e-3, atol=1e-2):
-        raise BadInput("--model: its logits are scaled, capped or shifted behind its head; that is not known here")
+        raise BadInput("--model: its logits are scaled, capped or shifted after its head, which is not supported")
     return head
 
 

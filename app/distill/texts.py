@@ -1,7 +1,7 @@
-"""What a draft model is taught on: prompts with answers in token ids, from files of rollouts.
+"""Training texts of a draft model: prompts with answers in token ids, from files of rollouts.
 
-Invariant: no prompt is both taught and held out. Reads what dump_file.py reads: our rollouts, traces, verl's and TRL's
-dumps, JSONL, plain or gzipped. Called by the command; teaching.py reads the texts.
+Invariant: no prompt is both taught and held out. Reads the files of `app/files/dumps.py`: our rollouts, traces, verl's
+and TRL's dumps, JSONL, plain or gzipped. Called by the command; teaching.py reads the texts.
 """
 
 from collections.abc import Callable

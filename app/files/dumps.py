@@ -1,8 +1,8 @@
-"""Rollouts that others have dumped, JSONL, plain or gzipped: what each line says, whoever wrote it.
+"""Dumped rollouts of several tools, JSONL, plain or gzipped: the answers of each line.
 
 verl's rollout dumps (`trainer.rollout_data_dir`: input, output, score, step), TRL's completions as JSONL (step, prompt,
 completion, rewards; a row a line, or a step's columns), our own results, and traces to replay. Errors are BadInput and
-name file and line; what came before them has been given already. Called by app/files/history_import.py.
+name file and line; earlier lines have been yielded already. Called by app/files/history_import.py.
 """
 
 import gzip
@@ -24,7 +24,7 @@ Tokens = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Dumped(NamedTuple):
-    """One answer. Prompt and answer are text or token ids; None: the file does not say."""
+    """One answer. Prompt and answer are text or token ids. None: not in the file."""
 
     prompt: str | Tokens
     answer: str | Tokens
@@ -109,7 +109,7 @@ def told(reward: float | None) -> float | None:
 
 
 def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[list[Dumped]]:
-    """The answers of each line. `seen` is told how many bytes of the file have been read."""
+    """The answers of each line. `seen` gets the number of bytes read so far."""
     number = 0
     try:
         with open(path, "rb") as raw:
@@ -127,7 +127,7 @@ def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[list[Dumped]]
 
 
 def _parse(line: bytes) -> list[Dumped]:
-    """Raises ValueError, or ValidationError, with what is wrong."""
+    """Raises ValueError, or ValidationError, that names the fault."""
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:

@@ -1,6 +1,6 @@
 """Dumped rollouts into the history: prompts get their names, answers their token ids and their places.
 
-Invariant: what a file says is kept once, however often it is read. Answers without an index of their own are numbered,
+Invariant: an answer is kept once, however often its file is read. Answers without an index of their own are numbered,
 by prompt and epoch, in the order in which they come. Called by `tailrace history import`.
 """
 
@@ -21,7 +21,7 @@ AT_A_TIME = 512
 
 
 class Tokenizer(Protocol):
-    """What `deployments.prompts.Prompts` offers."""
+    """The interface of `deployments.coordinator.prompts.Prompts`."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -41,7 +41,7 @@ class HistoryImport:
         self._prompts, self._epochs = set(), set()
 
     def add(self, path: Path, seen: Callable[[int], None]) -> None:
-        """All of a file. Raises BadInput at the first bad line; what stands before it has been kept."""
+        """Import a whole file. Raises BadInput at the first bad line; the lines before it have been kept."""
         self._counts["files"] += 1
         try:
             for answers in read_dump(path, seen):
@@ -53,7 +53,7 @@ class HistoryImport:
             self._write()
 
     def summary(self) -> dict[str, int]:
-        """What the files hold; `skipped` of the answers were empty, or there already."""
+        """Counts of the files; `skipped` answers were empty, or known already."""
         counts = {name: self._counts[name] for name in ("files", "answers", "tokens", "skipped")}
         return counts | {"prompts": len(self._prompts), "epochs": len(self._epochs)}
 
@@ -76,7 +76,7 @@ class HistoryImport:
         self._waiting.setdefault((key, f"{file_name}/{dumped.prompt_id or key}", epoch), []).append(answer)
 
     def _key(self, prompt: str | list[int]) -> str:
-        """As the service names it: of the text that the prompt's token ids stand for."""
+        """The service's name of it, by the text of the prompt's token ids."""
         if not isinstance(prompt, str):
             return prompt_key(self._tokenizer.decode(prompt))
         if prompt not in self._keys:

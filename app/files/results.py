@@ -1,7 +1,7 @@
 """Rollouts on disk: one finished group a line, appended as it comes, so that a run can be taken up again.
 
 Invariant: a line is whole or it is cut off when the file is opened again; a group is written once. Each line carries
-a digest of what was asked for, so a run with other settings never mixes with what is there.
+a digest of its request, so runs with different settings never mix.
 """
 
 import json
@@ -14,7 +14,8 @@ from tailrace.deployments.messages.rollout import GroupResult, PromptGroup
 
 
 def request_digest(prompt: PromptGroup, seed: int, step: int) -> str:
-    """What decides a group's tokens, weights aside: prompt, sampling, samples, max_tokens, seed, step."""
+    """Digest of everything but the weights that decides a group's tokens: prompt, sampling, samples, max_tokens, seed,
+    step."""
     text = json.dumps([prompt.model_dump(mode="json"), seed, step], sort_keys=True)
     return blake2b(text.encode(), digest_size=8).hexdigest()
 

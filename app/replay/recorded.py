@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
 
 
 def forced(groups: Sequence[PromptGroup], batch_id: str) -> dict[str, Recorded]:
-    """What groups of a batch replay, by group id, each answer with its end; without history."""
+    """Recorded answers of a batch's groups, by group id, each answer with its end; without history."""
     return {
         f"{batch_id}/{group.prompt_id}": Recorded(
             np.array(group.token_ids, np.int32),

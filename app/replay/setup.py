@@ -1,8 +1,8 @@
-"""Recorded rollouts on a paper's cluster: what `tailrace simulate` does with a trace for its workload.
+"""Recorded rollouts on a paper's cluster: `tailrace simulate` with a trace as its workload.
 
-The last checkpoint is rolled out, those before it are history: their lengths for the policies, and for drafts either
+The last checkpoint is rolled out, the earlier ones are history: their lengths for the policies, and for drafts either
 the set-up's acceptance table or all their tokens (`app.replay.speculation`). Invariant: both are of the same workload,
-and drafts see what a system's `evidence` says. Called by the simulate command.
+and drafts use a system's `evidence`. Called by the simulate command.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,8 +57,8 @@ class TraceSetup:
         check: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> SimulatedRun:
-        """One system. Nobody knows how right an index can be, so the bounds of a replay that drafts are those of drafts
-        that always are."""
+        """One system. The max acceptance of an index is unknown, so a replay that drafts has the bounds of drafts that
+        are always right."""
         setup, policies, evidence = self.setup, chosen.bundle(self.setup.chunk_tokens), chosen.evidence
         how = {"spans": spans, "check": check, "progress": progress}
         if not (self.replay and policies.drafting.max_draft_tokens):

@@ -1,9 +1,9 @@
-"""Speculation by replay: modelled replicas draft with an engine's own code; recorded tokens say what of it is right.
+"""Speculation by replay: modelled replicas draft with an engine's own code; recorded tokens decide acceptance.
 
 Each replica has the `EngineDrafts` of a live one: index, evidence, policy, measured step costs, counts; a `Wire`
 between them stands for the group context. Every step is a pace of its own: propose, budget, compare, one token more. So
 a run is exact, and the same each time; but it takes 0.1 to 0.2 ms a verification: time grows with tokens, not with
-chunks. Invariant: no draft is made from a token that nobody has made yet. Called by `tailrace simulate` and `bench
+chunks. Invariant: no draft is made from a token before it is generated. Called by `tailrace simulate` and `bench
 calibrate`.
 """
 
@@ -35,7 +35,7 @@ MODEL_LEN = 1 << 20
 
 @dataclass(slots=True)
 class _StandInRequest:
-    """What `EngineDrafts` reads and writes of vLLM's request."""
+    """The fields of vLLM's request that `EngineDrafts` reads and writes."""
 
     num_tokens: int
     spec_token_ids: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Replayed:
         return changes > 0
 
     def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
-        """What the coming step makes; asked twice before the same step, it says the same of those it knows."""
+        """The pace of the coming step. A second call before the same step gives the same result for known chunks."""
         running = [self._running.get(chunk.chunk_id) or self._open(chunk) for chunk in chunks]
         for chunk, one in zip(chunks, running, strict=True):
             self._settle(chunk, one)
@@ -99,7 +99,7 @@ class Replayed:
         group_id = sample.progress.group.group_id
         prompt, answers, _ = recorded = self._recorded[group_id]
         answer, end = answers[sample.index], sample.made + chunk.tokens
-        # Where the sample ends by itself, its chunk was to be longer; nobody knew.
+        # Where the sample ends by itself, its chunk was longer, since the end was unknown.
         until = end if end < sample.length else self._max_tokens
         group = GroupRef(group_id, group_id)
         plan = DraftPlan(
@@ -119,7 +119,7 @@ class Replayed:
         return running
 
     def _settle(self, chunk: SimulatedChunk, running: _Running) -> None:
-        """Tell what the chunk has made since."""
+        """Report the chunk's tokens since the last report."""
         tokens = running.answer[running.at : chunk.generated]
         if tokens:
             running.at += len(tokens)
@@ -137,8 +137,8 @@ def replaying(
     step: StepModel,
     settings: IndexSettings = IndexSettings(),  # noqa: B008 -- frozen
 ) -> Iterator:
-    """What `simulate` takes as `speculation`, for a workload of one step whose groups are recorded, by group id; None
-    for a policy that never drafts.
+    """The `speculation` argument of `simulate`, for a workload of one step whose groups are recorded, by group id.
+    Returns None for a policy that never drafts.
 
     Every replica costs 20 ms to begin with, and an index of each group that it has run: 70 bytes a token. Raises
     ValueError where a group is not recorded, or its answers have other lengths.

@@ -1,7 +1,7 @@
-"""The group context between modelled replicas: what one's samples made, the others that run the group know next.
+"""The group context between modelled replicas: tokens of one replica's samples reach the others that run the group.
 
-A live feed takes 50 to 250 ms; here it is there before the reader's next step. Invariant: a reader gets what others
-have made, once and in order, and at its first look at a group all there is. Used by `app.replay.speculation`.
+A live feed takes 50 to 250 ms; here it is there before the reader's next step. Invariant: a reader gets the
+others' tokens once and in order, and at its first read of a group all of them. Used by `app.replay.speculation`.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from tailrace.deployments.messages.context import Fetched, GroupRef, Piece
 
 
 class Wire:
-    """Who made which tokens of which group, in order: (writer, sample, start, end)."""
+    """Log of each group's tokens, in order: (writer, sample, start, end)."""
 
     def __init__(self, recorded: Mapping[str, Recorded]):
         self.recorded = recorded
@@ -20,7 +20,7 @@ class Wire:
 
 
 class WireEnd:
-    """A replica's end of the wire: stands where an engine's `Feed` stands."""
+    """A replica's end of the wire, in place of an engine's `Feed`."""
 
     def __init__(self, wire: Wire, writer: int):
         self._wire, self._writer = wire, writer
@@ -41,7 +41,7 @@ class WireEnd:
         self._wire.made[group].append((self._writer, sample_index, start, start + len(tokens)))
 
     def take(self) -> list[Fetched]:
-        """What others made since the last look; at the first look at a group all there is, and its history."""
+        """Tokens of others since the last read; at the first read of a group all of them, and its history."""
         found = []
         for group in self._held:
             read, made = self._read.get(group), self._wire.made[group]

@@ -4,7 +4,7 @@ A draft token is right with the same chance given that those before it are, so w
 verification on average; measured tokens per verification are turned into chances by that. An answer of an earlier
 epoch counts as `answer_share` of a group mate, and they add: on the trace one smooth curve then passes through all
 measurements, of mates, of history and of both. Invariant: more evidence is never worse, and nothing is claimed beyond
-what was measured. Called by the simulator's speculation (`chance`), its races (`ModelledMethod`) and its lower bounds.
+the measurements. Called by the simulator's speculation (`chance`), its races (`ModelledMethod`) and its lower bounds.
 """
 
 import math
@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol
 from tailrace.app.simulator.types import WorkloadGroup
 
 HISTORY_SHARE = 0.8
-"""A past answer as a share of a mate's. 8 and 16 of them do on the trace what 6.8 and 12.7 mates would, and 16 with
-7 mates what 19 mates would if the curve continued: 0.85, 0.79 and 0.74 each."""
+"""A past answer as a share of a mate's. On the trace 8 and 16 of them equal 6.8 and 12.7 mates, and 16 with
+7 mates equal 19 mates if the curve continued: 0.85, 0.79 and 0.74 each."""
 
 
 class Measured(NamedTuple):
-    """Tokens per verification, bonus included, from so many other samples of the group and past answers."""
+    """Tokens per verification, bonus included, from this many other samples of the group and past answers."""
 
     mates: float
     answers: float
@@ -30,7 +30,8 @@ class Measured(NamedTuple):
 
 
 class Chances(Protocol):
-    """What the simulator asks: the chance that the next draft token of sample `index` is right, given those before.
+    """The interface to the simulator: the chance that the next draft token of sample `index` is right, given those
+    before.
 
     It has `generated` tokens, `mates` other samples of its group have some too, `epochs` earlier epochs are known.
     """
@@ -64,7 +65,7 @@ class AcceptanceTable:
         return mates + self.answer_share * answers
 
     def mean_chance(self, evidence: float, factor: float = 1.0) -> float:
-        """At so much evidence in mates, the odds times `factor`; beyond the table, as at its end."""
+        """The chance at this evidence in mates, with the odds times `factor`; constant beyond the table."""
         at, odds = self._at, self._odds
         x = math.log2(1 + evidence)
         n = bisect_right(at, x)
@@ -75,14 +76,14 @@ class AcceptanceTable:
         return 1 / (1 + math.exp(-value) / factor)
 
     def chance(self, group: WorkloadGroup, index: int, generated: int, mates: int, epochs: int) -> float:
-        """See Chances. What the sample itself has does not count: the table's figures are means over whole samples."""
+        """See Chances. The sample's own tokens do not count: the table's figures are means over whole samples."""
         answers = sum(len(lengths) for lengths in group.past_lengths[:epochs])
         return self.mean_chance(self.evidence(mates, answers), group.predictability)
 
 
 @dataclass(frozen=True)
 class ModelledMethod:
-    """A way to draft (SpecActor 4.2): its acceptance, and what a draft token costs: base_s + token_s * batch.
+    """A way to draft (SpecActor 4.2): its acceptance, and the cost of a draft token: base_s + token_s * batch.
 
     Indexes cost nothing that counts; a draft model's D(b) = b D' + a has a = base_s, D' = token_s, in seconds.
     """
@@ -99,7 +100,7 @@ class ModelledMethod:
 
 @dataclass(frozen=True)
 class BestOf:
-    """Fastest-of-N as a chance: what the best of several methods offers. For bounds, where drafting is free."""
+    """Fastest-of-N as a chance: that of the best of several methods. For bounds, where drafting is free."""
 
     methods: Sequence[ModelledMethod]
 

@@ -1,4 +1,4 @@
-"""Times that no schedule can beat, whatever it knows: they stand beside every makespan.
+"""Times that no schedule can beat, with any knowledge. Every makespan is reported with them.
 
 Each is a relaxation, so it holds for every policy that runs on `cluster`: an engine step takes StepModel.seconds of
 its tokens (1 + drafts, summed) and contexts, makes 1 + p + ... + p^w tokens on average of a sample with w drafts, and
@@ -16,7 +16,7 @@ from tailrace.app.simulator.acceptance import Chances
 from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 HEAD_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""How much of what a step takes by itself is shared out by head rather than by room; each gives a bound."""
+"""Shares of a step's own time that are divided by head rather than by room; each gives a bound."""
 
 POINTS = 33
 """Context lengths at which a sample's cost is worked out. More make the bounds tighter by less than 0.1 %."""
@@ -24,7 +24,8 @@ POINTS = 33
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """All samples as arrays: tokens of the prompt and of the answer, and by drafts what a step makes: [samples, w]."""
+    """All samples as arrays: tokens of the prompt and of the answer, and by drafts the tokens of a step: [samples,
+    w]."""
 
     prompt_tokens: np.ndarray
     tokens: np.ndarray
@@ -33,9 +34,9 @@ class Samples:
     def least_costs(
         self, step: StepModel, own_s: Sequence[float], room_s: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a token where each answer has this many tokens, those numbers, and the most that a step makes.
+        """Seconds of a token where each answer has this many tokens, those numbers, and the max tokens of a step.
 
-        To a step with w drafts a sample adds own_s[w], what reading its context takes, and room_s for each token that
+        To a step with w drafts a sample adds own_s[w], the time to read its context, and room_s for each token that
         its answer has. A step reads the context it starts with: the token at x may cost what it would `stride` earlier.
         """
         stride = np.minimum(self.made[:, -1], self.tokens)
@@ -62,11 +63,11 @@ def bounds(
 ) -> dict[str, float]:
     """Lower bounds in seconds of the time from submission of `groups` to the end of their last sample.
 
-    work_s: all replica time there is must hold the least replica time that every token takes (see `_work_s`).
+    work_s: all replica time there is must hold the min replica time of every token (see `_work_s`).
     longest_s: a sample's steps come one after another, and none is shorter than if it ran alone.
-    memory_s: the KV capacity of all replicas, over time, must hold each answer's KV for as long as its steps take
-    at least. (Never above work_s, as no answer is larger than the capacity. A prompt's KV may be shared: left out.)
-    best_s: the greatest of them. All are 0 without groups; drafts without an acceptance are never right.
+    memory_s: the KV capacity of all replicas, over time, must hold each answer's KV for the min time of
+    its steps. (Never above work_s, as no answer is larger than the capacity. A prompt's KV may be shared: left out.)
+    best_s: the max of them. All are 0 without groups; drafts without an acceptance are never right.
     """
     if not groups:
         return {"work_s": 0.0, "longest_s": 0.0, "memory_s": 0.0, "best_s": 0.0}
@@ -84,9 +85,9 @@ def bounds(
 
 
 def _work_s(samples: Samples, model: ReplicaModel) -> float:
-    """Least replica time of all answers: a token costs at least its sample's part of a step over what the step makes.
+    """Min replica time of all answers: a token costs its sample's part of a step over the step's tokens, or more.
 
-    What a step takes by itself (base, and experts read) is shared out in two ways, or a mean of both, and each gives a
+    A step's own time (base, and experts read) is divided in two ways, or a mean of both, and each gives a
     bound. By head: of n <= N = max_running samples each bears (base + E(N)) / N, as E, the experts' seconds by tokens,
     is concave and 0 at 0. By room: answers of x tokens bear (base + E(K / X)) * x / K, K the KV capacity and X the
     longest answer; these x sum to at most K, and n >= sum / X, so that E(n) >= E(sum / X) >= E(K / X) * sum / K.

@@ -1,8 +1,7 @@
-"""Laws of a simulated run, from what goes into the core and comes out of it alone: conservation, no preemption, time.
+"""Laws of a simulated run, from the core's events and actions alone: conservation, no preemption, time.
 
-A race is decided here again: who comes first to its end, or an original that is told to stop, is the chunk; the others
-are beaten. Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be
-checked.
+A race is decided here again: its chunk is the first to end, or an original that is aborted; the others are beaten.
+Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be checked.
 """
 
 from tailrace.app.simulator.types import Workload
@@ -25,7 +24,7 @@ class Checks:
         self._blocks: dict[str, int] = {}
         self._made: dict[str, int] = {}
         self._running: dict[str, tuple[StartChunk, int]] = {}
-        self._races: dict[str, set[str]] = {}  # by sample, its chunks that nobody has beaten
+        self._races: dict[str, set[str]] = {}  # by sample, its chunks that are not beaten
         self._now = 0.0
 
     def submit(self, lengths: dict[str, int]) -> None:
@@ -79,9 +78,9 @@ class Checks:
                 self._demand(left == 0, f"{action.sample_id} has ended with {left} tokens left to make")
 
     def end(self, preemptions: int) -> None:
-        """The run is over; so many chunks were preempted."""
+        """The run is over, with this number of preempted chunks."""
         self._demand(not self._left and not self._running, f"{len(self._left)} samples have not ended")
-        self._demand(not (preemptions and self._reserves), f"{preemptions} preemptions beside reservations")
+        self._demand(not (preemptions and self._reserves), f"{preemptions} preemptions despite reservations")
 
     def _demand(self, holds: bool, what: str) -> None:
         if not holds:
@@ -89,8 +88,8 @@ class Checks:
 
 
 def check_step(workload: Workload, step: int, room: int) -> None:
-    """Raises ValueError where a step cannot be run: lengths beyond their bounds, or more context than `room`, what a
-    replica has KV for."""
+    """Raises ValueError where a step cannot be run: lengths beyond their bounds, or more context than `room`, the KV
+    of a replica in tokens."""
     groups, most = workload.steps[step], workload.max_tokens
     lengths = [length for group in groups for length in group.lengths]
     if not 1 <= min(lengths) <= max(lengths) <= most:

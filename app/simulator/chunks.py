@@ -1,7 +1,7 @@
-"""What the host and the replicas write down of a group, a sample and a running chunk.
+"""Records of the host and the replicas about a group, a sample and a running chunk.
 
-Plain records. Invariant: only `Sample.length` is a truth that no live shell knows; it leaves the host in `ended` alone,
-and for the oracle. Written by `Host` and `Replica`, read by `Speculation`.
+Plain records. Invariant: only `SimulatedSample.length` is a truth that no live shell knows; it leaves the host in
+`ended` alone, and for the oracle. Written by `Host` and `Replica`, read by `Speculation`.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class GroupProgress:
 
 
 class FreedKv(NamedTuple):
-    """Where a sample's KV lies freed: on the replica of this index, which had written `written` tokens of KV by then
+    """The place of a sample's freed KV: on the replica of this index, which had written `written` tokens of KV by then
     and writes over `slack` more before it comes to these."""
 
     replica: int
@@ -84,7 +84,7 @@ class SimulatedChunk:
         self.method: str | None = None
         self.running = self.aborted = self.over = False
         self.keeps = True
-        self.freed_kv: FreedKv | None = None  # set while it waits to compute again what it lost
+        self.freed_kv: FreedKv | None = None  # set while it waits to recompute its lost KV
 
     @property
     def generated(self) -> int:
@@ -106,7 +106,7 @@ class SimulatedChunk:
             self.since = step
 
     def pace(self, rate: float, cost: float, part: float = 1.0) -> None:
-        """From step `since` on; the last step may make more than is left, which nobody counts."""
+        """From step `since` on; the last step may overshoot; the excess is not counted."""
         self.rate, self.cost, self.part = rate, cost, part
         steps = (self.tokens - self.made) / rate
         self.end_step = self.since + max(1, -int(-(steps - ROUNDING) // 1))

@@ -1,9 +1,9 @@
 """Draft models on replicas: drafting and verifying in turn (coupled), or at once on GPUs of their own (SpecActor 4.1).
 
 All samples of a replica share its rounds. A round verifies V seconds; the draft model of each method takes its longest
-window times D(b). Where nobody drafts ahead, drafts come first and the times add; else they run beside and the longer
-counts. A sample that drafts ahead has tau_exact tokens a round, and sits out the round after a wrong window. One that
-waits, beside others that do not, is verified every second round, drafted in the other. Alone, a sample that drafts
+window times D(b). Where no sample drafts ahead, drafts come first and the times add; else both run in parallel and the
+longer counts. A sample that drafts ahead has tau_exact tokens a round, and sits out the round after a wrong window. One
+that waits, beside others that do not, is verified every second round, drafted in the other. Alone, a sample that drafts
 ahead waits for nobody (`policies.models.spec_cost_model`). Invariant: chances are a function of (seed, method, sample),
 and methods differ by sample; only the replica knows them. Called by `Replica`.
 """
@@ -38,7 +38,7 @@ RECONFIGURE_STEPS = 1000
 """SpecActor 4.1: decoding iterations from one reconfiguration to the next."""
 
 PLAIN = "plain"
-"""What draft methods call chunks that do not draft."""
+"""The method name of chunks that do not draft."""
 
 MOST_WINDOW = 16
 """Longest window that a copy may race with."""
@@ -52,8 +52,8 @@ class DraftSetup(NamedTuple):
     ahead: bool
 
     def shares(self, p: float, turns: bool) -> tuple[float, float, float]:
-        """Tokens made, tokens computed and verifications in a round. `turns`: who waits is drafted in one round and
-        verified in the next."""
+        """Tokens made, tokens computed and verifications in a round. `turns`: a waiting sample is drafted in one
+        round and verified in the next."""
         width = self.window + 1
         if self.ahead:
             part = 1 / (2 - p**self.window)
@@ -101,8 +101,8 @@ class Faces:
 class DraftModelSpeculation:
     """The `Speculation` of a replica whose own samples are drafted by `way`, and copies by the way of their method.
 
-    With `policy`, Algorithm 2 every RECONFIGURE_STEPS: acceptance is then known to a hundredth, so the chance itself is
-    what has been measured.
+    With `policy`, Algorithm 2 every RECONFIGURE_STEPS: acceptance is then known to a hundredth, so the measured value
+    is the chance itself.
     """
 
     def __init__(

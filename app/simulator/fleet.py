@@ -1,6 +1,6 @@
-"""The replicas of a simulated cluster, and what they tell the core by themselves.
+"""The replicas of a simulated cluster, and their own reports to the core.
 
-Invariant: what is told is what a live replica could have measured by then. Called by `Host`.
+Invariant: a report holds only values that a live replica could have measured by then. Called by `Host`.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ BLOCK_TOKENS = 16
 """vLLM's default on GPUs."""
 
 UNBOUNDED_TOKENS = 1 << 40
-"""KV of a replica, as the core is told where it does not reserve any."""
+"""KV of a replica as reported to a core that does not reserve any."""
 
 MEASURE_S = 60.0
 """Between two reports of a replica's speeds, of which each costs an event: batches change over minutes."""
@@ -48,8 +48,8 @@ class ModelledFleet:
         return len(self.order) + len(self.starting) + len(self._stopping)
 
     def resize(self, wanted: int, now: float) -> tuple[list[int], list[ReplicaLeft]]:
-        """Have so many, as Serve would: indexes of those that begin to start, and those that leave at once. A start
-        that nobody wants any more goes first."""
+        """Change the number, as Serve would. Returns indexes of the replicas that begin to start, and events of those
+        that leave at once. Starts that are no longer wanted are cancelled first."""
         while self.starting and len(self.order) + len(self.starting) > wanted:
             self.starting.remove(max(self.starting))
         absent = [i for i in range(len(self.replicas)) if i not in self.order and i not in self.starting]
@@ -100,7 +100,7 @@ class ModelledFleet:
         return [self._measure(replica, now)]
 
     def _measure(self, replica: ModelledReplica, now: float) -> ReplicaMeasured:
-        """A step as base + per chunk * chunks, through what the replica's step takes now."""
+        """A step as base + per chunk * chunks, through the present time of the replica's step."""
         model, chunks = self.model, len(replica.running)
         base_s = model.step.seconds(0, 0)
         per_chunk_s = (replica.step_s() - base_s) / chunks if chunks else model.step.seconds(1, 0) - base_s
@@ -131,8 +131,8 @@ class ModelledFleet:
         return running, round(sum(replica.context_at(now) for replica in self.replicas))
 
     def bring(self, chunk: SimulatedChunk, min_pull_tokens: int | None, now: float) -> float:
-        """How a chunk that starts comes by the KV of its context: what its replica still has, or shares with a mate;
-        then the pool's, if enough to be worth it; the rest it computes. Returns the seconds of the pull."""
+        """The sources of the KV of a starting chunk's context: KV still on its replica or shared with a mate; then the
+        pool's, if worth a pull; the rest is computed. Returns the seconds of the pull."""
         sample, replica, model = chunk.sample, chunk.replica, self.model
         here = replica.cached(chunk.context, sample.freed_kv, now)
         if sample.progress in replica.prompts:

@@ -1,6 +1,6 @@
-"""What a replica of a model on some GPUs can do, from published figures; or from `tailrace profile` on this machine.
+"""Speeds of a replica of a model on some GPUs, from published figures; or from `tailrace profile` on this machine.
 
-GPUS and MODELS hold datasheet and model card figures. What no datasheet tells is under "assumed", each with its
+GPUS and MODELS hold datasheet and model card figures. Figures without a datasheet are under "assumed", each with its
 reason, and none is fitted to any result. A step is the sum of what it reads, computes and sends: no overlap, so no
 step comes out faster than hardware allows at these efficiencies. Called by scenarios.
 """
@@ -214,7 +214,7 @@ EXCHANGE_S = 25e-6
 """Assumed, latency of one all-to-all between nodes; dispatch and combine per layer of experts."""
 
 START_S, LOAD_BYTES_S = 20.0, 5e9
-"""Assumed, until a replica is up: process, engine and captured graphs; and its weights, so many bytes a second on each
+"""Assumed, until a replica is up: process, engine and captured graphs; and its weights, in bytes per second on each
 GPU, as from a node's shared NVMe or a peer."""
 
 STOP_S = 2.0

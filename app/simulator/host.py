@@ -1,7 +1,7 @@
 """The simulated shell of `RolloutCore`: the core that a live coordinator drives, on a clock that jumps.
 
 One turn reads observe, decide, act, as `deployments.coordinator.rollouts` does. Events of one instant are all observed
-before the core decides once. Invariant: the core hears no more than a live shell would tell it (law 3), and a run is a
+before the core decides once. Invariant: the core gets no more than from a live shell (law 3), and a run is a
 function of its arguments. Not modelled: streamed tokens (no policy reads them but `prefetch`, by which nothing is
 gained here), where in the pool KV lies (one speed for all of it), and a pool that runs full. A step is submitted once
 nothing runs of the last one, copies that were beaten included. Called by `tailrace simulate` by way of `simulate`.
@@ -53,13 +53,13 @@ def simulate(
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:
-    """Roll the workload out, step by step, each submitted when the last one has ended.
-    `admission`: the core reserves KV; without it replicas queue and preempt as vLLM does. Drafts are made by
-    `policies.drafting` with chances by `acceptance`, or by what `speculation` gives for a replica's index; with neither
-    there are none. `elastic`: within these limits `policies.tail` says how many replicas there are; a start takes the
-    model's start_s. `reveal`: true lengths go to the core, which only `oracle_longest_first` takes. `check`: raise
-    LawBroken where a law breaks. `progress` hears of ended and all samples. Raises ValueError where a sample can never
-    fit on a replica, or fails, and for `policies.racing` without a `speculation` that knows its methods.
+    """Roll the workload out, step by step, each submitted when the last one has ended. `admission`: the core reserves
+    KV; without it replicas queue and preempt as vLLM does. Drafts are made by `policies.drafting` with chances by
+    `acceptance`, or by the `speculation` of a replica's index; with neither there are none. `elastic`: within these
+    limits `policies.tail` says how many replicas there are; a start takes the model's start_s. `reveal`: true lengths
+    go to the core, which only `oracle_longest_first` takes. `check`: raise LawBroken where a law breaks. `progress`
+    gets the numbers of ended and all samples. Raises ValueError where a sample can never fit on a replica, or fails,
+    and for `policies.racing` without a `speculation` that knows its methods.
     """
     if speculation is None:
         if policies.racing.room:
@@ -89,8 +89,8 @@ class _Host:
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
         self._core = RolloutCore(policies, limits=elastic)
-        self._booked = [inf] * len(fleet.replicas)  # when each replica's next turn stands in the heap
-        self._heap: list[tuple] = []  # (time, number, what to do, with what)
+        self._booked = [inf] * len(fleet.replicas)  # when time of each replica's next turn in the heap
+        self._heap: list[tuple] = []  # (time, number, function, argument)
         self._inbox: list[ev.Event] = []
         self._now, self._number, self._events = 0.0, 0, 0
         self._step, self._samples = -1, {}
@@ -100,7 +100,7 @@ class _Host:
         self._moments = OccupancySeries(self._moment)
         self._checks = Checks(admission) if check else None
         self._looks = elastic is not None or policies.racing.room > 0
-        self._ticks, self._ticked = False, False  # whether the next one stands in the heap; whether one is due now
+        self._ticks, self._ticked = False, False  # whether the next one is in the heap; whether one is due now
 
     # ---- the loop --------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class _Host:
 
     def _drop_kv(self, action: ReleaseKv) -> None:
         sample = self._samples.get(action.sample_id)
-        if sample is not None:  # else it has ended, or the prompt's is meant: nobody reads either again
+        if sample is not None:  # else it has ended, or the prompt's is meant: neither is read again
             sample.stored = 0
 
     def _moment(self, now: float) -> Moment:

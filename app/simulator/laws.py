@@ -1,4 +1,4 @@
-"""How long answers get: a log-normal body cut at max_tokens, a share that runs into it, correlation within a prompt.
+"""Lengths of answers: a log-normal body cut at max_tokens, a share that runs into it, correlation within a prompt.
 
 Each answer has a normal score: sqrt(1 - within) of it is its prompt's, sqrt(within) its own; the law turns the score's
 quantile into tokens, so the lengths follow the law whatever is correlated. A prompt's level goes from epoch to epoch

@@ -1,7 +1,7 @@
 """How busy the cluster was over time: moments at changes, few enough to keep and to draw.
 
-Invariant: there are at most MOST, no two of them nearer than an interval that grows with the run, so that a quiet tail
-keeps its changes. Called by `Host`.
+Invariant: there are no more than MOST, no two of them nearer than an interval that grows with the run, so that a quiet
+tail keeps its changes. Called by `Host`.
 """
 
 from collections.abc import Callable

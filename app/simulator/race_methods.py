@@ -1,8 +1,8 @@
-"""Who may race in a simulation, and how copies are drafted: a paper's draft methods as Fastest-of-N's ladder.
+"""Races in a simulation, and the drafts of copies: a paper's draft methods as Fastest-of-N's ladder.
 
-`policies.core.races` decides, in the core; this says what its policy knows: how much faster a method makes a sample
+`policies.core.races` decides, in the core; this gives its policy's knowledge: how much faster a method makes a sample
 that runs alone, by its table and the replica's step, and up to how many chunks a replica takes copies. Acceptance is
-the share of draft tokens that are right at the method's window, which is what replicas report. Invariant: ladders know
+the share of draft tokens that are right at the method's window, as replicas report it. Invariant: ladders know
 tables and means alone, no sample's own odds. Called by the systems that race.
 """
 
@@ -19,7 +19,7 @@ from tailrace.policies.families.racing import FastestOfN, MethodProfile
 from tailrace.policies.models.spec_cost_model import VerifierCost
 
 RACE_SHARE = 0.25
-"""Assumed, since no b_max is published: copies may lengthen a step by this share of what it takes by itself."""
+"""Assumed, since no b_max is published: copies may lengthen a step by this share of its own time."""
 
 PLAIN_RUNG = MethodProfile(PLAIN, ((0.0, 1.0),), (0.0,))
 
@@ -38,7 +38,7 @@ def race_methods_of(
     scenario: Scenario, model: ReplicaModel, own: str | None, window: int = 0, mates: int = 0, ahead: bool = True
 ) -> RaceMethods:
     """Methods of the scenario on replicas of `model`. Chunks that are no copies draft `window` tokens (0: as many
-    as are best for a sample alone) by the method `own`, with so many mates' tokens to draft from; None: plainly.
+    as are best for a sample alone) by the method `own`, with this many mates' tokens to draft from, or plainly if None.
     `ahead`: there is a drafter beside; else drafts come in turn. Methods of which not even one copy fits beside others
     race where no other does, on idle replicas: room for one."""
     verifier, longest = verifier_of(scenario, model), scenario.prompt_tokens.value + scenario.max_tokens.value
@@ -58,8 +58,8 @@ def race_methods_of(
 
 
 def _room(way: DraftSetup, verifier: VerifierCost, ahead: bool) -> int:
-    """Copies that lengthen a step by RACE_SHARE of what it takes by itself: by the tokens that they have verified, and
-    where no drafter stands beside, by the time in which they are drafted."""
+    """Copies that lengthen a step by RACE_SHARE of its own time: by their verified tokens and, without a drafter in
+    parallel, by the time to draft them."""
     waits = 0 if ahead else way.window
     base_s, copy_s = waits * way.method.base_s, waits * way.method.token_s
     return max(0, int((RACE_SHARE * verifier.base_s - base_s) / ((1 + way.window) * verifier.token_s + copy_s)))
@@ -83,7 +83,7 @@ def verifier_of(scenario: Scenario, model: ReplicaModel) -> VerifierCost:
 
 
 def mean_chance(method: ModelledMethod, mates: int = 0) -> float:
-    """That a draft token is right, as profiled: of the average sample with so many mates."""
+    """The chance that a draft token is right, as profiled: of the average sample with this many mates."""
     return method.acceptance.mean_chance(mates)
 
 

@@ -1,4 +1,4 @@
-"""One modelled engine replica: what runs on it advances in closed form from one change of its batch to the next.
+"""One modelled engine replica: its running chunks advance in closed form from one change of its batch to the next.
 
 Continuous batching: every running chunk takes part in every step. With T tokens computed and C of context in the first
 of k steps, and R tokens made in each, they take k * step(T, C) + context_s * R * k (k - 1) / 2. Chunks join and leave
@@ -30,7 +30,7 @@ class ModelledReplica:
         self.waiting: deque[SimulatedChunk] = deque()
         self.prompts: set[GroupProgress] = set()  # whose prompt it has computed: mates share its KV
         self.context = 0.0  # tokens of KV that running chunks hold
-        self._written = 0.0  # tokens of KV ever, each over what lay freed for longest
+        self._written = 0.0  # tokens of KV ever, each over the KV freed earliest
         self._made, self._computed = 0.0, 0.0  # tokens per step of all running chunks
         self._rate, self._cost, self._part = 1.0, 1.0, 1.0  # the present pace, for a chunk that joins
         self._floor_s, self._added_s, self._reads = 0.0, 0.0, 1.0  # and for all: `reads` is the share of context read
@@ -40,7 +40,7 @@ class ModelledReplica:
         self._due_step, self._until, self._changes, self._serial = 0, FOREVER, 0, 0
         self._aborted: list[SimulatedChunk] = []
 
-    # ---- what the host tells it ----------------------------------------------------------------------
+    # ---- calls of the host --------------------------------------------------------------------------
 
     def submit(self, chunk: SimulatedChunk, now: float) -> None:
         """The chunk joins after the step that runs at `now`, or when there is room."""
@@ -78,7 +78,7 @@ class ModelledReplica:
         return self.context + self._made * self._steps_until(now)
 
     def cached(self, context: float, freed_kv: FreedKv | None, now: float) -> int:
-        """Of a context that was freed here, tokens whose KV is not overwritten by then: what lay freed for longest
+        """Of a context that was freed here, tokens whose KV is not overwritten by then: the KV freed earliest
         goes first, and of one context its end (vLLM's free queue; KV that others take up again is not counted)."""
         if freed_kv is None or freed_kv.replica != self.index:
             return 0
@@ -123,7 +123,7 @@ class ModelledReplica:
         self._made -= chunk.rate
         self._computed -= chunk.cost
         if not self.running:
-            self.context = self._made = self._computed = 0.0  # what adding fractions has left over
+            self.context = self._made = self._computed = 0.0  # rests of added fractions
         chunk.made = min(float(int(chunk.made + ROUNDING)), float(chunk.tokens))
         held = chunk.context + chunk.made
         chunk.freed_kv = FreedKv(
@@ -148,7 +148,7 @@ class ModelledReplica:
         return len(self.waiting) > before
 
     def _admit(self) -> None:
-        """Those at the head of the queue whose context fits beside one more step of all."""
+        """Those at the head of the queue whose context fits with one more step of all."""
         model = self.model
         while self.waiting and len(self.running) < model.max_running:
             chunk = self.waiting[0]
@@ -237,7 +237,7 @@ class ModelledReplica:
         self.due_s = self.clock_s + steps * self._first_s + self._growth_s * (steps * (steps - 1) / 2)
 
     def _steps_until(self, now: float) -> int:
-        """Steps, from `step` on, after which the one that runs at `now` is over: the least k of which
+        """Steps, from `step` on, after which the one that runs at `now` is over: the smallest k of which
         k * first + growth * k (k - 1) / 2 reaches the time gone, and not beyond the next turn."""
         gone_s = now - self.clock_s
         if gone_s <= 0.0 or not self.running:

@@ -1,7 +1,7 @@
-"""What runs come to: plain JSON values for one run, ratios between systems, and the rows of a table.
+"""Figures of runs: plain JSON values for one run, ratios between systems, and the rows of a table.
 
 Systems are compared seed by seed, so that luck of the draw is no part of a ratio. The same runs give the same bytes:
-keys stand in a fixed order, and numbers have six significant digits. `simulate`, `compare` and the page read these.
+keys have a fixed order, and numbers have six significant digits. `simulate`, `compare` and the page read these.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ IDENTITY = ("system", "workload", "seed")
 def summary(run: SimulatedRun) -> dict:
     """The figures of a run. Times in seconds; samples' times count from their submission.
 
-    tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: what was up, integrated;
-    returned_replica_s: of the replicas that were there as the run began, until its end, what was not.
+    tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: replicas up, integrated;
+    returned_replica_s: replicas of the run's beginning that were not up, integrated to its end.
     idle_share: of replica_s, when a replica did nothing; None where no spans were recorded. acceptance_length: tokens
-    per verification. bound_share: of the makespan, what the best lower bound says is needed at least.
+    per verification. bound_share: of the makespan, the share that the best lower bound needs.
     """
     ended = run.ended
     tokens = sum(sample.tokens for sample in ended)
@@ -65,7 +65,7 @@ def compare(runs: Mapping[str, Sequence[SimulatedRun]], baseline: str) -> dict:
 
 
 def ratios(systems: Mapping[str, Sequence[dict]], baseline: str) -> dict:
-    """Summaries by system, and [mean, least, greatest] over the seeds of what each gains over the baseline's same seed.
+    """Summaries by system, and [mean, min, max] over the seeds of each system's gain over the baseline's same seed.
 
     throughput_ratio: its tokens a second over the baseline's; tail_ratio: the baseline's tail over its own; None where
     there is nothing to divide by. Raises ValueError for an unknown baseline, a second workload, or other seeds than the
@@ -105,7 +105,7 @@ def mean_summary(summaries: Sequence[dict]) -> dict:
 
 
 def spread(values: Sequence[float | None]) -> list[float] | None:
-    """[mean, least, greatest]; None where one of them is missing."""
+    """[mean, min, max], or None if a value is missing."""
     return None if None in values or not values else [sum(values) / len(values), min(values), max(values)]
 
 
@@ -182,7 +182,7 @@ def _place(span: Span) -> tuple[int, float]:
 
 
 def tails(ended: Sequence[Ended]) -> list[tuple[float, float]]:
-    """Of each step, from the least end that 90 % of its samples do not exceed to its last end."""
+    """Of each step, from the earliest end that 90 % of its samples do not exceed to its last end."""
     found = []
     by_step = sorted(ended, key=lambda sample: (sample.step, sample.ended_s))
     for _, of_step in groupby(by_step, key=lambda sample: sample.step):

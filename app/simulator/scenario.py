@@ -1,7 +1,7 @@
-"""A paper's set-up as a file: every figure stands beside where it was published, or why it is assumed.
+"""A paper's set-up as a file: every figure with its source, or the reason why it is assumed.
 
 Invariant: what loads has no unknown key, and each figure has either `source` or `assumed`, so that a command can print
-what a result rests on (`notes`). The files in `scenarios/` are those of the four papers; a user's own are read the
+the basis of a result (`notes`). The files in `scenarios/` are those of the four papers; a user's own are read the
 same way. Errors are ValueError, one line with file and key. Called by the simulate command and by tests.
 """
 
@@ -49,7 +49,7 @@ class Known(ScenarioModel, Generic[T]):
 
 
 class LengthFigures(ScenarioModel):
-    """What is known of lengths; two of mean, spread and quantiles {share: tokens} fix the law (see laws.Law)."""
+    """Known figures of lengths; two of mean, spread and quantiles {share: tokens} fix the law (see laws.Law)."""
 
     mean_tokens: Known[Positive] | None = None
     spread: Known[Positive] | None = None
@@ -77,7 +77,7 @@ class AcceptanceFigures(ScenarioModel):
 
 
 class MethodFigures(ScenarioModel):
-    """A way to draft beside the index: a draft token for each of b samples takes base_s + token_s * b."""
+    """A draft model, besides the index: a draft token for each of b samples takes base_s + token_s * b."""
 
     acceptance: AcceptanceFigures
     base_s: Known[NotNegative]
@@ -144,7 +144,7 @@ class Scenario(ScenarioModel):
         return ModelledMethod("index", self.acceptance.chances()), *others
 
     def workload(self, seed: int, steps: int = 1) -> Workload:
-        """So many steps over the same prompts, each an epoch after the last and knowing the `epochs` before it."""
+        """Several steps over the same prompts, each an epoch after the last and knowing the `epochs` before it."""
         drift = self.lengths.drift.value if self.lengths.drift else 0.0
         counts = self.prompts.value, self.samples.value, steps
         drawn = draw_steps(self.law(), *counts, drift, seed, self.epochs.value, self.prompt_tokens.value)
@@ -196,7 +196,7 @@ def load_scenario(name_or_path: str) -> Scenario:
 
 
 def _first(error: ValidationError) -> str:
-    """The first complaint as one line: dotted key, what is wrong, and for an unknown key the nearest known ones."""
+    """The first complaint as one line: dotted key, the fault, and for an unknown key the nearest known ones."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "file"
     if first["type"] == "extra_forbidden":

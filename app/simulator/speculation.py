@@ -1,8 +1,8 @@
-"""How fast the running chunks of a replica go: tokens a step, what that costs, between two changes of its batch.
+"""The pace of a replica's running chunks: tokens a step and their cost, between two changes of its batch.
 
-`Policied` asks the live drafting policy, with outcomes drawn from an acceptance model; `PlainDecoding` makes one token
+`Policied` calls the live drafting policy, with outcomes drawn from an acceptance model; `PlainDecoding` makes one token
 a step. A decoupled drafter is another `Speculation`. Invariant: outcomes are a function of (seed, sample, count), so
-what is drawn for one sample depends on no other. Called by `Replica`.
+the draws of one sample depend on no other. Called by `Replica`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from tailrace.policies.protocol.views import DraftView
 FOREVER = 1 << 62
 
 REGIME_TOKENS = 512
-"""A pace holds for this many tokens of a chunk at most: over so many, acceptance hardly changes with the length."""
+"""A pace holds for no more than this many tokens of a chunk: over these, acceptance hardly changes with the length."""
 
 CHANGES = 16
-"""A pace holds until more than one chunk in so many has joined or left."""
+"""A pace holds until more than one chunk in this many has joined or left."""
 
 DRAWS, LEAST_ROUNDS, MOST_ROUNDS = 64, 2, 8
 """A pace plays enough rounds of verifications that DRAWS are drawn, within bounds: their mean holds, and policies that
@@ -34,7 +34,7 @@ FADE = 0.99
 """Of the replica's acceptance, per verification: the engine's own figure (`deployments.drafting.drafts`)."""
 
 MATCH_TOKENS = 8
-"""Context that a proposal rests on: above every policy's least. The acceptance model already counts short matches."""
+"""Context that a proposal rests on: above every policy's min. The acceptance model already counts short matches."""
 
 MOST_CHANCE = 0.9999
 
@@ -45,8 +45,8 @@ class AcceptanceSource(Protocol):
 
 
 class Pace(NamedTuple):
-    """For each chunk, tokens it makes and tokens it computes per step; `floor_s`: least seconds of a step; `steps`:
-    how long this holds unless the batch changes; `added_s`: what a step takes besides; `parts`: for each chunk, the
+    """For each chunk, tokens it makes and tokens it computes per step; `floor_s`: min seconds of a step; `steps`:
+    how long this holds unless the batch changes; `added_s`: further seconds of a step; `parts`: for each chunk, the
     share of steps that it takes part in and reads its context for (empty: every step)."""
 
     rates: list[float]
@@ -62,10 +62,10 @@ class Speculation(Protocol):
     """Draft tokens of a chunk in a step, at most."""
 
     methods: tuple[str, ...]
-    """By which chunks can draft, first what a chunk drafts by by itself; empty: no copy can be told by which."""
+    """Draft methods of this replica; the first is the default. Empty if the method cannot be selected per chunk."""
 
     def stale(self, changes: int, running: int) -> bool:
-        """Whether a new pace is due after so many joins and leaves."""
+        """Whether a new pace is due after this many joins and leaves."""
 
     def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         """Of chunks settled at the present step, `context_tokens` of context together."""

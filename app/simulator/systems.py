@@ -1,4 +1,4 @@
-"""The systems that simulations compare, by name: which policies decide, what they draft from, who admits.
+"""The systems that simulations compare, by name: their policies, sources of drafts and admission.
 
 A system is live policy objects with a paper's choices, or ours; nothing in it is a model. The baseline is `verl`: whole
 groups bound to replicas up front, samples in one piece, vLLM's own queue and preemption. Invariant: `reveal` is for the
@@ -29,7 +29,7 @@ Evidence = Literal["own", "group", "history", "all"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`evidence`: what drafts are made from. `policies` without `chunking` takes `chunk_share` of the workload's.
+    """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's.
     `races`: where replicas have room, copies race, each with one of the workload's draft models in turn with the
     target, by the table that SpecActor's systems have it by, on the replica's own GPUs."""
 
@@ -59,7 +59,7 @@ def _fixed(tokens: int) -> dict:
 
 def _ours(about: str, changes: dict, evidence: Evidence = "all", races: bool = False) -> System:
     """Chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones leave KV unused, and
-    what a hand-over costs is little beside that."""
+    the cost of a hand-over is small against that."""
     return System(about, OURS | changes, evidence, chunk_share=0.25, races=races)
 
 
@@ -80,7 +80,7 @@ SYSTEMS = {
     "seer": System("chunks, groups expected to be longest first (Seer, Algorithm 1)", SEER),
     "seer_drafts": System("Seer, drafts from the group by concurrency", SEER | {"drafting": "concurrency"}, "group"),
     "oracle": System("chunks, truly longest first", CHUNKED | {"ordering": "oracle_longest_first"}, reveal=True),
-    "remaining": _ours("short chunks, most expected tokens left first", {}),
+    "remaining": _ours("short chunks, max expected remainder first", {}),
     "tailrace_own": _ours("tailrace, drafts from the sample itself alone", {"drafting": "goodput"}, "own"),
     "tailrace_fixed": _ours("tailrace, four drafts a step, always", _fixed(4)),
     "tailrace": _ours("remaining, with drafts from group and history by goodput", {"drafting": "goodput"}),
@@ -88,7 +88,7 @@ SYSTEMS = {
         "tailrace; replicas that run nothing are given back", {"drafting": "goodput", "tail": "release"},
     ),
     "tailrace_consolidate": _ours(
-        "tailrace; what is left moves together, and the other replicas are given back",
+        "tailrace; remaining samples move together, and the other replicas are given back",
         {"drafting": "goodput", "tail": "consolidate"},
     ),
     "tailrace_threshold": _ours(
@@ -99,7 +99,7 @@ SYSTEMS = {
         "tailrace; where replicas have room, stragglers race with draft models", {"drafting": "goodput"}, races=True,
     ),
     "tailrace_auto": _ours(
-        "tailrace; replicas take what moves, or races, while that pays, and are given back else",
+        "tailrace; replicas take moved samples or race while that pays, and are given back else",
         {"drafting": "goodput", "tail": "auto"}, races=True,
     ),
     "tailrace_thrifty": _ours(
@@ -169,8 +169,8 @@ class Setup:
         progress: Callable[[int, int], None] | None = None,
     ) -> SimulatedRun:
         """One system. Its bounds are those of all systems that may draft as it does. `speculation`: of a replica's
-        index; drafts are made so, and the chances are for the bounds alone. Raises ValueError where it races and
-        nobody can."""
+        index; drafts are made so, and the chances are for the bounds alone. Raises ValueError if it races without
+        race methods."""
         policies = chosen.bundle(self.chunk_tokens)
         drafts = policies.drafting.max_draft_tokens if self.chances is not None else 0
         sees, best, odds = Sees(self.chances, chosen.evidence) if drafts else None, self.chances, Odds(seed)

@@ -1,4 +1,4 @@
-"""What the simulator's parts hand to each other: a workload with its truth, the model of a replica, a finished run.
+"""Values between the simulator's parts: a workload with its truth, the model of a replica, a finished run.
 
 All are values. Only a workload knows true lengths (law 3): the host passes on no more than a live shell would see.
 Seconds are of the simulated clock, which starts at 0.
@@ -51,12 +51,12 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """One engine replica. KV capacity and rates count tokens of context; `gpus` is what it occupies.
+    """One engine replica. KV capacity and rates count tokens of context; `gpus`: the number it occupies.
 
     Fetching n tokens of KV from the pool takes fetch_base_s + n / fetch_tokens_s (0: it cannot); prefill computes
     prefill_tokens_s. start_s pass until a replica that is wanted is up, stop_s until what one that went occupied is
-    free. Between two chunks of a sample, a result and what follows from it travel for handover_s, and joining takes
-    join_s of the replica's time beyond what is computed. KV is found again in whole blocks of block_tokens. While no
+    free. Between two chunks of a sample, a result and its consequences travel for handover_s, and joining takes
+    join_s of the replica's time beyond the computation. KV is found again in whole blocks of block_tokens. While no
     other replica of its node runs anything, a step takes alone_share of its time.
     """
 
@@ -85,9 +85,9 @@ class Cluster:
 
 
 class Span(NamedTuple):
-    """What a replica did with one sample without a break. role: generate, prefill, fetch, race, draft.
+    """The activity of a replica for one sample without a break. role: generate, prefill, fetch, race, draft.
     `verifications`: the engine steps it took (0: not counted); the page's acceptance length over time needs them.
-    `note`: a word on why or how, for whoever points at it; runs have few different ones."""
+    `note`: a word on the reason, shown by a page; runs have few different ones."""
 
     replica: int
     sample_id: str
@@ -129,7 +129,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A finished simulation. `moments` are sampled at changes; `spans` are empty where nobody asked for them."""
+    """A finished simulation. `moments` are sampled at changes; `spans` are empty unless requested."""
 
     system: str
     workload: str

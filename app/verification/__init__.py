@@ -1,1 +1,1 @@
-"""What is shown rather than claimed: same tokens, fresh KV, nothing left behind, a pool that may be killed."""
+"""Checks on a running service: same tokens, fresh KV, nothing left over, a pool that may be killed."""

@@ -36,10 +36,10 @@ FROZEN_S = 2.5
 BUSY_S = 0.4
 
 GRACE_MS = 500
-"""By so much a wait may exceed its deadline, or by the longest engine step: the engine looks between two steps."""
+"""A wait may exceed its deadline by this, or by the longest engine step: the engine looks between two steps."""
 
 TOLD = ("_failed", "recomputed_tokens.", "pool_tokens", "local_tokens", "save_late", "lost", "evicted", "refused")
-"""Counts that tell what became of KV, by part of their names."""
+"""Counts of the fate of KV, by part of their names."""
 
 Pids = Callable[[PoolView], list[int]]
 
@@ -85,7 +85,7 @@ def _signal(pids: list[int], number: int) -> None:
 class Disturbance:
     """`do` is done to the processes `whom` each time that a share `when` of the tokens is there.
 
-    `signs`: parts of the names of counts, of which at least one must grow. `pool`: settings of the pool that differ.
+    `signs`: parts of the names of counts; one or more of them must grow. `pool`: settings of the pool that differ.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Disturbance:
     pool: tuple[tuple[str, object], ...] = ()
 
     async def act(self, client: RolloutClient, batch_id: str, tokens: int) -> str:
-        """Do it while the batch, which comes to this many tokens, is running; what was done."""
+        """Disturb the running batch, which has this many tokens in all. Returns a note on the disturbance."""
         done = []
         for share in self.when:
             view = await _moment(client, batch_id, share * tokens, self.whom)
@@ -117,7 +117,7 @@ DISTURBANCES = (
     Disturbance("master_killed", LOST, kill, master, (0.2, 0.6)),
     Disturbance("both_killed", LOST, kill, both, (0.4,)),
     Disturbance("pool_full", ("save_failed.full",), pool=(("dram_gib", 1 / 16),)),  # some 40 blocks of the demo model
-    Disturbance("ssd_read_only", ("ssd_refused",), pool=(("ssd_path", "/sys/tailrace"),)),  # nobody can write there
+    Disturbance("ssd_read_only", ("ssd_refused",), pool=(("ssd_path", "/sys/tailrace"),)),  # no process can write there
 )
 """The first is the reference. Those with the same settings share one service."""
 
@@ -141,7 +141,7 @@ def measure(file: ServeFile, batch: RolloutBatch, names: tuple[str, ...], say: C
 
 
 async def _roll(client: RolloutClient, disturbance: Disturbance, batch: RolloutBatch, expected) -> tuple[list, dict]:
-    """The groups that ended, and what is reported of the run but for the comparison."""
+    """The ended groups, and the report of the run without the comparison."""
     before = (await _whole(client)).counts
     await client.reset_caches()
     await client.set_policies(Policies(**POLICIES))
@@ -184,7 +184,7 @@ async def _whole(client: RolloutClient) -> PoolView:
 
 
 async def _moment(client: RolloutClient, batch_id: str, tokens: float, whom: Pids) -> PoolView | None:
-    """The pool when the batch has this many tokens and there are processes with KV to lose; None: it ended before."""
+    """The pool once the batch has this many tokens and processes hold KV, or None if the batch ended before."""
     begun = False
     while True:
         status = await client.status()
@@ -199,9 +199,9 @@ async def _moment(client: RolloutClient, batch_id: str, tokens: float, whom: Pid
 
 
 def longest_waits(counts: Counter[str]) -> dict[str, int]:
-    """The bucket, in milliseconds, of the longest wait of each kind: it took no longer, and more than half of it.
+    """The bucket, in milliseconds, of the longest wait of each kind: the wait is above half of it, and not above it.
 
-    `step` is the longest engine step, which tells how busy the machine was.
+    `step` is the longest engine step, a measure of the load of the machine.
     """
     longest = {}
     for what, name in (("lookup", "lookup_wait"), ("pull", "pull_wait"), ("save", "hold"), ("step", "step")):
@@ -211,7 +211,7 @@ def longest_waits(counts: Counter[str]) -> dict[str, int]:
 
 
 def wrong(disturbance: Disturbance, run: dict, batch: RolloutBatch, pool: PoolConfig) -> str | None:
-    """What is wrong with the run, in one line."""
+    """The faults of the run, in one line."""
     wanted = sum(group.samples for group in batch.groups)
     if run["samples_ended"] < wanted or run["failed"]:
         return f"{run['samples_ended']} of {wanted} samples ended, {run['failed']} of them failed"

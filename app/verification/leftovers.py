@@ -1,4 +1,4 @@
-"""What a rollout leaves behind: keys and bytes in the pool after it, processes after the service. All three must be 0.
+"""Leftovers of a rollout: keys and bytes in the pool after it, processes after the service. All three must be 0.
 
 Called by `tailrace pool verify`.
 """
@@ -17,14 +17,14 @@ from tailrace.deployments.messages.status import PoolView
 from tailrace.policies.families.registry import Policies
 
 SETTLE_S = 15.0
-"""Releases are done behind the scenes: longest wait for the pool to become empty, and for processes to end."""
+"""Releases are asynchronous: longest wait for the pool to become empty, and for processes to end."""
 
 MOVING = {"ordering": "seer", "placement": "round_robin", "chunking": {"type": "fixed", "chunk_tokens": 48}}
 """Every sample goes through the pool, whatever the configuration would do."""
 
 
 def measure(file: ServeFile, groups: tuple[PromptGroup, ...], say: Callable[[str], None]) -> dict:
-    """Roll `groups` out on a local service with every sample moving at every chunk, and look at what is left."""
+    """Roll `groups` out on a local service with every sample moving at every chunk, and count the leftovers."""
     say("starting the service")
     with service(file, None) as client:
         summary, most_keys, view = asyncio.run(_roll(client, groups, say))
@@ -45,7 +45,7 @@ def measure(file: ServeFile, groups: tuple[PromptGroup, ...], say: Callable[[str
 
 
 async def _roll(client: RolloutClient, groups, say) -> tuple[dict, int, PoolView]:
-    """The summary, the most keys seen while it ran, and the pool once it is empty (or SETTLE_S after the end)."""
+    """The summary, the max number of keys during the run, and the pool once it is empty (or SETTLE_S after the end)."""
     await client.set_policies(Policies(**MOVING))
     most_keys = 0
 

@@ -16,7 +16,7 @@ from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.racing import USUAL, MethodProfile
 
 UNDER_WAY_TOKENS = 20
-"""Of a sample, on average: each has ended a chunk of 16 by then, and most continue."""
+"""Of a sample, on average: by then each has ended a chunk of 16, and the majority continue."""
 
 SHOWN = {
     "drafted_tokens": "nothing was drafted",
@@ -24,14 +24,14 @@ SHOWN = {
     "pulled_tokens": "nothing was pulled from the pool",
     "moved_samples": "no sample moved",
     "races": "nothing raced",
-    "note": "what was to happen to it did not",
+    "note": "its disturbance did not happen",
 }
-"""Figures by which a run shows what it is there for, and what is wrong where one is 0."""
+"""Figures that show the purpose of a run, with the fault if one is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerificationRun:
-    """One way: policies, the service, and what is done to it meanwhile (told in a note; nothing: it did not happen).
+    """One run: policies, the service, and a disturbance of it (returned as a note; empty if it did not happen).
 
     `shows`: keys of SHOWN, a note is one for each run that is disturbed.
     """
@@ -74,7 +74,7 @@ def _kill(part: str, no_restart: bool = True) -> int:
 
 
 async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
-    """Kill, in mid-chunk, the replica with the most chunks."""
+    """Kill, in mid-chunk, the replica with the max number of chunks."""
     status = await _under_way(client, batch_id)
     victim = max(status.replicas, key=lambda replica: replica.running)
     _kill(victim.replica_id)

@@ -1,4 +1,4 @@
-"""What runs are rolled out on: the configured service with other engine settings, with replicas that may go, or with a
+"""Services for the runs: the configured service with other engine settings, with replicas that may go, or with a
 draft model. Starting one takes longer than a run, so runs of one kind share it. Called by tokens.py.
 """
 

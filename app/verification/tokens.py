@@ -31,7 +31,7 @@ REPORTED_S = 1.5
 
 
 async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, replicas: int) -> dict:
-    """Roll out the workload once, on so many replicas: its groups, what was done to it, tokens pulled, and races."""
+    """Roll out the workload once on this many replicas. Returns its groups, the note, tokens pulled, and races."""
     journaled = "races" in run.shows
     if journaled:
         await client.journal(True)
@@ -55,7 +55,7 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
 
 
 async def whole(client: RolloutClient, replicas: int) -> None:
-    """Until so many take chunks: one may have been killed, or given back."""
+    """Wait until this many take chunks: one may have been killed, or given back."""
     async with asyncio.timeout(DEPLOY_S):
         while sum(one.ready and not one.closing for one in (await client.status()).replicas) < replicas:
             await client.reserve(replicas)
@@ -63,7 +63,7 @@ async def whole(client: RolloutClient, replicas: int) -> None:
 
 
 async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
-    """What comes of a batch; its progress is shown meanwhile."""
+    """The results of a batch; shows its progress."""
     progress = RolloutProgress(client, batch.batch_id, sum(group.samples for group in batch.groups))
     following = asyncio.create_task(progress.follow())
     try:
@@ -111,7 +111,8 @@ def line(done: dict) -> str:
 
 
 def with_engine(file: ServeFile, changes: dict) -> ServeFile:
-    """The configuration with other engine settings, and with history in memory only: nobody's answers are forgotten."""
+    """The configuration with other engine settings, and with history in memory alone, so that no stored answers are
+    deleted."""
     application = file.application
     args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
     if args.context is not None:
@@ -120,7 +121,7 @@ def with_engine(file: ServeFile, changes: dict) -> ServeFile:
 
 
 def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
-    """One token of one sample made another: what the certificate must find."""
+    """Replace one token of one sample, which the certificate must find."""
     group = groups[0]
     sample = group.samples[-1]
     position = len(sample.token_ids) // 2
@@ -152,7 +153,7 @@ def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
 
 
 def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np.ndarray]:
-    """What differs first, and the logprob differences of the tokens before it."""
+    """The first difference, and the logprob differences of the tokens before it."""
     if b is None:
         return {"position": 0, "what": "missing"}, np.zeros(0)
     pairs = zip(a.token_ids, b.token_ids, strict=False)
@@ -173,7 +174,7 @@ def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, n
 
 
 def certificate(rolled: dict[str, dict]) -> dict:
-    """Every run against the first. One that has not shown what it is there for is as bad as one that differs."""
+    """Every run against the first. A run without its purpose shown fails like one that differs."""
     runs = [run for run in RUNS if run.name in rolled]
     reference = rolled[runs[0].name]["groups"]
     rows = []
@@ -193,7 +194,7 @@ def certificate(rolled: dict[str, dict]) -> dict:
 
 
 def figures_of(done: dict) -> dict:
-    """What is told of a run."""
+    """The report of a run."""
     summary = summarise(done["groups"])
     kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
     by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)

@@ -65,13 +65,14 @@ async def _roll(client: RolloutClient, batch: RolloutBatch, policies: Policies) 
 
 
 def crossing(group: GroupResult, version: int = NEW_VERSION) -> int | None:
-    """The answer position from which the sample's tokens are of `version`; None: it has none before, or none of it."""
+    """The answer position from which the sample's tokens are of `version`, or None without tokens before it or of
+    it."""
     starts = [segment.start for segment in group.samples[0].segments if segment.weights_version == version]
     return min(starts) if starts and min(starts) else None
 
 
 def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
-    """What a fresh engine is asked for: the prompt with the old tokens behind it, and as many more as were left."""
+    """The request to a fresh engine: the prompt and the old tokens, for the remaining number of tokens."""
     start = crossing(group)
     if start is None:
         return None
@@ -82,7 +83,7 @@ def rest_of(group: GroupResult, wanted: PromptGroup) -> PromptGroup | None:
 
 
 def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: list[dict]) -> dict:
-    """`identical`: no old KV was hit, and every token behind the update equals the fresh one's."""
+    """`identical`: no old KV was hit, and every token after the update equals the fresh one's."""
     theirs = {group.prompt_id: group.samples[0].token_ids for group in fresh}
     first = None
     for group in crossed:
