@@ -163,10 +163,11 @@ class RolloutCore:
         """All actions due: ends and hand-outs since the last tick, then every chunk that can start now, then what the
         pool should give up or bring near for those that still wait."""
         homes = self._start_waiting()
+        staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
-        if closed:
-            for replica_id in closed:
-                self._bind_anew(replica_id)
+        for replica_id in closed:
+            self._bind_anew(replica_id)
+        if closed or self.replicas.staying > staying:  # a replica that is open again may have room
             homes = self._start_waiting()
         copies = self._races.look(tick.now, bool(self._waiting or self._unassigned))
         self._outbox += [*(self._dispatcher.action(*copy) for copy in copies), *actions, *self._running.aborts()]
