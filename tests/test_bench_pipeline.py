@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from research.histopipe import bench
-from research.histopipe.bench import ARRANGEMENTS, DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
+from research.histopipe.bench import DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
 from tailrace.app.cli import run
 from tailrace.app.simulator.acceptance import aimd_share
 from tailrace.app.simulator.hardware import replica_model
@@ -70,6 +70,9 @@ def test_drafts_follow_the_scenario_and_stop_where_they_do_not_pay():
 
 def _rest(model) -> list:
     return [getattr(model, name) for name in model.__slots__ if name != "step"]
+
+
+ARRANGEMENTS = ("sequential", "sequential_all", "overlapped", "naive", "alternating", "tiers")
 
 
 def test_ratios_are_of_the_same_steps_and_spreads_hold_their_means(result):

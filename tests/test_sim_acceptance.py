@@ -3,7 +3,6 @@
 import pytest
 
 from tailrace.app.simulator.acceptance import (
-    AMC_TRACE,
     HISTORY_SHARE,
     AcceptanceTable,
     BestOf,
@@ -14,6 +13,14 @@ from tailrace.app.simulator.acceptance import (
     expected_tokens,
 )
 from tailrace.app.simulator.types import WorkloadGroup
+
+AMC_TRACE = AcceptanceTable(
+    table=(
+        Measured(0, 0, 1.759), Measured(1, 0, 2.135), Measured(3, 0, 2.452), Measured(7, 0, 2.746),
+        Measured(15, 0, 3.016), Measured(0, 8, 2.736), Measured(0, 16, 2.951), Measured(7, 16, 3.104),
+    ),
+)  # fmt: skip
+"""Measured by `tailrace bench drafts` with this project's draft index: AMC-2023 rollouts at temperature 0.6."""
 
 
 def group(answers=0, epochs=0, predictability=1.0) -> WorkloadGroup:
@@ -45,14 +52,6 @@ def test_more_evidence_is_never_worse_and_nothing_is_claimed_beyond_it():
 def test_a_groups_predictability_multiplies_the_odds():
     plain, better = (AMC_TRACE.chance(group(predictability=f), 0, 0, 3, 0) for f in (1.0, 2.0))
     assert better / (1 - better) == pytest.approx(2 * plain / (1 - plain))
-
-
-def test_paths_raise_the_odds_to_what_was_measured():
-    assert AMC_TRACE.branch_factor(1) == 1.0
-    chance = AMC_TRACE.mean_chance(15, AMC_TRACE.branch_factor(4))
-    assert expected_tokens(chance, 8) == pytest.approx(3.821)
-    assert 1 < AMC_TRACE.branch_factor(2) < AMC_TRACE.branch_factor(4) == AMC_TRACE.branch_factor(8)
-    assert AcceptanceTable((Measured(0, 0, 2.0),)).branch_factor(4) == 1.0
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 32])

@@ -226,6 +226,7 @@ def test_moments_are_in_order_and_add_up():
     got = run(workload(groups=40), cluster(), policies())
     assert all(a.at_s < b.at_s for a, b in pairwise(got.moments))
     assert got.moments[0].running + got.moments[0].waiting == 160
+    assert got.moments[0].running > 0, "chunks run from the first instant"
     assert got.moments[-1] == (got.makespan_s, 0, 0, 0, 3)
     assert max(moment.kv_tokens for moment in got.moments) <= 3 * 2_000
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from law_fit import fit, rank_stability
 
-from research.lengths.law_fit import fit, rank_stability
 from tailrace.app.simulator.laws import Law, draw, draw_steps, solve
 
 TRACE = Path(__file__).parent.parent.parent / "shared" / "traces" / "amc23.jsonl.gz"

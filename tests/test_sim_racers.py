@@ -1,4 +1,4 @@
-"""Who races in a simulation: rungs from a paper's tables, room for copies, and what copies cost beside other chunks."""
+"""Who races in a simulation: rungs from a paper's tables, room for copies, and what copies cost racing other chunks."""
 
 import pytest
 from test_sim_decoupled import STEP, Even, chunks, method
@@ -6,7 +6,7 @@ from test_sim_decoupled import STEP, Even, chunks, method
 from tailrace.app.simulator.acceptance import expected_tokens
 from tailrace.app.simulator.decoupled import DraftSetup, Odds
 from tailrace.app.simulator.hardware import replica_model
-from tailrace.app.simulator.race_methods import RACE_SHARE, RacingSpeculation, mean_chance, racers, verifier_of
+from tailrace.app.simulator.race_methods import RACE_SHARE, RacingSpeculation, mean_chance, race_methods_of, verifier_of
 from tailrace.app.simulator.scenario import load_scenario
 from tailrace.app.simulator.speculation import PlainDecoding, by_policy
 from tailrace.policies.families.registry import load_policy
@@ -27,7 +27,7 @@ EVEN = Odds(0, spread=0.0)
     ],
 )
 def test_copies_keep_steps_short_or_have_a_replica_of_their_own(own, ahead, copies):
-    found = racers(SCENARIO, MODEL, own, window=4, ahead=ahead)
+    found = race_methods_of(SCENARIO, MODEL, own, window=4, ahead=ahead)
     policy, verifier = found.policy, verifier_of(SCENARIO, MODEL)
     assert set(found.ways) == copies and {rung.method for rung in policy.rungs} == copies | {found.own}
     assert not any(way.ahead for way in found.ways.values()) or ahead
@@ -43,7 +43,11 @@ def test_copies_keep_steps_short_or_have_a_replica_of_their_own(own, ahead, copi
 def test_a_rung_goes_by_the_share_that_is_right_of_what_is_drafted():
     """A sample whose chance is the mean's is as fast as its best window makes it."""
     small = next(one for one in SCENARIO.drafting() if one.name == "draft-0.5b")
-    found, verifier, p = racers(SCENARIO, MODEL, "index", ahead=False), verifier_of(SCENARIO, MODEL), mean_chance(small)
+    found, verifier, p = (
+        race_methods_of(SCENARIO, MODEL, "index", ahead=False),
+        verifier_of(SCENARIO, MODEL),
+        mean_chance(small),
+    )
     rung = next(rung for rung in found.policy.rungs if rung.method == small.name)
     window = found.ways[small.name].window
     share = (expected_tokens(p, window) - 1) / window
@@ -53,7 +57,7 @@ def test_a_rung_goes_by_the_share_that_is_right_of_what_is_drafted():
 
 
 def test_more_mates_are_more_acceptance_of_the_index_alone():
-    alone, among = (racers(SCENARIO, MODEL, "index", mates=mates, ahead=False).policy for mates in (0, 15))
+    alone, among = (race_methods_of(SCENARIO, MODEL, "index", mates=mates, ahead=False).policy for mates in (0, 15))
     assert among.usual > alone.usual
     assert [rung.profile for rung in among.rungs[1:]] == [rung.profile for rung in alone.rungs[1:]]
 
@@ -73,17 +77,17 @@ def test_copies_make_what_their_method_says_and_each_model_adds_its_drafts():
 def test_other_chunks_draft_as_they_would_without_copies():
     own = by_policy(load_policy("drafting", {"type": "fixed", "tokens": 3}), Even(0.6), STEP, 0)
     ways = {"one": DraftSetup(method(0.5, "one"), 2, False)}
-    beside, plain = RacingSpeculation(own(0), "index", ways, EVEN), own(0)
+    racing, plain = RacingSpeculation(own(0), "index", ways, EVEN), own(0)
     running = chunks(3)
     running[1].method = "one"
-    with_copy = beside.pace(running, 300.0)
+    with_copy = racing.pace(running, 300.0)
     same = chunks(3)
     without = plain.pace([same[0], same[2]], 200.0)
     assert [with_copy.rates[0], with_copy.rates[2]] == without.rates
     assert [with_copy.costs[0], with_copy.costs[2]] == without.costs
-    assert beside.most == 3 and beside.stale(1, 3) and not beside.stale(1, 99)
+    assert racing.most == 3 and racing.stale(1, 3) and not racing.stale(1, 99)
     for chunk in running:
-        beside.drop(chunk)
+        racing.drop(chunk)
     assert all(chunk.slot == -1 for chunk in running)
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import yaml
+from law_fit import rank_stability
 
-from research.lengths.law_fit import rank_stability
 from tailrace.app.simulator.acceptance import aimd_share, expected_tokens
 from tailrace.app.simulator.hardware import GPUS, replica_model
 from tailrace.app.simulator.scenario import FOLDER, load_scenario, scenario_names, trace_workload

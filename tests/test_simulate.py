@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from tailrace.app.cli import run
+from tailrace.app.commands.simulate import claim_line
 from tailrace.app.config import DEFAULT_CONFIG
 from tailrace.app.simulator.scenario import FOLDER, Scenario, load_scenario
 from tailrace.app.simulator.systems import SYSTEMS, Setup, system
@@ -141,3 +142,9 @@ def test_a_system_that_does_not_draft_is_bounded_without_drafts():
     setup = Setup.of(load_scenario("moonlight").scaled(0.04), 0)
     plain, drafting = (setup.run(name, system(name), 0).bounds["best_s"] for name in ("seer", "seer_drafts"))
     assert plain > drafting
+
+
+def test_a_claim_has_one_number_where_its_ends_agree_and_the_found_ratio_after_it():
+    result = {"baseline": "verl", "throughput_ratio": {"verl": [1.0, 1.0, 1.0], "das": [1.8, 1.7, 1.9], "seer": None}}
+    assert claim_line("throughput_ratio", [2.0, 2.0], result) == "claimed: throughput ratio 2; here: das 1.80"
+    assert claim_line("class_accuracy", [0.5, 0.75], result) == "claimed: class accuracy 0.5 to 0.75"

@@ -3,17 +3,23 @@ roles fill the time a replica is up, and page and picture show it, whatever ids 
 
 import gzip
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_sim_page import HOSTILE, Reader, data_of
 
 from tailrace.app.cli import run
+from tailrace.app.errors import BadInput
+from tailrace.app.report.figures import new_figure
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.types import Span
+from tailrace.app.timeline.chunks import ReplicaLifetime
 from tailrace.app.timeline.figures import figures, longest
 from tailrace.app.timeline.page import page
+from tailrace.app.timeline.picture import absences
 from tailrace.app.timeline.record import Record, record
 from tailrace.app.timeline.replica_states import bands
 
@@ -99,9 +105,9 @@ def test_nothing_of_a_live_run_is_lost_or_told_twice(live):
 def test_roles_fill_the_time_a_replica_is_up(live, made):
     taken = live if made == "live" else raced().record()
     found = bands(taken)
-    for replica, lives in enumerate(taken.lives):
+    for replica, lifetimes in enumerate(taken.lifetimes):
         own = [band for band in found if band.replica == replica]
-        assert own[0].begin_s == lives[0].begin_s and own[-1].end_s == lives[-1].end_s
+        assert own[0].begin_s == lifetimes[0].begin_s and own[-1].end_s == lifetimes[-1].end_s
         assert all(a.end_s == b.begin_s and a.role != b.role for a, b in pairwise(own))
     said = figures(taken, found)
     assert sum(said["role_s"].values()) == pytest.approx(said["replica_s"], abs=0.02)
@@ -286,3 +292,15 @@ def test_the_command_draws_and_says_what_is_wrong(tmp_path, capsys):
         assert run(["timeline", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert what in error and error.count("\n") == 1
+
+
+def test_a_replica_that_is_up_has_no_absence():
+    lifetimes = ((ReplicaLifetime(0.0, 4.0), ReplicaLifetime(6.0, 10.0)), (ReplicaLifetime(0.0, 10.0),))
+    record = SimpleNamespace(lifetimes=lifetimes, run=SimpleNamespace(makespan_s=10.0))
+    assert absences(record, 0) == [(4.0, 6.0)] and absences(record, 1) == []
+
+
+def test_a_picture_without_matplotlib_says_which_extra_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BadInput, match=r"pip install 'tailrace\[bench\]'"):
+        new_figure(4, 3)

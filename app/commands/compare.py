@@ -1,4 +1,4 @@
-"""`tailrace compare A.json B.json`: what the second simulation gains over the first, system by system."""
+"""`tailrace compare A.json B.json`: the gain of the second simulation over the first, system by system."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ FILE = click.Path(path_type=Path)
 
 
 class Figures(BaseModel):
-    """Of one system and seed; those that are None do not apply. Others in the file are passed over."""
+    """Of one system and seed; those that are None do not apply. Other keys of the file are ignored."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -47,8 +47,7 @@ METRICS = tuple(name for name in Figures.model_fields if name != "seed")
 @click.argument("b", type=FILE, metavar="B.json")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(a, b, as_json):
-    """What B.json gains over A.json, both as `simulate --json` writes them: B / A for each system and figure, seed by
-    seed."""
+    """Compare two files of `simulate --out`: the ratio B / A of each system and figure, seed by seed."""
     result = compared(a, b)
     if as_json:
         click.echo(json.dumps(result))
@@ -57,7 +56,7 @@ def command(a, b, as_json):
 
 
 def compared(a: Path, b: Path) -> dict:
-    """`ratio`: {system: {figure: [mean, least, greatest] of B / A over the shared seeds, or None where undefined}}."""
+    """`ratio`: {system: {figure: [mean, min, max] of B / A over the shared seeds, or None where undefined}}."""
     first, second = read(a), read(b)
     if first.workload != second.workload:
         raise BadInput(f"{b}: workload: {second.workload}, but that of {a} is {first.workload}")
@@ -75,15 +74,15 @@ def compared(a: Path, b: Path) -> dict:
 
 
 def read(path: Path) -> Simulated:
-    """A report; BadInput with one line that names the file and the key."""
+    """A report. Raises BadInput, in one line that names the file and the key."""
     try:
         return Simulated.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise BadInput(f"{path}: {first_error(error)}; give what `simulate --json` wrote") from error
+        raise BadInput(f"{path}: {first_error(error)}; give a file of `simulate --out`") from error
     except ValueError as error:
-        raise BadInput(f"{path}: not JSON: {error}; give what `simulate --json` wrote") from error
+        raise BadInput(f"{path}: not JSON: {error}; give a file of `simulate --out`") from error
 
 
 def _ratios(system: str, first: Simulated, second: Simulated, b: Path) -> dict:
@@ -107,7 +106,7 @@ def _print(result: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("system", "figure", "B / A", "least", "greatest", title=f"{result['workload']}: B / A")
+    table = Table("system", "figure", "B / A", "min", "max", title=f"{result['workload']}: B / A")
     for system, figures in result["ratio"].items():
         for metric, ratio in figures.items():
             if ratio:

@@ -1,4 +1,4 @@
-"""`tailrace distill-drafter`: a draft model made from its target and the rollouts at hand."""
+"""`tailrace distill-drafter`: a draft model, made from its target and recorded rollouts."""
 
 import json
 from contextlib import contextmanager
@@ -19,20 +19,28 @@ SAID = {
 @click.command("distill-drafter")
 @click.option("--model", default="demo", show_default=True, help="The target: a Hugging Face folder, or demo.")
 @click.option("--rollouts", type=click.Path(path_type=Path), required=True, multiple=True,
-              help="Of `rollout --out`, or a dump that `history import` reads; may be given again.")  # fmt: skip
+              help="Rollouts of `rollout --out`, or a dump that `history import` reads; may be repeated.")  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, help="Folder of the draft model; must not exist."
 )
-@click.option("--layers", type=click.IntRange(min=2), default=4, show_default=True, help="Of the target's, to keep.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True, help="At most.")
-@click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True, help="At most.")
-@click.option("--temperature", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="The rollouts'.")
+@click.option("--layers", type=click.IntRange(min=2), default=4, show_default=True, help="Layers to keep.")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True, help="Max minutes."
+)
+@click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True, help="Max steps.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="As sampled.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=16), default=384, show_default=True,
-              help="Of a prompt and its answer; what is longer is cut.")  # fmt: skip
+              help="Max tokens of a prompt and its answer; longer ones are cut.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The figures as one JSON object, the last line of stdout.")
 def command(model, rollouts, out, layers, minutes, steps, temperature, max_tokens, seed, as_json):
-    """Cut a model down to some of its layers and teach those, by the target's own distribution on rollouts.
+    """Keep some of a model's layers and train them on the target's own distribution over rollouts.
 
     The figures are of prompts that were held out, before and after. Where --minutes is ample, the same seed gives the
     same model.
@@ -64,7 +72,7 @@ def command(model, rollouts, out, layers, minutes, steps, temperature, max_token
 
 @contextmanager
 def _bar():
-    """A function to be told how the teaching goes: a bar on a terminal, a line at every look elsewhere."""
+    """A callback for the progress of the training: a bar on a terminal, a line per report elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

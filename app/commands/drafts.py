@@ -1,4 +1,4 @@
-"""`tailrace drafts ...`: what drafts are made from."""
+"""`tailrace drafts ...`: the sources of drafts."""
 
 import asyncio
 import json
@@ -12,16 +12,16 @@ from tailrace.app.errors import BadInput, Failed
 
 @click.group()
 def command():
-    """What drafts are made from."""
+    """Show the sources of drafts."""
 
 
 @command.command()
 @click.argument("group")
 @click.option("--address", default="auto", show_default=True, help="A running cluster: auto, or host:port.")
-@click.option("--history-dir", type=click.Path(path_type=Path), help="Without a service: what these files know.")
+@click.option("--history-dir", type=click.Path(path_type=Path), help="Read these history files, without a service.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def inspect(group, address, history_dir, as_json):
-    """What is known of a GROUP (a prompt id, prompt key or group id): samples in flight, and earlier epochs."""
+    """Show a GROUP (prompt id, prompt key or group id): its samples in flight and its earlier epochs."""
     known = _offline(group, history_dir) if history_dir else _ask(group, address)
     if known is None:
         where = f"no history of it in {history_dir}" if history_dir else "none in flight, and no history of one"
@@ -39,7 +39,7 @@ def _ask(group: str, address: str) -> dict | None:
 
 
 def _offline(group: str, history_dir: Path) -> dict | None:
-    """As a shard says it, from the files alone."""
+    """The same mapping as a shard's, from the files alone."""
     from tailrace.deployments.context.archive import EVERY, Archive
     from tailrace.deployments.context.config import ContextConfig
 

@@ -20,22 +20,28 @@ HISTORY_DIR = click.option(
 
 @click.group()
 def command():
-    """Answers of earlier epochs, from which later ones draft: import, list, forget."""
+    """Import, list and forget answers of earlier epochs, from which later ones draft."""
 
 
 @command.command("import")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @HISTORY_DIR
 @click.option("--tokenizer", default="demo", show_default=True, help="The model's folder, or demo.")
-@click.option("--epoch", type=click.IntRange(min=0), help="Of all answers; else the files' steps, or 0.")
-@click.option("--weights-version", type=click.IntRange(min=0), default=0, show_default=True, help="Where no file says.")
+@click.option("--epoch", type=click.IntRange(min=0), help="Epoch of all answers; default: the files' steps, or 0.")
+@click.option(
+    "--weights-version",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Where no file names one.",
+)
 @click.option("--epochs", "most_epochs", type=click.IntRange(min=1), default=BOUNDS.history_epochs, show_default=True,
               help="Newest epochs to keep of each prompt.")  # fmt: skip
 @click.option("--mib", "most_mib", type=click.FloatRange(min=0, min_open=True), default=BOUNDS.history_mib,
-              show_default=True, help="Most bytes to keep, packed.")  # fmt: skip
+              show_default=True, help="Max bytes to keep, packed.")  # fmt: skip
 @AS_JSON
 def import_(files, history_dir, tokenizer, epoch, weights_version, most_epochs, most_mib, as_json):
-    """Take in rollouts dumped by verl, by TRL (as JSONL) or by `rollout --out`, and traces; twice changes nothing."""
+    """Import rollouts dumped by verl, TRL (as JSONL) or `rollout --out`, and traces. Repeats change nothing."""
     for path in files:
         if not path.is_file():
             raise BadInput(f"{path}: no such file")
@@ -56,7 +62,7 @@ def import_(files, history_dir, tokenizer, epoch, weights_version, most_epochs, 
 @HISTORY_DIR
 @AS_JSON
 def list_(history_dir, as_json):
-    """What there is: prompts, answers, tokens, bytes, epochs."""
+    """List prompts, answers, tokens, bytes and epochs."""
     with _failures():
         totals = [file.totals() for file in _archive(history_dir).files()]
     kept = [each for each in totals if each.answers]
@@ -71,7 +77,7 @@ def list_(history_dir, as_json):
 @command.command()
 @click.argument("prompt", required=False)
 @HISTORY_DIR
-@click.option("--all", "every", is_flag=True, help="Of all prompts: a new run whose epochs begin again at 0.")
+@click.option("--all", "every", is_flag=True, help="All prompts, for a new run whose epochs begin at 0.")
 @AS_JSON
 def forget(prompt, history_dir, every, as_json):
     """Forget a prompt (its prompt id, prompt key or a group id), or --all."""
@@ -90,7 +96,7 @@ def forget(prompt, history_dir, every, as_json):
 
 
 def _archive(history_dir: Path, **bounds) -> Archive:
-    """Raises BadInput when a file there cannot be used."""
+    """The history in this folder. Raises BadInput if a file there cannot be used."""
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute()), **bounds), EVERY)
     list(archive.files())
     if archive.problem:
@@ -100,7 +106,7 @@ def _archive(history_dir: Path, **bounds) -> Archive:
 
 @contextmanager
 def _failures():
-    """What a file does to us under way is one line: a full disk, another process that writes for too long."""
+    """Errors of the files under way become one line: a full disk, or another process that writes for too long."""
     try:
         yield
     except sqlite3.Error as error:
@@ -109,7 +115,7 @@ def _failures():
 
 @contextmanager
 def _bar(files):
-    """A function to be told how many bytes of the present file have been read."""
+    """A callback for the number of bytes read of the present file."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

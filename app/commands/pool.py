@@ -1,4 +1,4 @@
-"""`tailrace pool ...`: what the KV pool holds, emptying it; nothing is left behind, nothing lost with it."""
+"""`tailrace pool ...`: the content of the KV pool, emptying it, and checks of its clean-up and failures."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object,
 
 @click.group()
 def command():
-    """The shared KV pool: status, drain, verify, chaos."""
+    """Show, drain and check the shared KV pool."""
 
 
 @command.command()
 @ADDRESS
 @AS_JSON
 def status(address, as_json):
-    """Bytes and keys, by version and node; processes; tokens by where their KV came from; failures by cause."""
+    """Show bytes and keys by version and node, processes, tokens by the source of their KV, and failures by cause."""
     view = _ask(address, lambda client: client.pool_detail())
     if as_json:
         click.echo(view.model_dump_json())
@@ -37,7 +37,7 @@ def status(address, as_json):
 @ADDRESS
 @AS_JSON
 def drain(address, as_json):
-    """Empty the pool. Samples in flight compute their KV again; no token changes."""
+    """Empty the pool. Samples in flight recompute their KV; no token changes."""
     removed = _ask(address, lambda client: client.drain_pool())
     click.echo(json.dumps({"removed_keys": removed}) if as_json else f"{removed} keys removed")
 
@@ -49,7 +49,7 @@ def drain(address, as_json):
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
 def verify(prompts, samples, max_tokens, config, as_json):
-    """Roll out on a local service: afterwards no key, no byte and no process may be left."""
+    """Roll out on a local service and check that no key, byte or process is left afterwards."""
     file = load_config(config)
     if file.application.args.pool is None:
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to verify")
@@ -60,7 +60,7 @@ def verify(prompts, samples, max_tokens, config, as_json):
     click.echo(json.dumps(result) if as_json else "\n".join(f"{key:24} {value}" for key, value in result.items()))
     left = {key: result[key] for key in ("keys", "bytes", "processes") if result[key]}
     if left:
-        raise Failed(f"left behind: {', '.join(f'{count} {what}' for what, count in left.items())}")
+        raise Failed(f"left over: {', '.join(f'{count} {name}' for name, count in left.items())}")
 
 
 @command.command()
@@ -68,10 +68,10 @@ def verify(prompts, samples, max_tokens, config, as_json):
 @click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Per sample.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
-@click.option("--only", "names", multiple=True, help="A disturbance, several times for several; all without.")
+@click.option("--only", "names", multiple=True, help="A disturbance; may be repeated. Default: all.")
 @AS_JSON
 def chaos(prompts, samples, max_tokens, config, names, as_json):
-    """Disturb the pool of a local service under a rollout: no token may change, every sample must end, in time."""
+    """Disturb the pool of a local service during a rollout: no token may change, every sample must end in time."""
     file = load_config(config)
     if file.application.args.pool is None:
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to disturb")
@@ -97,10 +97,10 @@ def _print_chaos(result: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("disturbance", "what was done", "identical", "ended", "counts", "longest waits, ms")
+    table = Table("disturbance", "disturbance", "identical", "ended", "counts", "longest waits, ms")
     for run in result["runs"]:
         counts = "\n".join(f"{name} {count:,}" for name, count in run["counts"].items())
-        waits = "\n".join(f"{what} {bucket}" for what, bucket in run["longest_wait_ms"].items())
+        waits = "\n".join(f"{name} {bucket}" for name, bucket in run["longest_wait_ms"].items())
         table.add_row(run["name"], run["done"], str(run["identical"]), str(run["samples_ended"]), counts, waits)
     Console().print(table)
 
@@ -118,7 +118,7 @@ def _print(view) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("what", "value", title="KV pool" if view.status else f"KV pool: down ({view.problem})")
+    table = Table("figure", "value", title="KV pool" if view.status else f"KV pool: down ({view.problem})")
     for name, value in (view.status or {}).items():
         for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
             table.add_row(f"{name} {key}".strip(), json.dumps(inner))

@@ -1,4 +1,4 @@
-"""`tailrace profile`: what a step of the configured engine, or of its draft model, costs on this machine."""
+"""`tailrace profile`: the cost of a step of the configured engine, or of its draft model, on this machine."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,13 @@ from tailrace.app.errors import BadInput
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
-@click.option("--drafter", is_flag=True, help="Of the draft model, `args.drafter`, instead of the engine.")
+@click.option("--drafter", is_flag=True, help="Profile the draft model, `args.drafter`, instead of the engine.")
 @click.option(
-    "--context", type=click.IntRange(min=0), default=512, show_default=True, help="Tokens, for `draft_models: planned`."
+    "--context",
+    type=click.IntRange(min=0),
+    default=512,
+    show_default=True,
+    help="Tokens, for `draft_models: planned`.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Also write the JSON to this file.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")

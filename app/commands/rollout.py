@@ -1,4 +1,4 @@
-"""`tailrace rollout`: prompts from a file in, grouped samples out; run again, it does only what is missing."""
+"""`tailrace rollout`: prompts from a file in, grouped samples out. A second run makes the missing groups alone."""
 
 import asyncio
 import contextlib

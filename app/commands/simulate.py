@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ TRACE_CLUSTER = "das-7b-16k"
 """Where a trace is rolled out: one node, a replica on each GPU."""
 
 SHOWN = ("system", "throughput", "tail", "makespan s", "tail s", "of bound")
-"""Columns of the table: what fits a terminal. All figures are in the JSON and on the page."""
+"""Columns of the table, which fit a terminal. All figures are in the JSON and on the page."""
 
 
 class ExtraSystems(NamedTuple):
@@ -39,9 +39,9 @@ NO_EXTRA = ExtraSystems({})
 @click.option("--workload", default="moonlight", show_default=True,
               help="A paper's set-up by name, or a file: a set-up, or recorded rollouts (.jsonl, .gz).")  # fmt: skip
 @click.option("--acceptance", type=click.Choice(["table", "replay"]), default="table", show_default=True,
-              help="Which drafts are right: by a measured table, or by an engine's own index.")  # fmt: skip
+              help="Source of accepted drafts: a measured table, or an engine's own index.")  # fmt: skip
 @click.option("--cluster", default=None, help=f"The set-up on whose cluster a trace runs.  [default: {TRACE_CLUSTER}]")
-@click.option("--tokenizer", default="demo", show_default=True, help="Of a trace: a model's folder, or demo.")
+@click.option("--tokenizer", default="demo", show_default=True, help="Tokenizer of a trace: a model's folder, or demo.")
 @click.option("--compare", default=f"verl,{CONFIGURED}", show_default=True, help="Systems; the first is the baseline.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Draws of the workload.")
@@ -51,14 +51,14 @@ NO_EXTRA = ExtraSystems({})
 @click.option("--check", is_flag=True, help="Verify the laws at every event.")
 @click.option("--report", type=click.Path(path_type=Path), default=None, help="Also write one HTML page, of seed 0.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Also write the JSON to this file.")
-@click.option("--list", "listing", is_flag=True, help="What there is to choose from, and what a workload assumes.")
+@click.option("--list", "listing", is_flag=True, help="List the choices, and the assumptions of a workload.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(**options):
     """Roll out a paper's workload by several systems on a modelled cluster, with the live decision code.
 
-    Ratios are to the first system, seed by seed: [mean, least, greatest]. `config` is the policies of --config.
-    Of recorded rollouts the last checkpoint is rolled out, with those before it as history. By `--acceptance replay`
-    every draft is really made and compared, which takes 0.1 to 0.2 ms a verification on this side of the model.
+    Ratios are to the first system, seed by seed: [mean, min, max]. `config` names the policies of --config.
+    Of recorded rollouts the last checkpoint is rolled out, with the earlier ones as history. With `--acceptance replay`
+    every draft is really made and compared, which takes 0.1 to 0.2 ms of real time per verification.
     """
     run(NO_EXTRA, **options)
 
@@ -67,7 +67,7 @@ def run(
     extra: ExtraSystems, *, workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, check,
     report, out, listing, as_json,
 ):  # fmt: skip
-    """Run the command, with `extra` systems to compare beside the product's own."""
+    """Run the command, with `extra` systems besides the product's own."""
     from tailrace.app.simulator.report import ratios
 
     trace = Path(workload) if workload.endswith(TRACES) else None
@@ -231,7 +231,7 @@ def _list(scenario, extra: ExtraSystems, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    known, figures = Table("system", "what it does"), Table("figure", "value", "from", title=scenario.about)
+    known, figures = Table("system", "about"), Table("figure", "value", "from", title=scenario.about)
     for row in systems.items():
         known.add_row(*row)
     for note in notes:
@@ -253,5 +253,15 @@ def _print(result: dict) -> None:
         table.add_row(*(row[column] for column in shown))
     console = Console()
     console.print(table)
-    for key, (low, high) in result["claims"].items():
-        console.print(f"claimed: {key.replace('_', ' ')} {low:g} to {high:g}", highlight=False)
+    for key, claim in result["claims"].items():
+        console.print(claim_line(key, claim, result), highlight=False)
+
+
+def claim_line(key: str, claim: Sequence[float], result: dict) -> str:
+    """A paper's claim in words, with the mean ratio of each compared system if the result has that ratio."""
+    low, high = claim
+    said = f"claimed: {key.replace('_', ' ')} {low:g}" + (f" to {high:g}" if low != high else "")
+    found = result.get(key)
+    ratios = {name: ratio for name, ratio in found.items() if ratio} if isinstance(found, dict) else {}
+    ours = [f"{name} {ratio[0]:.2f}" for name, ratio in ratios.items() if name != result["baseline"]]
+    return said + (f"; here: {', '.join(ours)}" if ours else "")

@@ -1,4 +1,4 @@
-"""`tailrace timeline`: what every replica did in a recorded run, as a page, a picture or figures."""
+"""`tailrace timeline`: the activity of every replica in a recorded run, as a page, a picture or figures."""
 
 import gzip
 import json
@@ -14,12 +14,12 @@ KINDS = (".html", ".png")
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Draw it there: x.html, or x.png.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="File of the drawing: x.html, or x.png.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(run, out, as_json):
-    """Replicas as rows, and what each did over time: which sample, where it moved, who won each race.
+    """Draw a recorded run: replicas as rows, with samples, moves and won races over time.
 
-    RUN is what `rollout --journal` wrote, or that gzipped. Without --out only the figures are shown.
+    RUN is a file of `rollout --journal`, plain or gzipped. Without --out only the figures are shown.
     """
     from tailrace.app.timeline.figures import figures
     from tailrace.app.timeline.record import record
@@ -30,7 +30,7 @@ def command(run, out, as_json):
     try:
         recorded = record(_lines(run))
     except ValueError as error:
-        raise BadInput(f"{run}: {error}; give what `rollout --journal` wrote") from error
+        raise BadInput(f"{run}: {error}; give a file of `rollout --journal`") from error
     found = bands(recorded)
     said = figures(recorded, found)
     if out is not None:

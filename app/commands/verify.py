@@ -28,13 +28,13 @@ from tailrace.app.files.prompts import read_prompts
     "--only", type=click.Choice(["runs", "update"]), default=None, show_default="both", help="One half of the check."
 )
 @click.option("--runs", "names", multiple=True, metavar="NAME",
-              help="Only the reference and this way to roll out; may be given again.")  # fmt: skip
+              help="Only the reference and this run; may be repeated.")  # fmt: skip
 @click.option("--corrupt", "corrupted", is_flag=True, help="Change one token of the last run: the check must fail.")
 @click.option("--json", "as_json", is_flag=True, help="The certificate as one JSON object, the last line of stdout.")
 def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, corrupted, as_json):
-    """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no KV gets stale.
+    """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
 
-    All of it takes some twenty minutes on two cores, most of it decoding; fewer or shorter samples take less.
+    The whole check takes about twenty minutes on two cores, mainly for decoding; fewer or shorter samples take less.
     """
     file = load_config(config)
     sampling = {"temperature": 1.0}
@@ -66,7 +66,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
 
 
 def _chosen(names: tuple[str, ...]) -> list:
-    """The runs of these names behind the reference; all when none is named."""
+    """The runs of these names, after the reference; all if none is named."""
     from tailrace.app.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
@@ -102,7 +102,7 @@ def _fail_where_it_differs(result: dict) -> None:
         at = update["first_difference"]
         where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
         raise Failed(
-            f"after the update {update['samples']} samples went on, {update['old_kv_hit_tokens']} tokens of old KV "
+            f"after the update {update['samples']} samples continued, {update['old_kv_hit_tokens']} tokens of old KV "
             f"were read, and tokens {'differ' if at else 'agree'}{where}"
         )
 

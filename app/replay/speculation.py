@@ -96,7 +96,7 @@ class Replayed:
 
     def _open(self, chunk: SimulatedChunk) -> _Running:
         sample, at = chunk.sample, chunk.generated
-        group_id = sample.family.group.group_id
+        group_id = sample.progress.group.group_id
         prompt, answers, _ = recorded = self._recorded[group_id]
         answer, end = answers[sample.index], sample.made + chunk.tokens
         # Where the sample ends by itself, its chunk was to be longer; nobody knew.

@@ -1,4 +1,4 @@
-"""What a run's curves are made of: points over simulated seconds. The page draws them."""
+"""Points of a run's curves over simulated seconds. The page draws them."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ def ended_share(ended: Sequence[Ended]) -> list[tuple[float, float]]:
     return [(0.0, 0.0), *((at_s, (index + 1) / len(ends)) for index, at_s in enumerate(ends))]
 
 
-def last_of(points: Sequence[tuple[float, float]], least: float) -> list[tuple[float, float]]:
-    """Of a curve that only grows, what lies at or above `least`, and the last point below it, raised to it."""
-    first = bisect_left(points, least, key=lambda point: point[1])
-    return [*((x, least) for x, _ in points[max(0, first - 1) : first]), *points[first:]]
+def last_of(points: Sequence[tuple[float, float]], low: float) -> list[tuple[float, float]]:
+    """The part of a growing curve at or above `low`, and the last point below it, raised to it."""
+    first = bisect_left(points, low, key=lambda point: point[1])
+    return [*((x, low) for x, _ in points[max(0, first - 1) : first]), *points[first:]]
 
 
 def acceptance(spans: Sequence[Span], horizon_s: float, looks: int = LOOKS) -> list[tuple[float, float]]:

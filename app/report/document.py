@@ -12,15 +12,17 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 
+from tailrace.app.report.palette import style
+
 WEB = Path(__file__).parent / "web"
-"""The style sheet and the script, in parts."""
+"""The style sheet but for its colours, and the script, in parts."""
 
 SCRIPTS = ("spans.js", "drawing.js", "pointing.js")
 """Parts of one script, in this order; they share one scope."""
 
 
 def document(title: str, body: str, data: dict | None) -> str:
-    """The whole text. `body` is markup; `data`: what its timelines draw, as `timelines` gives it; None: it has none."""
+    """The whole text. `body` is markup; `data`: the spans of its timelines, by `timelines`, or None without one."""
     script = _script()
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -29,7 +31,7 @@ def document(title: str, body: str, data: dict | None) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n"
+        f"<title>{escape(title)}</title>\n<style>{style()}{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"</main>\n{scripts if data else ''}</body>\n</html>\n"
     )
 
@@ -59,13 +61,13 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def panel(index: int, said: str) -> str:
-    """The place of the timeline of the data block's run number `index`; `said`: what it shows, in words."""
+    """The place of the timeline of the data block's run number `index`; `said`: its content, in words."""
     canvas = f'<canvas id="run{index}" tabindex="0" role="img" aria-label="{escape(said)}"></canvas>'
     return f'<div class=stack>{canvas}<canvas class=over aria-hidden="true"></canvas></div>'
 
 
 def interactive(said: str, key: str, panels: Sequence[str]) -> str:
-    """Timelines with what the script needs around them. `key` and `panels` are markup."""
+    """Timelines with the elements that the script needs. `key` and `panels` are markup."""
     options = "".join(f'<option value="{one}">{one}</option>' for one in ("sample", "role"))
     return (
         f"<p class=soft>{escape(said)} Click a span to mark its sample, drag to zoom. Keys on a timeline: arrows go "

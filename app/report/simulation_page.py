@@ -17,8 +17,8 @@ SECONDS = "seconds"
 
 
 def page(title: str, runs: Mapping[str, SimulatedRun], comparison: dict | None, notes: Sequence[str]) -> str:
-    """The page, as text. `runs`: one of each system, whose timelines and curves are drawn; `comparison`: what
-    report.compare said over several seeds; without it these runs are compared, the first the baseline.
+    """The page, as text. `runs`: one of each system, whose timelines and curves are drawn. `comparison`: the result of
+    `report.compare` over several seeds; without it these runs are compared, the first as the baseline.
 
     Raises ValueError without runs, or for runs of several workloads.
     """
@@ -65,17 +65,17 @@ def _headline(comparison: dict) -> str:
     if tail:
         words.append(f"the tail {tail[0]:.2f} × shorter")
     if bound is not None:
-        words.append(f"{percent(bound)} of what the lower bound allows")
+        words.append(f"{percent(bound)} of the throughput that the lower bound allows")
     return f"<p class=headline>{', '.join(words)}</p>"
 
 
 def _ratio_bars(comparison: dict, colours: Colours) -> str:
-    """Throughput, tail and makespan of each system; whiskers from the least to the greatest seed."""
+    """Throughput, tail and makespan of each system; whiskers from the min to the max over the seeds."""
     baseline, charts = escape(comparison["baseline"]), []
     for key, said in (("throughput_ratio", "Throughput"), ("tail_ratio", "Tail, how much shorter")):
         found = {name: ratio for name, ratio in comparison[key].items() if ratio}
         items = [Bar(name, ratio[0], f"{ratio[0]:.2f} ×", (ratio[1], ratio[2])) for name, ratio in found.items()]
-        caption = "Whiskers: the least and the greatest of the seeds." if len(comparison["seeds"]) > 1 else ""
+        caption = "Whiskers: min and max over the seeds." if len(comparison["seeds"]) > 1 else ""
         charts.append(figure(f"{said}, against {baseline}", caption, bars(items, "times the baseline", colours, 1.0)))
     spans = [_makespan_bar(name, comparison["mean"][name], comparison["systems"][name]) for name in comparison["mean"]]
     caption = (

@@ -2,7 +2,7 @@
 
 A page carries at most MOST_SPANS spans, shared evenly by its runs. Of a run with more, spans of one sample and role
 that touch on a replica are joined; of those the longest are kept, and the page says how much of all span time they
-hold. Times are in 65,535ths of the longest makespan, so that all runs share one axis; spans stand by replica, so that
+hold. Times are in 65,535ths of the longest makespan, so that all runs share one axis; spans are sorted by replica, and
 `offsets` finds a replica's.
 """
 
@@ -15,17 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.app.report import palette
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.types import SimulatedRun, Span
 
 MOST_SPANS = 150_000
 """Of 19 bytes each: 3.8 MB of base64. With notes 23."""
 
-ROLES = ("generate", "prefill", "fetch", "race", "draft", "won", "lost")
+ROLES = palette.SPANS
 """In the order of the style sheet's colours r0 to r6; another role has r7."""
 
-BANDS = ("generate", "prefill", "race", "draft", "closing", "idle")
-"""What a replica as a whole can be doing; the style sheet has b0 to b5."""
+BANDS = palette.STRIPS
+"""Activities of a whole replica; the style sheet has b0 to b5."""
 
 TICKS = 65_535
 
@@ -41,8 +42,8 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a page may show of a run beside its spans: a row for each of `names`, whose numbers are the spans' replicas;
-    what each replica did; when the run's tails were (begin_s, end_s), and the ids of the samples that ended in them."""
+    """Parts of a run's timeline besides its spans: a row for each of `names`, whose numbers are the spans' replicas;
+    the activity of each replica; the run's tails (begin_s, end_s), and the ids of the samples that ended in them."""
 
     names: Sequence[str]
     bands: Sequence[Band]
@@ -88,7 +89,7 @@ def longest_makespan_s(runs: Mapping[str, SimulatedRun]) -> float:
 
 
 def drawable(runs: Mapping[str, SimulatedRun], most: int = MOST_SPANS) -> dict[str, list[Span]]:
-    """At most `most` spans of all runs together, by the rule at the head of this file, by replica and then by time."""
+    """Max `most` spans of all runs together, by the rule at the head of this file, by replica and then by time."""
     gap_s = longest_makespan_s(runs) / TICKS
     return {name: _drawable(run.spans, most // len(runs), gap_s) for name, run in runs.items()}
 
@@ -156,7 +157,7 @@ def _rows(rows: Rows, spans: Sequence[Span], horizon_s: float) -> dict:
 
 
 def _offsets(replicas: Iterable[int], items: Sequence[Span] | Sequence[Band]) -> list[int]:
-    """Where each replica's begin among items that stand by replica; and how many there are."""
+    """The index of each replica's first item among items sorted by replica, and the number of items."""
     held = Counter(item.replica for item in items)
     return [0, *accumulate(held[replica] for replica in replicas)]
 

@@ -25,8 +25,8 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
 
 
 def sources_of(spans: Sequence[Span]) -> list[int | None]:
-    """For each span the place of the one on another replica that its sample continued from or, where that was under
-    way, that it copies; None: there is none. What lost a race is where no sample continues."""
+    """For each span the place of the one on another replica that its sample continued from, or that it copies if that
+    was under way; None without one. No sample continues from a loser of a race."""
     found: list[int | None] = [None] * len(spans)
     first = kept = None  # the one that others copy; the last that did not lose
     for place in sorted(range(len(spans)), key=lambda at: (spans[at].sample_id, spans[at].begin_s, at)):

@@ -1,7 +1,7 @@
 """Charts as inline SVG: curves, a histogram, bars with whiskers. Axes have units and round ticks; no more is drawn.
 
 A chart is W x H user units, scales with the page, takes its colours from classes s0 to s6 of the page's style sheet,
-and says in words (aria-label) what it shows. All text that comes from outside is escaped here.
+and says its content in words (aria-label). All text that comes from outside is escaped here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from html import escape
 from math import floor, log10
 
+from tailrace.app.report.palette import SERIES
+
 Points = Sequence[tuple[float, float]]
 Colours = Mapping[str, str]
 """Classes of the style sheet by system, so that a system looks the same in every chart."""
 
 W, H = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
-COLOURS = 7
-"""Of the style sheet; the eighth system has the first colour again, with a dashed line."""
+COLOURS = len(SERIES)
+"""Of the palette; the eighth system has the first colour again, with a dashed line."""
 
 BINS = 280
 """Columns of a curve: about two pixels each."""
@@ -50,7 +52,7 @@ def short(value: float) -> str:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` + 1 multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    """Max `most` + 1 multiples of 1, 2 or 5 times a power of ten, from low to high."""
     if high <= low:
         return [low]
     rough = (high - low) / most
@@ -61,8 +63,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Points, high_x: float, bins: int = BINS) -> list[tuple[float, float]]:
-    """Real points only: of each of `bins` equal stretches of x the first, least, greatest and last, in their order. So
-    no peak is lost."""
+    """Real points only: of each of `bins` equal stretches of x the first, min, max and last, in their order, so that no
+    peak is lost."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(min(bins - 1, int(point[0] / high_x * bins)) if high_x else 0, []).append(point)
@@ -74,7 +76,7 @@ def thinned(points: Points, high_x: float, bins: int = BINS) -> list[tuple[float
 
 
 Reach = tuple[float, float, str]
-"""An axis before it has a place: its least and greatest value, its label with the unit."""
+"""An axis before it has a place: its min and max value, its label with the unit."""
 
 
 def curves(
@@ -118,7 +120,7 @@ def histogram(values: Sequence[float], label: str, count_label: str, bins: int =
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`whisker`: its least and greatest; `part`: its last stretch, drawn darker; `mark`: a line across it."""
+    """`whisker`: its min and max; `part`: its last stretch, drawn darker; `mark`: a line across it."""
 
     name: str
     value: float

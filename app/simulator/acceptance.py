@@ -40,8 +40,7 @@ class Chances(Protocol):
 
 @dataclass(frozen=True)
 class AcceptanceTable:
-    """Chances from a measured table at `drafts` drafts. `branches` are (paths, tokens per verification) of several
-    paths verified at once, with the most mates of the table.
+    """Chances from a measured table at `drafts` drafts.
 
     Between measurements the log odds are linear in log2(1 + evidence). Raises ValueError for an empty table, tokens
     that no chance gives (1 to 1 + drafts), or tokens that fall as the evidence grows.
@@ -50,7 +49,6 @@ class AcceptanceTable:
     table: tuple[Measured, ...]
     drafts: int = 8
     answer_share: float = HISTORY_SHARE
-    branches: tuple[tuple[int, float], ...] = ()
     _at: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _odds: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -80,24 +78,6 @@ class AcceptanceTable:
         """See Chances. What the sample itself has does not count: the table's figures are means over whole samples."""
         answers = sum(len(lengths) for lengths in group.past_lengths[:epochs])
         return self.mean_chance(self.evidence(mates, answers), group.predictability)
-
-    def branch_factor(self, paths: int) -> float:
-        """By what the odds grow when `paths` paths are verified together (and cost that many times the tokens).
-
-        Linear in log2(paths) between the measured ones; 1 where none was measured; as at the end beyond them.
-        """
-        points = [(0.0, 0.0)]
-        for count, tokens in sorted(self.branches):
-            points.append((math.log2(count), _log_odds(chance_for(tokens, self.drafts)) - self._most_mates()))
-        x = math.log2(paths)
-        for (a, low), (b, high) in pairwise(points):
-            if x <= b:
-                return math.exp(low + (high - low) * (x - a) / (b - a))
-        return math.exp(points[-1][1])
-
-    def _most_mates(self) -> float:
-        row = max((row for row in self.table if not row.answers), key=lambda row: row.mates, default=self.table[-1])
-        return _log_odds(chance_for(row.tokens, self.drafts))
 
 
 @dataclass(frozen=True)
@@ -160,13 +140,3 @@ def aimd_share(chance: float, start: int = 2, step: int = 2, most: int = 32) -> 
 
 def _log_odds(chance: float) -> float:
     return math.log(chance / (1 - chance))
-
-
-AMC_TRACE = AcceptanceTable(
-    table=(
-        Measured(0, 0, 1.759), Measured(1, 0, 2.135), Measured(3, 0, 2.452), Measured(7, 0, 2.746),
-        Measured(15, 0, 3.016), Measured(0, 8, 2.736), Measured(0, 16, 2.951), Measured(7, 16, 3.104),
-    ),
-    branches=((4, 3.821),),
-)  # fmt: skip
-"""Measured by `tailrace bench drafts` with this project's draft index: AMC-2023 rollouts at temperature 0.6."""

@@ -30,24 +30,24 @@ class FreedKv(NamedTuple):
 class SimulatedSample:
     """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds."""
 
-    __slots__ = ("begun", "chunks", "drafted", "draws", "family", "index", "length", "made", "mark", "moves",
-                 "preemptions", "recomputed", "replica", "sample_id", "stored", "submitted_s",
+    __slots__ = ("begun", "chunks", "drafted", "draws", "freed_kv", "index", "length", "made", "moves",
+                 "preemptions", "progress", "recomputed", "replica", "sample_id", "stored", "submitted_s",
                  "verifications")  # fmt: skip
 
-    def __init__(self, family: GroupProgress, index: int, submitted_s: float):
-        self.family, self.index, self.submitted_s = family, index, submitted_s
-        self.sample_id = f"{family.group.group_id}#{index}"
-        self.length = family.group.lengths[index]
+    def __init__(self, progress: GroupProgress, index: int, submitted_s: float):
+        self.progress, self.index, self.submitted_s = progress, index, submitted_s
+        self.sample_id = f"{progress.group.group_id}#{index}"
+        self.length = progress.group.lengths[index]
         self.begun = False
         self.made = self.stored = self.chunks = self.moves = self.preemptions = self.recomputed = self.draws = 0
         self.verifications = self.drafted = 0.0
-        self.mark: FreedKv | None = None
+        self.freed_kv: FreedKv | None = None
         self.replica = None  # where its last chunk ran, or runs
 
     def take(self, chunk: "SimulatedChunk") -> None:
         """A chunk of it has stopped, and counts."""
         self.made += int(chunk.made)
-        self.stored, self.mark, self.replica = chunk.stored, chunk.mark, chunk.replica
+        self.stored, self.freed_kv, self.replica = chunk.stored, chunk.freed_kv, chunk.replica
         self.verifications += chunk.verifications
         self.drafted += chunk.drafted
 
@@ -62,10 +62,11 @@ class SimulatedChunk:
     that it races with. Nothing that it does is its sample's before `Sample.take`.
     """
 
-    __slots__ = ("aborted", "accepted_last", "begin_made", "begin_s", "begin_step", "chunk_id", "class_starts",
-                 "context", "cost", "drafted", "drafted_last", "end_step", "expected_tokens", "keeps", "made", "mark",
-                 "method", "over", "part", "prefill", "pulled", "rate", "replica", "running", "sample", "serial",
-                 "since", "slot", "start", "stored", "tokens", "verifications", "verified")  # fmt: skip
+    __slots__ = ("aborted", "accepted_last", "begin_made", "begin_s", "begin_step", "chunk_id",
+                 "class_starts", "context", "cost", "drafted", "drafted_last", "end_step",
+                 "expected_tokens", "freed_kv", "keeps", "made", "method", "over", "part", "prefill",
+                 "pulled", "rate", "replica", "running", "sample", "serial", "since", "slot", "start",
+                 "stored", "tokens", "verifications", "verified")  # fmt: skip
 
     def __init__(
         self, chunk_id: str, sample: SimulatedSample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]
@@ -73,7 +74,7 @@ class SimulatedChunk:
         self.chunk_id, self.sample, self.tokens = chunk_id, sample, tokens
         self.expected_tokens, self.class_starts = expected_tokens, class_starts
         self.start, self.stored, self.replica = sample.made, sample.stored, sample.replica
-        self.context = sample.family.group.prompt_tokens + self.start  # as it starts
+        self.context = sample.progress.group.prompt_tokens + self.start  # as it starts
         self.prefill = self.pulled = 0
         self.made, self.since, self.rate, self.cost, self.part = 0.0, 0, 1.0, 1.0, 1.0
         self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break
@@ -83,7 +84,7 @@ class SimulatedChunk:
         self.method: str | None = None
         self.running = self.aborted = self.over = False
         self.keeps = True
-        self.mark: FreedKv | None = None  # set while it waits to compute again what it lost
+        self.freed_kv: FreedKv | None = None  # set while it waits to compute again what it lost
 
     @property
     def generated(self) -> int:

@@ -72,7 +72,7 @@ class Odds:
     _known: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, method: ModelledMethod, sample: SimulatedSample) -> float:
-        return self.chance(method, sample.family.group, sample.index)
+        return self.chance(method, sample.progress.group, sample.index)
 
     def chance(self, method: ModelledMethod, group: WorkloadGroup, index: int) -> float:
         name = f"{method.name}\0{group.group_id}#{index}"

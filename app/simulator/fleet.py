@@ -134,10 +134,10 @@ class ModelledFleet:
         """How a chunk that starts comes by the KV of its context: what its replica still has, or shares with a mate;
         then the pool's, if enough to be worth it; the rest it computes. Returns the seconds of the pull."""
         sample, replica, model = chunk.sample, chunk.replica, self.model
-        here = replica.cached(chunk.context, sample.mark, now)
-        if sample.family in replica.prompts:
-            here = max(here, sample.family.group.prompt_tokens)
-        replica.prompts.add(sample.family)
+        here = replica.cached(chunk.context, sample.freed_kv, now)
+        if sample.progress in replica.prompts:
+            here = max(here, sample.progress.group.prompt_tokens)
+        replica.prompts.add(sample.progress)
         here -= here % model.block_tokens
         gain = chunk.stored - chunk.stored % model.block_tokens - here
         if min_pull_tokens is not None and model.fetch_tokens_s and gain >= max(1, min_pull_tokens):

@@ -175,9 +175,9 @@ class _Host:
         groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
         check_step(self._workload, self._step, self._fleet.room_tokens())
         for group in groups:
-            family = GroupProgress(group, self._step)
+            progress = GroupProgress(group, self._step)
             for index in range(len(group.lengths)):
-                sample = SimulatedSample(family, index, self._now)
+                sample = SimulatedSample(progress, index, self._now)
                 self._samples[sample.sample_id] = sample
         lengths = {sample.sample_id: sample.length for sample in self._samples.values()}
         if self._checks:
@@ -298,7 +298,7 @@ class _Host:
         self._ended.append(
             Ended(
                 sample_id=sample.sample_id,
-                step=sample.family.step,
+                step=sample.progress.step,
                 tokens=sample.made,
                 submitted_s=sample.submitted_s,
                 ended_s=self._now,

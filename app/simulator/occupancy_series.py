@@ -31,8 +31,12 @@ class OccupancySeries:
         return (*(moment for moment in self._kept if moment.at_s < now), self._look(now))
 
     def _thin(self) -> None:
-        kept = self._kept[:1]
-        for moment in self._kept[1:]:
+        begin_s = self._kept[0].at_s
+        first = sum(
+            moment.at_s == begin_s for moment in self._kept
+        )  # chunks run in the last moment of an instant alone
+        kept = [self._kept[first - 1]]
+        for moment in self._kept[first:]:
             if moment.at_s >= kept[-1].at_s + self._gap_s:
                 kept.append(moment)
         self._kept = kept

@@ -34,7 +34,7 @@ class RaceMethods(NamedTuple):
     ways: dict[str, DraftSetup]
 
 
-def racers(
+def race_methods_of(
     scenario: Scenario, model: ReplicaModel, own: str | None, window: int = 0, mates: int = 0, ahead: bool = True
 ) -> RaceMethods:
     """Methods of the scenario on replicas of `model`. Chunks that are no copies draft `window` tokens (0: as many

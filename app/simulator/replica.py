@@ -77,13 +77,13 @@ class ModelledReplica:
         """Tokens of KV that running chunks hold after the step that runs at `now`."""
         return self.context + self._made * self._steps_until(now)
 
-    def cached(self, context: float, mark: FreedKv | None, now: float) -> int:
+    def cached(self, context: float, freed_kv: FreedKv | None, now: float) -> int:
         """Of a context that was freed here, tokens whose KV is not overwritten by then: what lay freed for longest
         goes first, and of one context its end (vLLM's free queue; KV that others take up again is not counted)."""
-        if mark is None or mark.replica != self.index:
+        if freed_kv is None or freed_kv.replica != self.index:
             return 0
-        written = self._written + self._made * self._steps_until(now) - mark.written
-        return max(0, int(context - max(0.0, written - mark.slack)))
+        written = self._written + self._made * self._steps_until(now) - freed_kv.written
+        return max(0, int(context - max(0.0, written - freed_kv.slack)))
 
     def boundary_s(self, now: float) -> float:
         """When the step that runs at `now` is over; `now` where none does."""
@@ -126,7 +126,9 @@ class ModelledReplica:
             self.context = self._made = self._computed = 0.0  # what adding fractions has left over
         chunk.made = min(float(int(chunk.made + ROUNDING)), float(chunk.tokens))
         held = chunk.context + chunk.made
-        chunk.mark = FreedKv(self.index, self._written, max(0.0, self.model.kv_capacity_tokens - self.context - held))
+        chunk.freed_kv = FreedKv(
+            self.index, self._written, max(0.0, self.model.kv_capacity_tokens - self.context - held)
+        )
         chunk.running = False
         self._changes += 1
         self._speculation.drop(chunk)
@@ -159,9 +161,9 @@ class ModelledReplica:
         sample = chunk.sample
         if not sample.begun:
             sample.begun = True
-            sample.family.begun += 1
-        if chunk.mark is not None:  # it was preempted
-            chunk.prefill, chunk.pulled = int(held) - self.cached(held, chunk.mark, self.clock_s), 0
+            sample.progress.begun += 1
+        if chunk.freed_kv is not None:  # it was preempted
+            chunk.prefill, chunk.pulled = int(held) - self.cached(held, chunk.freed_kv, self.clock_s), 0
             sample.recomputed += chunk.prefill
         elif sample.chunks > 1:
             self.clock_s += self.model.join_s

@@ -62,7 +62,10 @@ class LengthFigures(ScenarioModel):
 
 
 class AcceptanceFigures(ScenarioModel):
-    """Rows of (mates, past answers, tokens per verification) at `drafts` drafts; of (paths, tokens) in `branches`."""
+    """Rows of (mates, past answers, tokens per verification) at `drafts` drafts.
+
+    `branches`: rows of (paths verified at once, tokens per verification), listed as evidence and not simulated.
+    """
 
     drafts: Known[Count]
     table: Known[Rows]
@@ -70,7 +73,7 @@ class AcceptanceFigures(ScenarioModel):
 
     def chances(self) -> AcceptanceTable:
         table = tuple(Measured(*row) for row in self.table.value)
-        return AcceptanceTable(table, self.drafts.value, branches=self.branches.value if self.branches else ())
+        return AcceptanceTable(table, self.drafts.value)
 
 
 class MethodFigures(ScenarioModel):

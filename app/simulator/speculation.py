@@ -151,10 +151,10 @@ class Policied:
 
     def _chance(self, chunk: SimulatedChunk) -> float:
         sample = chunk.sample
-        family = sample.family
-        group = family.group
+        progress = sample.progress
+        group = progress.group
         chance = self._acceptance.chance(
-            group, sample.index, chunk.generated, family.begun - 1, len(group.past_lengths)
+            group, sample.index, chunk.generated, progress.begun - 1, len(group.past_lengths)
         )
         return min(max(chance, 0.0), MOST_CHANCE)
 
@@ -163,7 +163,7 @@ class Policied:
         noise = b""
         for chunk in chunks:
             sample = chunk.sample
-            name = f"{self._seed}\0{sample.family.step}\0{sample.sample_id}\0{sample.draws}"
+            name = f"{self._seed}\0{sample.progress.step}\0{sample.sample_id}\0{sample.draws}"
             noise += blake2b(name.encode(), digest_size=8 * rounds).digest()
             sample.draws += 1
         uniform = (np.frombuffer(noise, "<u8").reshape(-1, rounds) + 0.5) / 2.0**64

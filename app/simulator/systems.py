@@ -16,7 +16,7 @@ from tailrace.app.simulator.bounds import bounds
 from tailrace.app.simulator.decoupled import Odds
 from tailrace.app.simulator.hardware import replica_model
 from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.race_methods import RaceMethods, RacingSpeculation, racers
+from tailrace.app.simulator.race_methods import RaceMethods, RacingSpeculation, race_methods_of
 from tailrace.app.simulator.scenario import Scenario
 from tailrace.app.simulator.speculation import Speculation, by_policy
 from tailrace.app.simulator.types import Cluster, SimulatedRun, Workload, WorkloadGroup
@@ -131,19 +131,21 @@ class Sees:
         return self.chances.chance(group, index, generated, mates, epochs)
 
 
-def _beside(own: Callable[[int], Speculation], racers: RaceMethods, odds: Odds, index: int) -> RacingSpeculation:
-    return RacingSpeculation(own(index), racers.own, racers.ways, odds)
+def _with_races(
+    own: Callable[[int], Speculation], race_methods: RaceMethods, odds: Odds, index: int
+) -> RacingSpeculation:
+    return RacingSpeculation(own(index), race_methods.own, race_methods.ways, odds)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all systems of a comparison share. `chances`: None: nobody can draft; `racers`: None: nobody can race."""
+    """Common parts of all systems of a comparison. `chances` is None without drafts, `race_methods` without races."""
 
     workload: Workload
     cluster: Cluster
     chunk_tokens: int
     chances: Chances | None
-    racers: RaceMethods | None = None
+    race_methods: RaceMethods | None = None
 
     @classmethod
     def of(cls, scenario: Scenario, seed: int, steps: int = 1) -> "Setup":
@@ -152,7 +154,7 @@ class Setup:
         cluster = Cluster(model, scenario.replicas, scenario.replicas_per_node)
         index = scenario.drafting()[0]
         mates = scenario.samples.value - 1
-        able = racers(scenario, model, index.name, mates=mates, ahead=False) if scenario.methods else None
+        able = race_methods_of(scenario, model, index.name, mates=mates, ahead=False) if scenario.methods else None
         return cls(scenario.workload(seed, steps), cluster, scenario.chunk_tokens.value, index.acceptance, able)
 
     def run(
@@ -173,11 +175,11 @@ class Setup:
         drafts = policies.drafting.max_draft_tokens if self.chances is not None else 0
         sees, best, odds = Sees(self.chances, chosen.evidence) if drafts else None, self.chances, Odds(seed)
         if chosen.races:
-            if self.racers is None:
+            if self.race_methods is None:
                 raise ValueError(f"{name}: {self.workload.name} names no draft model to race with")
-            policies, ways = policies.model_copy(update={"racing": self.racers.policy}), self.racers.ways
+            policies, ways = policies.model_copy(update={"racing": self.race_methods.policy}), self.race_methods.ways
             own = by_policy(policies.drafting, sees, self.cluster.replica.step, seed)
-            speculation = partial(_beside, own, self.racers, odds)
+            speculation = partial(_with_races, own, self.race_methods, odds)
             best = BestOf([ModelledMethod("own", self.chances), *(odds.facing(way.method) for way in ways.values())])
             drafts = max(drafts, *(way.window for way in ways.values()))
         run = simulate(

@@ -1,1 +1,1 @@
-"""`tailrace timeline`: what a recorded run did, replica by replica, as figures, a page and a picture."""
+"""`tailrace timeline`: a recorded run, replica by replica, as figures, a page and a picture."""

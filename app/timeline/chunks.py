@@ -15,7 +15,7 @@ OWNER = "owner"
 
 
 class ReplicaLifetime(NamedTuple):
-    """A replica was up from begin_s to end_s. `closing_s`: when it was told that it would go; None: never."""
+    """A replica was up from begin_s to end_s. `closing_s`: when it began to close, or None if it never did."""
 
     begin_s: float
     end_s: float
@@ -26,11 +26,11 @@ class ReplicaLifetime(NamedTuple):
 class RecordedChunk:
     """One chunk on one replica, which is a number: its place in the order of joining.
 
-    `silent_s`: the last look at which it had made no token yet (begin_s: there was none, so that it may have been
-    silent for up to a look longer than this says); `seen`: a later look saw tokens. `race`: the id of the chunk that it
+    `silent_s`: the last report in which it had no token yet (begin_s: there was none, so that it may have been
+    silent for up to one report longer); `seen`: a later report had tokens. `race`: the id of the chunk that it
     races with, its own if others copy it; None outside races. `won`: None while a race is undecided. `end`: stop,
     length, aborted, failed, lost, or running where the journal ends before it does; `error`: why it was aborted or
-    failed. `stopping`: it was told to.
+    failed. `stopping`: it was aborted and has not ended yet.
     """
 
     chunk_id: str
@@ -91,8 +91,8 @@ class RecordedChunk:
 class RecordedRace:
     """Chunks that make the same tokens: the first of `runners` was there before the others; `winner` ended first.
 
-    `original`: whose end is the end of the race even if it is told to stop: the first runner or, where that is lost,
-    the copy that took its place; None: there is nobody left who could. A copy that is told to stop gives way.
+    `original`: its end is the end of the race even if it is aborted. It is the first runner, or the copy that took its
+    place if that is lost, or None if no runner is left that could. An aborted copy gives way.
     """
 
     runners: list[RecordedChunk]

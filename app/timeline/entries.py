@@ -1,8 +1,8 @@
-"""A journal's lines as what a core was told and what it answered, in order, whichever core wrote it.
+"""A journal's lines as the events and actions of a core, in order, whichever core wrote it.
 
 A replay needs every field to be as this version writes it (`deployments/coordinator/journal.py`); a timeline needs
-times, ids and tokens. So kinds of entries and fields that nobody asks for are passed on unread, and journals of older
-and newer cores can be drawn. Called by `app/timeline/record.py`.
+times, ids and tokens. So unknown kinds of entries and unused fields are passed on unread, and journals of older and
+newer cores can be drawn. Called by `app/timeline/record.py`.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """`fields` of an event or action, as attributes; `now`: when it was told or answered, seconds, monotonic."""
+    """`fields` of an event or action, as attributes; `now`: its time, monotonic seconds."""
 
     line: int
     now: float

@@ -1,4 +1,4 @@
-"""What a recorded run comes to: one mapping, for `--json`, and rows for tables. Times in seconds.
+"""Figures of a recorded run: one mapping, for `--json`, and rows for tables. Times in seconds.
 
 Called by `tailrace timeline` and by the page.
 """
@@ -14,7 +14,7 @@ from tailrace.app.timeline.record import Record
 from tailrace.app.timeline.replica_states import ROLES, role_seconds
 
 TAKEN = ("samples", "tokens", "makespan_s", "tail_s", "tail_share", "tokens_per_s", "replica_s", "chunks", "moves")
-"""Of what the simulator's report says of a run, in its words."""
+"""Keys taken from the simulator's report of a run."""
 
 LONGEST = 12
 """Samples of the table."""
@@ -50,7 +50,7 @@ def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
         tokens[chunk.replica] += chunk.new_tokens
     found = {}
     for index, name in enumerate(record.names):
-        up_s = sum(life.end_s - life.begin_s for life in record.lives[index])
+        up_s = sum(lifetime.end_s - lifetime.begin_s for lifetime in record.lifetimes[index])
         share = round(busy_seconds(spans[index]) / up_s, 4) if up_s else None
         roles = {role: round(seconds[index, role], 3) for role in ROLES}
         found[name] = {"up_s": round(up_s, 3), "busy_share": share, "tokens": tokens[index], **roles}
@@ -69,7 +69,7 @@ def unended(record: Record) -> int:
 
 
 def longest(record: Record) -> list[list[str]]:
-    """The samples with most tokens, as a table with its heads."""
+    """The samples with the max tokens, as a table with its heads."""
     table = [["sample", "tokens", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
     ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
     for sample_id, sample in ordered[:LONGEST]:
@@ -88,7 +88,7 @@ def longest(record: Record) -> list[list[str]]:
 
 
 def _ran_on(record: Record, sample: RecordedSample) -> str:
-    """Replicas in their order, a stay each; a copy is named with its method behind a `+`."""
+    """Replicas in their order, a stay each; a copy is named after a `+`, with its method."""
     stays: list[str] = []
     for chunk in sample.chunks:
         name = record.names[chunk.replica]

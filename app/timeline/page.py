@@ -1,7 +1,7 @@
-"""The page of a recorded run: replicas as rows with what each did, samples and replicas over time, the longest samples.
+"""The page of a recorded run: replicas as rows with their activity, curves over time, the longest samples.
 
-Drawn by the simulator's own parts (`app/report/document.py`, `timelines.py`, `pictures.py`), so a live run looks as
-a simulated one does. `tailrace timeline RUN --out x.html` writes it.
+Drawn by the simulator's own parts (`app/report/document.py`, `span_columns.py`, `svg_charts.py`), so a live run looks
+like a simulated one. `tailrace timeline RUN --out x.html` writes it.
 """
 
 from html import escape
@@ -27,7 +27,7 @@ MOST_RACES, MOST_REPLICAS = 20, 64
 
 SIGNS = (
     "★: won a race",
-    "×, hatched: lost it, or nobody won",
+    "×, hatched: lost it, or undecided",
 )
 
 
@@ -42,7 +42,7 @@ def page(title: str, record: Record, bands: list[Band], said: dict) -> str:
         _over_time(record),
         f"<h2>The longest samples</h2>{table(longest(record), left=(7, 8))}",
         _races(said),
-        f"<h2>What each replica did</h2>{_roles(said)}",
+        f"<h2>Activity of each replica</h2>{_roles(said)}",
     ]
     return document(
         title,
@@ -52,7 +52,7 @@ def page(title: str, record: Record, bands: list[Band], said: dict) -> str:
 
 
 def notes(record: Record, said: dict) -> list[str]:
-    """What a reader must know of the journal."""
+    """Limits of the journal that a reader must know."""
     found = []
     if said["dropped_entries"]:
         found.append(f"The journal was full: its last {said['dropped_entries']:,} entries were not kept.")
@@ -62,7 +62,7 @@ def notes(record: Record, said: dict) -> list[str]:
 
 
 def rows_of(record: Record, bands: list[Band]) -> Rows:
-    """What the timeline shows beside spans."""
+    """The parts of the timeline besides spans."""
     ended = record.run.ended
     steps = sorted({sample.step for sample in ended})
     began = dict(zip(steps, tails(ended), strict=True))

@@ -8,6 +8,8 @@ from colorsys import hls_to_rgb
 from pathlib import Path
 
 from tailrace.app.report.curves import over_moments
+from tailrace.app.report.figures import new_figure, save
+from tailrace.app.report.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
 from tailrace.app.report.span_columns import Band, drawable
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.report import number, percent, summary, tails
@@ -15,18 +17,6 @@ from tailrace.app.simulator.types import Span
 from tailrace.app.timeline.page import MOST_SPANS, rows_of
 from tailrace.app.timeline.record import Record
 from tailrace.app.timeline.replica_states import WORDS
-
-COLOURS = {
-    "generate": "#2b7bb9",
-    "prefill": "#e6b800",
-    "race": "#d55e00",
-    "draft": "#009e73",
-    "closing": "#b0006d",
-    "idle": "#d9dde2",
-}
-"""Of the strips: those of the style sheet."""
-
-GONE, TAIL = "#c3c8ce", "#0000001a"
 
 STRIP = 0.07
 """Of a row's height."""
@@ -39,14 +29,11 @@ MOST_NAMED = 40
 
 
 def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> None:
-    from matplotlib.figure import Figure
-
     rows = len(record.names)
     spans = drawable({"run": record.run}, MOST_SPANS)["run"]
     lanes = lanes_of(spans)
     tall = min(14.0, max(2.0, rows * max(0.5, 0.08 * max(lanes, default=0))))
-    figure = Figure(figsize=(14, tall + 3.4), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(tall, 1.8))
+    figure, (above, below) = new_figure(14, tall + 3.4, 2, 1, sharex=True, height_ratios=(tall, 1.8))
     _rows(above, record, bands)
     _spans(above, record, list(bands), spans, lanes)
     _curves(below, record)
@@ -59,30 +46,41 @@ def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> No
         f"shaded), {number(said['replica_s'])} replica-seconds, moves: {said['moves']:,}, races: {len(record.races):,}",
         loc="left",
     )
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def _rows(axes, record: Record, bands: Sequence[Band]) -> None:
-    """What each replica as a whole did: a strip below its samples; where it was not up, its row is filled."""
+    """The activity of each replica: a strip below its samples. Times at which it was not up are filled with grey."""
     from matplotlib.patches import Patch
 
     rows = len(record.names)
-    axes.set(xlim=(0, record.run.makespan_s or 1.0), ylim=(rows, 0), facecolor=GONE)
+    axes.set(xlim=(0, record.run.makespan_s or 1.0), ylim=(rows, 0), facecolor=PAPER)
     every = max(1, -(-rows // MOST_NAMED))
     named = range(0, rows, every)
     axes.set_yticks([row + 0.45 for row in named], [record.names[row] for row in named], fontsize=8)
-    _boxes(axes, [(b.begin_s, b.end_s, b.replica, 0.96) for b in bands], ["white"] * len(bands), 0.2)
+    gone = [(begin_s, end_s, row, 1.0) for row in range(rows) for begin_s, end_s in absences(record, row)]
+    _boxes(axes, gone, [GONE] * len(gone), 0.2)
     strips = [(b.begin_s, b.end_s, b.replica + 0.9 - STRIP / 2, STRIP) for b in bands]
-    _boxes(axes, strips, [COLOURS[b.role] for b in bands], 1)
+    _boxes(axes, strips, [ACTIVITIES[b.role] for b in bands], 1)
     there = {band.role for band in bands}
-    key = [Patch(color=colour, label=WORDS[role]) for role, colour in COLOURS.items() if role in there]
+    key = [Patch(color=ACTIVITIES[role], label=WORDS[role]) for role in STRIPS if role in there]
     key += [Patch(color=GONE, label="not up"), Patch(color=TAIL, label="tail")]
-    key += [Patch(facecolor="white", edgecolor="grey", hatch="////", label="race lost, or undecided")] * bool(
+    key += [Patch(facecolor=PAPER, edgecolor=REFERENCE, hatch="////", label="race lost, or undecided")] * bool(
         record.races
     )
     axes.legend(
         handles=key, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, title="strip of a row", frameon=False
     )
+
+
+def absences(record: Record, row: int) -> list[tuple[float, float]]:
+    """(begin_s, end_s) of each time in the run in which the replica was not up."""
+    found, since_s = [], 0.0
+    for lifetime in record.lifetimes[row]:
+        found.append((since_s, lifetime.begin_s))
+        since_s = lifetime.end_s
+    found.append((since_s, record.run.makespan_s))
+    return [(begin_s, end_s) for begin_s, end_s in found if begin_s < end_s]
 
 
 def _spans(axes, record: Record, bands: list[Band], spans: Sequence[Span], lanes: Sequence[int]) -> None:
@@ -126,15 +124,17 @@ def _colour(place: int, vivid: bool, alpha: float) -> tuple:
 
 
 def _curves(axes, record: Record) -> None:
-    for field, colour in (("running", "#0072b2"), ("waiting", "#d55e00")):
+    for field, colour in (("running", SERIES[1]), ("waiting", SERIES[2])):
         points = over_moments(record.run, field)
         axes.step(*zip(*points, strict=True), where="post", color=colour, label=f"samples {field}", linewidth=1.3)
     axes.set(xlabel="seconds", ylabel="samples", ylim=(0, None))
     up = axes.twinx()
-    up.step(*zip(*over_moments(record.run, "replicas"), strict=True), where="post", color="grey", label="replicas up")
+    up.step(
+        *zip(*over_moments(record.run, "replicas"), strict=True), where="post", color=REFERENCE, label="replicas up"
+    )
     if record.asked:
         asked = [(at_s, replicas) for at_s, replicas, _ in record.asked if at_s <= record.run.makespan_s]
-        up.step(*zip(*asked, strict=True), where="post", color="grey", linestyle=":", label="replicas asked for")
+        up.step(*zip(*asked, strict=True), where="post", color=REFERENCE, linestyle=":", label="replicas asked for")
     most = max(moment.replicas for moment in record.run.moments)
     up.set(ylabel="replicas", ylim=(0, max(4, 1.1 * most)))
     up.yaxis.get_major_locator().set_params(integer=True)

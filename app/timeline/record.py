@@ -1,4 +1,4 @@
-"""What a journal says happened: chunks, samples, races, and the replicas' lives, on a clock that starts at the first
+"""The record of a run by its journal: chunks, samples, races and lifetimes of replicas. Its clock starts at the first
 submission and stops as the last sample ends.
 
 Kinds of entries without a handler here say nothing that a timeline shows. Of a single batch, samples go by their names
@@ -17,14 +17,14 @@ from tailrace.app.timeline.replica_lifetimes import ReplicaLifetimes
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run as it went. Replicas are numbers: places in `names` and `lives`, in the order of joining.
+    """A run as it went. Replicas are numbers: places in `names` and `lifetimes`, in the order of joining.
 
     `asked`: (seconds, replicas that there should be, why). `dropped`: entries that the journal does not hold.
     """
 
     run: SimulatedRun
     names: tuple[str, ...]
-    lives: tuple[tuple[ReplicaLifetime, ...], ...]
+    lifetimes: tuple[tuple[ReplicaLifetime, ...], ...]
     samples: dict[str, RecordedSample]
     chunks: tuple[RecordedChunk, ...]
     races: tuple[RecordedRace, ...]
@@ -33,14 +33,14 @@ class Record:
 
 
 def record(lines: Iterable[str]) -> Record:
-    """Of a journal. Raises ValueError that names the line: no journal, nothing submitted, or an entry without a field
-    that is needed, or about what no earlier entry told of."""
+    """The record of a journal. Raises ValueError that names the line: no journal, no submission, an entry without a
+    needed field, or one about an unknown id."""
     reading = _Reading()
     for entry in entries(lines):
         try:
             reading.take(entry)
         except (KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"line {entry.line}: {entry.kind}: what it tells does not fit: {error}") from error
+            raise ValueError(f"line {entry.line}: {entry.kind}: does not fit the entries before it: {error}") from error
     return reading.finished()
 
 
@@ -48,7 +48,7 @@ class _Reading:
     def __init__(self):
         self._zero: float | None = None  # the first submission
         self._now, self._taken, self._dropped = 0.0, 0, 0
-        self._lives = ReplicaLifetimes()
+        self._lifetimes = ReplicaLifetimes()
         self._looks: dict[int, tuple[float, float]] = {}  # the last two
         self._samples: dict[str, RecordedSample] = {}
         self._batches: list[str] = []
@@ -72,7 +72,7 @@ class _Reading:
 
     def _note_moment(self) -> None:
         running = len(self._chunks_of)
-        seen = Moment(self._now, running, self._unended - running, 0, len(self._lives.up))
+        seen = Moment(self._now, running, self._unended - running, 0, len(self._lifetimes.up))
         if self._moments and self._moments[-1].at_s == self._now:
             self._moments.pop()
         if not self._moments or self._moments[-1][1:] != seen[1:]:
@@ -84,16 +84,16 @@ class _Reading:
         self._dropped = header.dropped
 
     def _joined(self, event) -> None:
-        self._lives.join(event.replica_id, self._now)
+        self._lifetimes.join(event.replica_id, self._now)
 
     def _left(self, event) -> None:
-        number = self._lives.names[event.replica_id]
+        number = self._lifetimes.names[event.replica_id]
         for chunk in [chunk for chunk in self._running.values() if chunk.replica == number]:
             self._lose(chunk, "lost", event.error)
-        self._lives.leave(number, self._now)
+        self._lifetimes.leave(number, self._now)
 
     def _set_replicas(self, action) -> None:
-        self._lives.asked.append((self._now, action.replicas, action.reason))
+        self._lifetimes.asked.append((self._now, action.replicas, action.reason))
 
     # ---- samples and their chunks ----------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class _Reading:
             self._unended += group["samples"]
 
     def _started(self, action) -> None:
-        sample, number = self._samples[action.sample_id], self._lives.names[action.replica_id]
+        sample, number = self._samples[action.sample_id], self._lifetimes.names[action.replica_id]
         raced = getattr(action, "copy_of", None)
         chunk = RecordedChunk(
             chunk_id=action.chunk_id,
@@ -128,7 +128,7 @@ class _Reading:
         self._made.append(chunk)
         self._chunks[action.chunk_id] = self._running[action.chunk_id] = chunk
         self._chunks_of[action.sample_id] += 1
-        self._lives.start(number, self._now)
+        self._lifetimes.start(number, self._now)
 
     def _enter(self, chunk: RecordedChunk, first: RecordedChunk) -> None:
         name = first.race or first.chunk_id  # a copy that took the first one's place is copied in its turn
@@ -136,8 +136,8 @@ class _Reading:
         self._races.setdefault(name, RecordedRace([first], first)).runners.append(chunk)
 
     def _measured(self, event) -> None:
-        """A report of the replica: it lists what runs there, and says of each chunk how far it is."""
-        self._look_at(self._lives.names[event.replica_id], event.observed_at)
+        """A report of the replica: the chunks that run there, each with its progress."""
+        self._look_at(self._lifetimes.names[event.replica_id], event.observed_at)
 
     def _streamed(self, event) -> None:
         chunk = self._running.get(event.chunk_id)
@@ -156,7 +156,7 @@ class _Reading:
         return before_s
 
     def _aborting(self, action) -> None:
-        self._lives.abort(action.replica_id, self._now)
+        self._lifetimes.abort(action.replica_id, self._now)
         if (chunk := self._running.get(action.chunk_id)) is not None:
             chunk.error, chunk.stopping = action.reason, True
 
@@ -186,7 +186,7 @@ class _Reading:
         chunk.end_s, chunk.end, chunk.error = self._now, end, error
         if not chunk.seen:
             chunk.silent_s = max(chunk.begin_s, self._looks.get(chunk.replica, (0.0, 0.0))[1])
-        self._lives.stop(chunk.replica, self._now)
+        self._lifetimes.stop(chunk.replica, self._now)
         del self._running[chunk.chunk_id]
         self._chunks_of[chunk.sample_id] -= 1
         if self._chunks_of[chunk.sample_id] <= 0:  # below: it has ended before its last copy
@@ -217,12 +217,12 @@ class _Reading:
         chunks = tuple(self._made)
         return Record(
             run=self._run(chunks, until_s),
-            names=tuple(self._lives.names),
-            lives=self._lives.until(until_s),
+            names=tuple(self._lifetimes.names),
+            lifetimes=self._lifetimes.until(until_s),
             samples=self._samples,
             chunks=chunks,
             races=tuple(self._races.values()),
-            asked=tuple(self._lives.asked),
+            asked=tuple(self._lifetimes.asked),
             dropped=self._dropped,
         )
 

@@ -1,8 +1,8 @@
 """When replicas were up, and since when those that left were closing.
 
-A journal has no word on when a replica was told to go: one that leaves after fewer were asked for has been closing
-since its first abort after its last start, or else since that request. `app/timeline/record.py` tells it all that
-happens to replicas, in order; seconds are the record's.
+A journal does not say when a replica began to close. One that leaves after a request for fewer replicas has been
+closing since its first abort after its last start, or else since that request. `app/timeline/record.py` calls the
+methods in the order of events; seconds are the record's.
 """
 
 from tailrace.app.timeline.chunks import ReplicaLifetime
@@ -36,7 +36,7 @@ class ReplicaLifetimes:
         self._aborted.pop(number, None)
 
     def abort(self, replica_id: str, now_s: float) -> None:
-        """A chunk there is told to stop."""
+        """A chunk there is aborted."""
         self._aborted.setdefault(self.names[replica_id], now_s)
 
     def stop(self, number: int, now_s: float) -> None:
@@ -44,14 +44,16 @@ class ReplicaLifetimes:
         self._last_end[number] = now_s
 
     def until(self, end_s: float) -> tuple[tuple[ReplicaLifetime, ...], ...]:
-        """All lives, by number, as of end_s: later than that nothing counts."""
+        """All lifetimes, by number, as of end_s: later than that nothing counts."""
         closing = self._still_closing()
         found = [list(of_one) for of_one in self._ended]
         for number, joined_s in self.up.items():
             found[number].append(
                 ReplicaLifetime(joined_s, end_s, self._closing_s(number) if number in closing else None)
             )
-        return tuple(tuple(_cut(life, end_s) for life in of_one if life.begin_s < end_s) for of_one in found)
+        return tuple(
+            tuple(_cut(lifetime, end_s) for lifetime in of_one if lifetime.begin_s < end_s) for of_one in found
+        )
 
     def _too_many(self) -> int:
         return max(0, len(self.up) - self.asked[-1][1]) if self.asked else 0
@@ -70,7 +72,7 @@ class ReplicaLifetimes:
         return max(self.up[number], min(asked_s, self._aborted.get(number, asked_s)))
 
     def _still_closing(self) -> list[int]:
-        """Who is about to go: Serve stops the newest first, which have run nothing since."""
+        """The replicas that are about to leave: Serve stops the newest first, and these have run nothing since."""
         if not self._too_many():
             return []
         since_s = self._too_many_since_s()
@@ -78,6 +80,6 @@ class ReplicaLifetimes:
         return idle[: self._too_many()]
 
 
-def _cut(life: ReplicaLifetime, end_s: float) -> ReplicaLifetime:
-    closing_s = None if life.closing_s is None or life.closing_s >= end_s else life.closing_s
-    return life._replace(end_s=min(life.end_s, end_s), closing_s=closing_s)
+def _cut(lifetime: ReplicaLifetime, end_s: float) -> ReplicaLifetime:
+    closing_s = None if lifetime.closing_s is None or lifetime.closing_s >= end_s else lifetime.closing_s
+    return lifetime._replace(end_s=min(lifetime.end_s, end_s), closing_s=closing_s)

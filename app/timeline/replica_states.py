@@ -1,7 +1,7 @@
-"""What each replica did over time, as bands of one role each that follow each other without a gap while it is up.
+"""The activity of each replica over time: bands of one role each, without a gap while the replica is up.
 
-Of what it does at once the first of ROLES counts: a replica that makes tokens of one sample and computes the prompt of
-another generates. Figures, page and picture read these.
+Of several activities at once the first of ROLES counts: a replica that makes tokens of one sample and computes the
+prompt of another generates. Figures, page and picture read these.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from tailrace.app.timeline.chunks import RecordedChunk, ReplicaLifetime
 from tailrace.app.timeline.record import Record
 
 ROLES = ("closing", "generate", "race", "prefill", "idle")
-"""closing: told to go; generate: makes tokens of a sample that runs nowhere else, or that others copy; race: copies
+"""closing: about to leave; generate: makes tokens of a sample that runs nowhere else, or that others copy; race: copies
 only; prefill: no chunk has made a token yet; idle: up without a chunk."""
 
 WORDS = {
@@ -32,9 +32,9 @@ def bands(record: Record) -> list[Band]:
         by_replica[chunk.replica].append(chunk)
     return [
         band
-        for number, lives in enumerate(record.lives)
-        for life in lives
-        for band in _of_life(number, life, by_replica[number])
+        for number, lifetimes in enumerate(record.lifetimes)
+        for lifetime in lifetimes
+        for band in _of_lifetime(number, lifetime, by_replica[number])
     ]
 
 
@@ -46,12 +46,12 @@ def role_seconds(found: Iterable[Band]) -> Counter:
     return seconds
 
 
-def _of_life(number: int, life: ReplicaLifetime, chunks: Sequence[RecordedChunk]) -> list[Band]:
-    changes = [(life.begin_s, "idle", 1), (life.end_s, "idle", 0)]
-    if life.closing_s is not None:
-        changes.append((life.closing_s, "closing", 1))
+def _of_lifetime(number: int, lifetime: ReplicaLifetime, chunks: Sequence[RecordedChunk]) -> list[Band]:
+    changes = [(lifetime.begin_s, "idle", 1), (lifetime.end_s, "idle", 0)]
+    if lifetime.closing_s is not None:
+        changes.append((lifetime.closing_s, "closing", 1))
     for chunk in chunks:
-        if life.begin_s <= chunk.begin_s and chunk.end_s <= life.end_s:
+        if lifetime.begin_s <= chunk.begin_s and chunk.end_s <= lifetime.end_s:
             for role, begin_s, end_s in _doings(chunk):
                 changes += [(begin_s, role, 1), (end_s, role, -1)]
     changes.sort(key=lambda change: change[0])

@@ -2,11 +2,10 @@
 
 The target's tokens are not asked for: a draft token counts as right with a given chance, and each step takes what this
 machine measured, drafting included. Drafts and verification come in turn. Ladders stand for one sample, as in the tail,
-and for a full engine, as when a step starts. Invariant: what is written reads back as the same `MethodTable`. Called by
-`tailrace bench ladder`; `read_ladder` by whoever races.
+and for a full engine, as when a step starts. Invariant: written rungs are those of a `MethodTable`.
+Called by `tailrace bench ladder`.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.app.errors import BadInput
+from tailrace.app.report.figures import new_figure, save
+from tailrace.app.report.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.models.spec_cost_model import verified
 from tailrace.policies.protocol.step_cost import StepCost
@@ -76,24 +76,6 @@ def ladders(methods: list[Method], cost: StepCost, most_running: int, most: int)
     }
     steps = {"tokens": cost.tokens, "ms": [round(1e3 * took_s, 3) for took_s in cost.seconds]}
     return {"ladders": found, "draft_us": draft_us, "steps": steps}
-
-
-def read_ladder(path: Path, samples: int = 1) -> MethodTable:
-    """From what `tailrace bench ladder --out` wrote: that of the most samples up to `samples`. Raises BadInput, in one
-    line."""
-    try:
-        found = {int(key): value for key, value in json.loads(path.read_text())["ladders"].items()}
-        chosen = found[max((count for count in found if count <= samples), default=min(found))]
-        return MethodTable(
-            tuple(
-                MethodProfile(
-                    row["method"], tuple((float(p), float(gain)) for p, gain in row["curve"]), tuple(row["profile"])
-                )
-                for row in chosen["rungs"]
-            )
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{path}: not what `tailrace bench ladder --out` writes: {error!r}") from error
 
 
 # ---- what drafting costs here ------------------------------------------------------------------------------
@@ -189,12 +171,10 @@ def _median_s(act: Callable[[int], object]) -> float:
 
 def picture(path: Path, result: dict) -> None:
     """Curves by method, one panel for each number of samples; a dot where the method's drafts are on average."""
-    from matplotlib.figure import Figure
-
     found = result["ladders"]
-    figure = Figure(figsize=(6 * len(found), 4.5), layout="constrained")
-    for axes, (samples, of) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        axes.axhline(1.0, color="grey", linewidth=0.8)
+    figure, panels = new_figure(6 * len(found), 4.5, 1, len(found), squeeze=False)
+    for axes, (samples, of) in zip(panels[0], found.items(), strict=True):
+        axes.axhline(1.0, color=REFERENCE, linewidth=0.8)
         for row in of["rungs"]:
             (line,) = axes.plot(*zip(*row["curve"], strict=True), label=row["method"])
             mean = sum(row["profile"]) / len(row["profile"])
@@ -203,4 +183,4 @@ def picture(path: Path, result: dict) -> None:
         axes.set(xlabel="share of draft tokens that are right", ylabel="times as fast as plain decoding")
         axes.set_title(f"{samples} at once, first choice {choice}")
         axes.legend()
-    figure.savefig(path)
+    save(figure, path)

@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
+from tailrace.app.report.figures import new_figure, save
+from tailrace.app.report.palette import PART, SERIES, WHOLE
+
 WINDOW = 8
 """Looks that a point of a curve is taken over: with one alone it jumps."""
 
-COLOURS = 10
-"""Of a cycle: from there on they come again."""
+COLOURS = len(SERIES)
+"""Of a cycle: later curves repeat them with dashes."""
 
 
 def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> None:
     """Tokens per verification over the seconds of each run, and the makespans beside each other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+    figure, (curves, bars) = new_figure(12, 4.5, 1, 2, width_ratios=(2, 1))
     for number, (name, looks) in enumerate(series.items()):
         points = [
             (b.at_s, (b.work["tokens"] - a.work["tokens"]) / (b.work["verifications"] - a.work["verifications"]))
@@ -27,9 +27,9 @@ def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> Non
     curves.set(xlabel="seconds since the rollout began", ylabel="tokens per verification", title="Acceptance length")
     curves.legend(ncols=2, fontsize="small")
     names = list(runs)
-    bars.barh(names, [run["makespan_s"] for run in runs.values()], color="lightsteelblue", label="makespan")
-    bars.barh(names, [run["tail_s"] for run in runs.values()], height=0.4, color="darkorange", label="tail")
+    bars.barh(names, [run["makespan_s"] for run in runs.values()], color=WHOLE, label="makespan")
+    bars.barh(names, [run["tail_s"] for run in runs.values()], height=0.4, color=PART, label="tail")
     bars.set(xlabel="seconds", title="Makespan and tail")
     bars.invert_yaxis()
     bars.legend(fontsize="small")
-    figure.savefig(path)
+    save(figure, path)

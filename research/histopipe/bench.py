@@ -36,14 +36,6 @@ RANKING_GROUPS = 16
 AMPLE = 64
 """Times the KV memory: all answers of a worker fit."""
 
-ARRANGEMENTS = {
-    "sequential": "rollout and training in turn, on half of the GPUs",
-    "sequential_all": "rollout and training in turn, on all GPUs",
-    "overlapped": "a barrier after each step, training beside the next rollout: the baseline of RhymeRL 7.1",
-    "naive": "each worker goes on to the next step by itself, prompts in the order given",
-    "alternating": "HistoPipe's first tier: long prompts after short ones, outliers move",
-    "tiers": "HistoPipe: both tiers",
-}
 DRAFTED = "+drafts"
 
 
@@ -139,7 +131,13 @@ def weights_s(scenario: Scenario) -> float:
 def play(
     steps: Sequence[tuple[WorkloadGroup, ...]], cluster: Cluster, weights_s: float, draftings: Sequence[Drafts]
 ) -> dict[str, dict]:
-    """Every arrangement on the same steps, the ones with drafts under NAME+drafts."""
+    """Every arrangement on the same steps, the ones with drafts under NAME+drafts.
+
+    sequential, sequential_all: rollout and training in turn, on half of the GPUs or on all. overlapped: a barrier after
+    each step, training alongside the next rollout (the baseline of RhymeRL 7.1). naive: each worker continues to the
+    next step by itself, prompts in the order given. alternating: HistoPipe's first tier, long prompts after short ones,
+    outliers move. tiers: both of its tiers.
+    """
     every = replace(cluster, replicas=2 * cluster.replicas)
     knobs = HistoPipe(ranking_groups=min(RANKING_GROUPS, max(cluster.replicas // 2, 1)))
     train_s, rows = None, {}

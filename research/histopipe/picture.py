@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-SHADES = ("steelblue", "darkorange", "lightsteelblue")
+from tailrace.app.report.figures import new_figure, save
+from tailrace.app.report.palette import SERIES
+
+SHADES = (SERIES[1], SERIES[2], SERIES[6])
 
 
 def pipelines(path: Path, result: dict) -> None:
     """Of `bench pipeline`: speed over the overlapped baseline and bubbles of every arrangement, means with the range
     over the seeds, without drafts, with them, and with one prompt a worker."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure, panels = new_figure(12, 4.5, 1, 2)
     names = list(result["regimes"]["few_answers"])
     sets = {
         "without drafts": [result["runs"][name] for name in names],
@@ -18,7 +19,7 @@ def pipelines(path: Path, result: dict) -> None:
         "without drafts, one prompt a worker": [result["regimes"]["few_answers"][name] for name in names],
     }
     titles = {"ratio_overlapped": "times as fast as with barriers", "bubbles": "workers' time without work"}
-    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
         for index, (label, rows) in enumerate(sets.items()):
             mean, least, most = zip(*(row[key] for row in rows), strict=True)
             reach = [[m - low for m, low in zip(mean, least, strict=True)],
@@ -29,4 +30,4 @@ def pipelines(path: Path, result: dict) -> None:
         axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(f"{result['workload']}, {result['steps']} steps, {result['seeds']} draws")
-    figure.savefig(path)
+    save(figure, path)

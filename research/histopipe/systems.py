@@ -70,37 +70,3 @@ def host_of(steps, cluster, mode, *, train_s, weights_s, migrate, drafts, policy
         steps, cluster, knobs.model_copy(update={"two_tier": mode == "tiers"}) if ranks else None,
         Times(train_s, weights_s), barrier=mode == "sequential", migrate=migrate and ranks, drafts=drafts,
     )  # fmt: skip
-
-
-def compare_pipelines(
-    steps: Sequence[tuple[WorkloadGroup, ...]],
-    cluster: Cluster,
-    *,
-    train_s: float,
-    weights_s: float,
-    drafts: Drafts,
-    policy: HistoPipe | None = None,
-) -> list[dict]:
-    """Every mode without and with history drafts, HistoPipe's also without and with migration; `ratio`: how many times
-    as fast as sequential without drafts."""
-    runs = [
-        run_pipeline(
-            steps, cluster, mode, train_s=train_s, weights_s=weights_s, migrate=migrate, drafts=drafted, policy=policy
-        )
-        for drafted in (NO_DRAFTS, drafts)
-        for mode in MODES
-        for migrate in ((False, True) if mode in ("alternating", "tiers") else (False,))
-    ]
-    return [run | {"ratio": runs[0]["total_s"] / run["total_s"]} for run in runs]
-
-
-def work_bound_s(steps: Sequence[tuple[WorkloadGroup, ...]], cluster: Cluster) -> float:
-    """No schedule without drafts is through earlier: all tokens at the speed of a batch as large as may be, and the
-    longest answer alone."""
-    model = cluster.replica
-    tokens = sum(length for step in steps for group in step for length in group.lengths)
-    context = sum(n * (group.prompt_tokens + n / 2) for step in steps for group in step for n in group.lengths)
-    per_token_s = model.step.base_s / model.max_running + model.step.token_s
-    spread_s = (tokens * per_token_s + context * model.step.context_s) / cluster.replicas
-    longest = max(length for step in steps for group in step for length in group.lengths)
-    return max(spread_s, longest * (model.step.base_s + model.step.token_s))

@@ -17,7 +17,7 @@ from tailrace.app.simulator.bounds import bounds
 from tailrace.app.simulator.decoupled import MOST_WINDOW, DraftModelSpeculation, DraftSetup, Odds
 from tailrace.app.simulator.hardware import replica_model
 from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.race_methods import mean_chance, racers, verifier_of
+from tailrace.app.simulator.race_methods import mean_chance, race_methods_of, verifier_of
 from tailrace.app.simulator.scenario import Scenario
 from tailrace.app.simulator.types import Cluster, SimulatedRun
 from tailrace.policies.families.chunking import FixedChunks
@@ -86,7 +86,7 @@ def run(
     policies, ways = POLICIES, {}
     if chosen.race:
         own = layout.way.method.name if layout.way.window else None
-        racing, _, ways = racers(scenario, model, own, layout.way.window, ahead=layout.way.ahead)
+        racing, _, ways = race_methods_of(scenario, model, own, layout.way.window, ahead=layout.way.ahead)
         chunking = FixedChunks(chunk_tokens=scenario.chunk_tokens.value)
         policies = POLICIES.model_copy(update={"racing": racing, "chunking": chunking})
     ran = simulate(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.drafting.ladder import read_ladder
 from tailrace.app.cli import run
+from tailrace.policies.families.racing import MethodProfile, MethodTable
 
 pytestmark = pytest.mark.live
 
@@ -19,7 +19,10 @@ def test_the_ladder_of_this_machine(tmp_path, capsys):
     files = ["--profile", profile, "--drafter-profile", profile, "--out", out]
     assert run(["bench", "ladder", "--json", "--acceptance", "model=0.8", *map(str, files)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    ladder = read_ladder(out)
+    rows = json.loads(out.read_text())["ladders"]["1"]["rungs"]
+    ladder = MethodTable(
+        tuple(MethodProfile(row["method"], tuple(map(tuple, row["curve"])), tuple(row["profile"])) for row in rows)
+    )
     assert {rung.method for rung in ladder.rungs} == {"group", "history", "ngram", "model"}
     assert 1 < ladder.speedup("ngram", 0.8) < 1 / (1 - 0.8), "in steps of 30 ms a look-up costs nothing that counts"
     assert ladder.speedup("model", 0.8) < 1, "a draft model as slow as its target never pays"

@@ -3,7 +3,7 @@
 The body is fitted by the moments of the logs below max_tokens, corrected for the cut; correlations by the variance of
 normal scores (a length's rank in its epoch) between and within prompts. The law describes the newest epoch. `measured`
 and `modelled` are the same figures of what was seen and of a draw from the law, so that a fit can be judged.
-Called by benchmarks, and by tests for the figures that scenarios rest on.
+Called by tests, for the figures that scenarios rest on.
 """
 
 import math

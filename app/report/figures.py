@@ -1,0 +1,33 @@
+"""Figures as files, by matplotlib: made, coloured and saved the same way. The path's suffix says the kind of file.
+
+matplotlib is loaded when a figure is made, since the light installation leaves it out. Called by the timeline's picture
+and by benchmarks.
+"""
+
+from pathlib import Path
+
+from tailrace.app.errors import MissingExtra
+from tailrace.app.report.palette import SERIES
+
+DPI = 110
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **layout):
+    """A figure of width x height inches and its axes, which take the palette's series one after the other.
+
+    `layout` goes to matplotlib's `Figure.subplots`. Raises MissingExtra if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingExtra("matplotlib is not installed; run: pip install 'tailrace[bench]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, **layout)
+    for one in figure.axes:
+        one.set_prop_cycle(color=[*SERIES[1:], SERIES[0]])
+    return figure, axes
+
+
+def save(figure, path: Path) -> None:
+    """Write the figure: x.png, x.svg or x.pdf."""
+    figure.savefig(path, dpi=DPI)

@@ -1,1 +1,0 @@
-"""Fits of length laws to recorded lengths."""
