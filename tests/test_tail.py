@@ -384,3 +384,18 @@ def test_a_replica_that_a_decision_opens_again_may_take_chunks_at_once():
     played = play(policies, REOPENED, Limits(0, 2))
     starts = [str(action) for action in played.actions(StartChunk)]
     assert not played.closed and any("'r7'" in start for start in starts)
+
+
+def test_a_replica_that_opens_again_starts_what_waits_in_the_same_decision():
+    """Law 7. Three replicas where two may be: the newest closes; it opens again as another one is lost."""
+    core = RolloutCore(Policies(placement="least_kv"), limits=Limits(0, 2))
+    for name in ("a", "b", "c"):
+        core.observe(ev.ReplicaJoined(0.0, name, 16, 1_000, 1, 0, 0))
+    core.observe(ev.SamplesSubmitted(1.0, "b", (ev.GroupSpec("g", 10, 8, 100),)))
+    first = {action.replica_id: action for action in core.decide(ev.Tick(1.0)) if isinstance(action, StartChunk)}
+    assert set(first) == {"a", "b", "c"} and not core.replicas.stays("c")
+    core.observe(ev.ChunkFinished(2.0, first["c"].chunk_id, 5, ev.ChunkEnd.STOP, 0))
+    assert not [action for action in core.decide(ev.Tick(2.0)) if isinstance(action, StartChunk)]
+    core.observe(ev.ReplicaLeft(3.0, "a", "lost"))
+    (start,) = (action for action in core.decide(ev.Tick(3.0)) if isinstance(action, StartChunk))
+    assert start.replica_id == "c"

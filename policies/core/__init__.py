@@ -1,1 +1,1 @@
-"""`RolloutCore` and its books: who waits, what runs where, whose KV lies in the pool, how many replicas."""
+"""`RolloutCore` and its books: waiting samples, running chunks, KV in the pool, number of replicas."""

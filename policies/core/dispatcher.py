@@ -1,7 +1,7 @@
-"""Where a sample's next chunk starts: the placement policy's choice, booked, as an action that says why.
+"""Start of a sample's next chunk: books the placement policy's choice and returns it as an action with its reason.
 
-Invariant: the replica has room for all that the chunk reserves; a bound sample starts where it is bound. Called by
-`RolloutCore` alone.
+Invariant: the replica has room for the chunk's whole reservation; a bound sample starts on its bound replica. Called
+by `RolloutCore` alone.
 """
 
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -30,7 +30,7 @@ class Dispatcher:
         self._names = f"{name_of(policies.ordering)}, {name_of(policies.placement)}"
 
     def place(self, sample: Sample) -> StartChunk:
-        """Its next chunk, of `sample.need_tokens`, for which a replica that it may run on has room."""
+        """Start the sample's next chunk, of `sample.need_tokens`. A replica open to the sample must have that room."""
         if sample.home is not None:
             return self._start(sample, sample.home, f"bound to {sample.home}")
         view = sample.view()
@@ -48,8 +48,11 @@ class Dispatcher:
         return self.action(chunk, reason)
 
     def action(self, chunk: Chunk, reason: str) -> StartChunk:
-        """For a chunk that is booked. A copy drafts by its method, as configured: that is what it races with; a chunk
-        that no draft model is to draft for, by what its replica has beside."""
+        """Return the action for a booked chunk.
+
+        A copy races with its own method, as configured. A chunk without a draft model drafts by another method of its
+        replica.
+        """
         sample, original = chunk.sample, chunk.copy_of
         mode, why = self._draft_planner.next(sample, chunk.replica_id) if original is None else (None, "")
         methods = self._table.methods(chunk.replica_id)

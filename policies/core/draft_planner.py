@@ -1,8 +1,8 @@
-"""How each sample's next chunk is drafted by draft models, and what draft models may bring: the `draft_models` policy's
-answers, to what the core knows.
+"""Draft modes of the next chunks, and the expected gain of draft models, by the `draft_models` policy.
 
-Invariant: an acceptance is that of draft tokens whose turn came, right or not, and of chunks that counted; a sample's
-own weighs the more the more of its drafts were seen, beside the mean of all. Called by `RolloutCore` and its books.
+Invariant: acceptance counts only draft tokens whose turn came, right or not, of chunks that counted. A sample's own
+acceptance is mixed with the mean of all samples; its weight grows with its tested drafts. Called by `RolloutCore` and
+its books.
 """
 
 from tailrace.policies.core.replica_table import ReplicaTable
@@ -13,10 +13,10 @@ from tailrace.policies.protocol.events import ChunkFinished
 from tailrace.policies.protocol.views import DraftModelsView, RolesView
 
 TRUST = 8
-"""Draft tokens that what was seen of all samples is worth, beside what was seen of this one."""
+"""Weight of the mean of all samples, in draft tokens of the one sample."""
 
 FADE = 0.99
-"""Of the mean, per chunk that a draft model drafted for: one 70 ago weighs one half."""
+"""Fade of the mean, per chunk with a draft model: a chunk 70 ago weighs one half."""
 
 
 class DraftPlanner:
@@ -32,13 +32,16 @@ class DraftPlanner:
         self._drafters = drafters
 
     def learn(self, event: ChunkFinished) -> None:
-        """A chunk has ended whose tokens count."""
+        """Learn from an ended chunk whose tokens count."""
         if event.model_tested:
             self._accepted = FADE * self._accepted + event.model_accepted
             self._tested = FADE * self._tested + event.model_tested
 
     def next(self, sample: Sample, replica_id: str) -> tuple[DraftMode | None, str]:
-        """Of its chunk that starts there now, and why. All that has not ended shares engines and draft models."""
+        """Return the mode of the sample's chunk that starts on the replica now, and the reason.
+
+        All samples that have not ended share engines and draft models.
+        """
         samples, engines, drafters = self._buffer.unended, self._table.staying, self._drafters or self._policy.replicas
         on_engine = min(-(-samples // max(1, engines)), self._table.max_running(replica_id))
         on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))
@@ -46,8 +49,11 @@ class DraftPlanner:
         return self._policy.way(DraftModelsView(on_engine, on_drafter, self._mean), own)
 
     def outlook(self, running: int, least: int, most: int) -> tuple[RolesView, ...]:
-        """For so many chunks, where `least` engines or more have room for them and there are `most` replicas: for each
-        pace the fewest engines, and as many drafters as the policy allows, by twos."""
+        """Return the splits of `most` replicas that gain, for `running` chunks on at least `least` engines.
+
+        `least` engines have room for the chunks. Each pace is tried with the fewest engines, and with drafters by
+        powers of two up to the policy's limit.
+        """
         cuts = [
             (engines, drafters, DraftModelsView(-(-running // engines), -(-running // drafters), self._mean))
             for engines in fewest(running, max(1, least), most - 1)
@@ -62,10 +68,10 @@ class DraftPlanner:
 
 
 def fewest(running: int, least: int, most: int) -> list[int]:
-    """Of `least` to `most` replicas the fewest for each number of chunks on the fullest of them."""
+    """Fewest replicas, from `least` to `most`, for each number of chunks on the fullest replica."""
     return [n for n in range(least, most + 1) if n == least or -(-running // n) < -(-running // (n - 1))]
 
 
 def doubling(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
+    """Powers of two up to `most`, and `most`."""
     return sorted({1 << power for power in range(most.bit_length())} | {most} if most > 0 else set())

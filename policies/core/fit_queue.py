@@ -1,17 +1,17 @@
-"""The waiting samples of one lane: "the first in order among those that fit in this much room".
+"""Waiting samples of one lane, with the query "first in order among those that fit in this much room".
 
-A segment tree over the KV need (in steps of STEP_TOKENS) holds in each node the least entry below it; each leaf is
-a heap. Push, remove and peek cost O(log needs + log samples), so a full cluster never makes the core walk its
-queue, and a sample too large for the room left never blocks one that fits (law 7).
+A segment tree over the KV need (in steps of STEP_TOKENS) holds in each node the smallest entry below it. Each leaf is
+a heap. Push, remove and peek cost O(log needs + log samples), so a full cluster never makes the core walk its queue.
+A sample too large for the free room never blocks one that fits (law 7).
 """
 
 from heapq import heapify, heappop, heappush
 
 STEP_TOKENS = 64
-"""Half a chunk of the smallest deployment (128 tokens on a CPU): a finer step only makes the tree deeper."""
+"""Half a chunk of the smallest deployment (128 tokens on a CPU). A finer step only makes the tree deeper."""
 
 MAX_NEED_TOKENS = 1 << 24
-"""Far above any model's context; it bounds the tree at 8 MiB."""
+"""Max need: far above any model's context. It bounds the tree at 8 MiB."""
 
 
 class FitQueue:
@@ -61,7 +61,7 @@ class FitQueue:
         return None if best is None else best[1]
 
     def _raise(self, entry: tuple) -> None:
-        """Make a live entry the least of every node above it that holds none or a greater one."""
+        """Put a live entry into every node above it that holds none or a greater one."""
         least, node = self._least, self._leaves + entry[2]
         while node and (least[node] is None or entry < least[node]):
             least[node] = entry

@@ -1,7 +1,7 @@
-"""Which sample's KV lies in the pool, under which version, and when nobody needs it any more.
+"""KV of samples in the pool: its owner, its version, and its release once no sample needs it any more.
 
-Invariant: a sample in the book has had KV stored that has been neither released nor lost since, under the version
-that it continues with; what leaves the book is released exactly once. Called by `RolloutCore`; it returns actions.
+Invariant: a sample in the book has stored KV, neither released nor lost since, under the version that it continues
+with. KV that leaves the book is released exactly once. Called by `RolloutCore`; returns actions.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from tailrace.policies.protocol.actions import ReleaseCause, ReleaseKv
 from tailrace.policies.protocol.events import PoolReported
 
 FULL_SHARE = 0.9
-"""Where Mooncake would begin to evict by itself, least lately used first: it does not know what is needed next."""
+"""Share at which Mooncake starts to evict, the oldest use first. Mooncake does not know the next need."""
 
 ROOMY_SHARE = 0.8
-"""A tenth of the pool at once, so that room is made seldom: each time sorts what waits."""
+"""Target share after making room: a tenth of the pool at once, since each time sorts the waiting samples."""
 
 
 class KvTracker:
-    """`policy` says which version a sample continues with; `table` which weights are current."""
+    """`policy` decides the version that a sample continues with; `table` holds the current weights version."""
 
     def __init__(self, policy: KvOnUpdate, table: ReplicaTable):
         self._policy, self._table = policy, table
         self._held: dict[str, Sample] = {}
-        self._groups: dict[str, None] = {}  # of which something was ever stored: their prompts' KV
+        self._groups: dict[str, None] = {}  # groups with KV ever stored: their prompts' KV
         self._report: PoolReported | None = None  # the newest; None once it has been acted upon
         self._reported_at = self._made_room_at = float("-inf")
 
@@ -37,15 +37,15 @@ class KvTracker:
         return self._policy.kv_version(present if first is None else first, present)
 
     def keeps(self, chunk: Chunk) -> bool:
-        """Whether its sample continues with the KV of a running chunk, which will have made a token when it stops."""
+        """Whether the sample continues with the KV of its running chunk. A stopped chunk has made a token."""
         first = chunk.sample.first_version
         first = chunk.weights_version if first is None else first
         return self._policy.kv_version(first, self._table.weights_version) == chunk.kv_version
 
-    # ---- what the pool holds -----------------------------------------------------------------------
+    # ---- KV in the pool ----------------------------------------------------------------------------
 
     def store(self, chunk: Chunk, stored_tokens: int) -> None:
-        """A chunk has ended: so much of its sample's context the pool holds, under the chunk's version."""
+        """Note at a chunk's end the tokens of its context in the pool, under the chunk's version."""
         sample = chunk.sample
         sample.stored_tokens = stored_tokens
         if stored_tokens:
@@ -54,17 +54,17 @@ class KvTracker:
             self._groups[sample.group.spec.group_id] = None
 
     def lose(self, sample_ids: Iterable[str] | None) -> None:
-        """The pool has lost the KV of these samples, or everything: there is nothing of it left to release."""
+        """Forget KV that the pool has lost, of these samples, or of all if None. It needs no release."""
         if sample_ids is None:
             sample_ids, self._groups = list(self._held), {}
         for sample_id in sample_ids:
             if (sample := self._held.pop(sample_id, None)) is not None:
                 sample.stored_tokens = 0
 
-    # ---- what it need not hold any more --------------------------------------------------------------
+    # ---- KV to release -------------------------------------------------------------------------------
 
     def end(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """The sample has ended: nobody continues with its KV."""
+        """Release the KV of an ended sample."""
         return self._release(sample, ReleaseCause.ENDED, "the sample has ended")
 
     def _release(self, sample: Sample, cause: ReleaseCause, reason: str) -> tuple[ReleaseKv, ...]:
@@ -74,7 +74,7 @@ class KvTracker:
         return (ReleaseKv(sample.group.spec.group_id, sample.sample_id, cause, reason),)
 
     def release_prompt(self, group: Group) -> tuple[ReleaseKv, ...]:
-        """The group has ended: nobody reads its prompt again."""
+        """Release the prompt's KV of an ended group."""
         group_id = group.spec.group_id
         if group_id not in self._groups:
             return ()
@@ -82,26 +82,29 @@ class KvTracker:
         return (ReleaseKv(group_id, None, ReleaseCause.ENDED, "all samples have ended"),)
 
     def release_stale(self, sample: Sample) -> tuple[ReleaseKv, ...]:
-        """Give up KV of another version than the sample continues with."""
+        """Release KV of another version than the one that the sample continues with."""
         if sample.sample_id not in self._held or sample.stored_version == (version := self.version(sample)):
             return ()
         reason = f"its KV is of weights {sample.stored_version}; it goes on under {version}"
         return self._release(sample, ReleaseCause.STALE, reason)
 
     def release_all_stale(self) -> list[ReleaseKv]:
-        """The weights have changed."""
+        """Release all stale KV after a change of weights."""
         return [action for sample in list(self._held.values()) for action in self.release_stale(sample)]
 
-    # ---- how full it is ------------------------------------------------------------------------------
+    # ---- use of the pool -----------------------------------------------------------------------------
 
     def report(self, event: PoolReported) -> None:
-        """Note how full the pool is; a report that comes late changes nothing (law 8)."""
+        """Note the use of the pool. A late report changes nothing (law 8)."""
         if event.observed_at >= self._reported_at:
             self._report, self._reported_at = event, event.observed_at
 
     def make_room(self, now: float, waiting: WaitQueue) -> list[ReleaseKv]:
-        """If the pool is full by its newest report, give up the KV of waiting samples, needed last first, until it is
-        roomy by these books. A report from before room was made last still counts what was given up then."""
+        """If the pool is full by its newest report, release KV of waiting samples until it is roomy by these books.
+
+        KV that is needed last is released first. A report from before the last release is ignored: it still counts
+        the KV released then.
+        """
         if self._report is None:
             return []
         report, self._report = self._report, None

@@ -1,8 +1,8 @@
-"""The lengths that have been seen, of each group and of each batch, and what the `lengths` policy makes of them.
+"""Finished lengths of each group and batch, and the estimates that the `lengths` policy derives from them.
 
 Invariant: a waiting sample's `expected_tokens` is the policy's answer as of its last chunk or its last finished mate,
-whichever came later; a batch's summary is renewed as the evidence doubles, so that it costs little however many
-samples there are. Called by `RolloutCore` alone.
+whichever came later. A batch's summary is renewed as the evidence doubles, so it costs little for any number of
+samples. Called by `RolloutCore` alone.
 """
 
 from tailrace.policies.core.request_buffer import ENDED, WAITING, Batch, Group, RequestBuffer, Sample
@@ -13,7 +13,7 @@ from tailrace.policies.protocol.views import LengthsView
 
 
 class LengthTracker:
-    """Writes what buffer records say of lengths. Classes are worked out for drafting policies that go by them."""
+    """Writes the length fields of buffer records. Computes classes only for drafting policies that read them."""
 
     def __init__(self, policies: Policies, buffer: RequestBuffer):
         self._expected, self._buffer = policies.lengths.expected, buffer
@@ -22,21 +22,20 @@ class LengthTracker:
         self._sums_up = self._classes or self._reads_all
 
     def admit(self, groups: list[Group]) -> None:
-        """The groups of a new batch."""
+        """Add the groups of a new batch."""
         batch = self._buffer.batches[groups[0].batch_id]
         self._summarise(batch)
         for group in groups:
             self._renew(group, batch)
 
     def queue(self, sample: Sample) -> None:
-        """The sample is about to wait."""
+        """Renew the estimate of a sample that is about to wait."""
         group = sample.group
         view = self._view(group, self._buffer.batches[group.batch_id]) if self._reads_all else group.lengths
         sample.expected_tokens = self._expected(view, sample.generated_tokens)
 
     def finish(self, sample: Sample) -> list[Sample]:
-        """The sample has ended by itself: its group knows one more length, and its waiting mates, which are returned,
-        are seen again."""
+        """Note the length of a sample that has ended by itself. Returns its waiting mates, with renewed estimates."""
         group = sample.group
         batch = self._buffer.batches[group.batch_id]
         group.finished_lengths = tuple(sorted((*group.finished_lengths, sample.generated_tokens)))

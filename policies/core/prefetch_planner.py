@@ -1,7 +1,7 @@
-"""What runs next, and where: the chunks expected to end first open the places that the first waiting samples take.
+"""Prefetches: the first waiting samples take the places of the chunks expected to end first.
 
-Invariant: it asks for the KV of a sample at most once for each node between two of its chunks, and for nothing at all
-while every replica shares one node's pool memory. Called by `RolloutCore`, once per decision; O(log chunks).
+Invariant: the KV of a sample is prefetched at most once for each node between two of its chunks. No KV is prefetched
+while all replicas share one node's pool memory. Called by `RolloutCore`, once per decision; O(log chunks).
 """
 
 from collections.abc import Iterable
@@ -16,30 +16,32 @@ from tailrace.policies.protocol.actions import Prefetch
 
 
 class PrefetchPlanner:
-    """Reads the books of what waits and what runs; its own are the order in which chunks are expected to end."""
+    """Reads the books of waiting samples and running chunks. Owns the order in which chunks are expected to end."""
 
     def __init__(self, policy: Prefetching, table: ReplicaTable, waiting: WaitQueue, running: RunningChunks):
         self._policy, self._table, self._waiting, self._running = policy, table, waiting, running
         self._ends: list[tuple[int, str]] = []  # (tokens left, chunk id), dead entries among them
-        self._looked_at: tuple | None = None  # what ran and who was first when it last looked
+        self._looked_at: tuple | None = None  # running chunks and first samples at the last look
 
     def seen(self, chunk: Chunk) -> None:
-        """A chunk has started, or more of it has been streamed."""
+        """Note that a chunk has started, or that more of it has been streamed."""
         if not self._table.one_node:
             heappush(self._ends, (_left_tokens(chunk), chunk.chunk_id))
             if len(self._ends) > 64 + 4 * len(self._running):
                 self.rebuild()
 
     def rebuild(self) -> None:
-        """A replica has joined: with a second node, where a sample goes begins to matter."""
+        """Rebuild after a replica has joined: the place of a sample matters from the second node on."""
         self._ends = []
         if not self._table.one_node:
             self._ends = [(_left_tokens(chunk), chunk_id) for chunk_id, chunk in self._running.chunks.items()]
             heapify(self._ends)
 
     def prefetches(self, homes: Iterable[str]) -> list[Prefetch]:
-        """What the pool should bring near, on several nodes, once nobody that waits has room. Only on `homes` has the
-        queue, or the room of a replica that samples are bound to, changed."""
+        """Return the prefetches due, on several nodes, once no waiting sample has room.
+
+        `homes`: replicas with bound samples whose queue or room has changed. No others have changed.
+        """
         depth = self._policy.look_ahead(len(self._waiting))
         if not depth:
             return []
@@ -60,7 +62,7 @@ class PrefetchPlanner:
         return (Prefetch(sample.sample_id, replica_id, reason),)
 
     def _next_places(self, count: int) -> list[str]:
-        """Ready replicas of the `count` chunks with the fewest tokens left; a replica can come twice."""
+        """Ready replicas of the `count` chunks with the fewest tokens left. A replica can appear twice."""
         found: dict[str, tuple[int, str]] = {}
         while self._ends and len(found) < count:
             entry = heappop(self._ends)

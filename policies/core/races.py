@@ -1,7 +1,7 @@
 """Races: copies of running chunks where replicas have room, each with another draft method (SpecActor 4.2).
 
-A copy makes the tokens of its original, by the same noise (law 2). Who is first to the chunk's end is the chunk; the
-others stop, and what they have made counts for nobody. A copy continues alone when its original's replica is lost.
+A copy makes the tokens of its original, by the same noise (law 2). The first to reach the chunk's end counts as the
+chunk. The others stop, and their tokens do not count. A copy continues alone after its original's replica is lost.
 Invariant: copies take room only while no sample waits for any. Called by `RolloutCore` alone.
 """
 
@@ -15,7 +15,7 @@ from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished
 from tailrace.policies.protocol.views import RacesView
 
 LOOK_S = 1.0
-"""Between two looks at what is free: many chunks end together, and a look reads the books of every replica."""
+"""Seconds between two looks at free room: many chunks end together, and a look reads the books of every replica."""
 
 
 class Races:
@@ -24,10 +24,10 @@ class Races:
         self._looked_at = float("-inf")
         self._gains: dict[tuple[tuple[str, ...], float], float] = {}  # by methods and acceptance
 
-    # ---- who is first ------------------------------------------------------------------------------
+    # ---- ends of races -----------------------------------------------------------------------------
 
     def won(self, chunk: Chunk) -> None:
-        """It has come to its end: whoever else makes its tokens is beaten, and its sample's KV lies where it ran."""
+        """Note that a chunk has reached its end. The other chunks of its race are beaten; its replica has the KV."""
         original = chunk.copy_of or chunk
         if original is not chunk and chunk.replica_id in self._table:
             sample = chunk.sample
@@ -38,8 +38,10 @@ class Races:
                 self._running.abort(other, f"{chunk.chunk_id} was first")
 
     def passes_on(self, chunk: Chunk) -> bool:
-        """A chunk has failed, or is lost, or a copy gave way: whether its sample continues without it. An original's
-        place is taken by its first copy that was not told to stop."""
+        """Whether the sample continues without a chunk that has failed, is lost, or is a copy that gave way.
+
+        The first copy that is not being stopped takes the place of its original.
+        """
         if chunk.beaten:
             return True
         if chunk.copy_of is not None:
@@ -61,7 +63,7 @@ class Races:
     # ---- new copies --------------------------------------------------------------------------------
 
     def look(self, now: float, samples_wait: bool) -> list[tuple[Chunk, str]]:
-        """Copies booked now, and why. While samples wait there are none: what copies hold is theirs."""
+        """Return the copies booked now, with reasons. While samples wait there are none, and copies give way."""
         if samples_wait:
             self._give_way()
             return []
@@ -92,8 +94,11 @@ class Races:
         return copies
 
     def _workers(self) -> list[FreeWorker]:
-        """Replicas with less than the policy's room taken that can draft by another method than they do by themselves.
-        Each drafts for copies by one at a time; one without any gets what fewest draft by so far, by rank."""
+        """Replicas with less than the policy's room taken and with a draft method besides their default.
+
+        Each drafts for copies by one method at a time. A replica without one gets the method that the fewest replicas
+        use so far; ties go by rank.
+        """
         room, ranked = self._policy.room, [rung.method for rung in self._policy.method_table.ranked()]
         methods = {copy.replica_id: copy.method for copy in self._running.copies.values()}
         used, workers = Counter(methods.values()), []
@@ -114,10 +119,10 @@ class Races:
     def _acceptance(self, sample: Sample) -> float:
         return sample.accepted_tokens / sample.drafted_tokens if sample.drafted_tokens else self._policy.usual
 
-    # ---- what they may bring -------------------------------------------------------------------------
+    # ---- expected gain -------------------------------------------------------------------------------
 
     def outlook(self, replicas: int) -> RacesView:
-        """On so many replicas, for all that runs. Costs O(running) where these have room for copies."""
+        """Expected gain of all running chunks on `replicas` replicas. O(running) if these have room for copies."""
         policy, running = self._policy, len(self._running)
         if not 0 < running < policy.room * replicas:
             return RacesView(policy.room)
@@ -136,5 +141,5 @@ class Races:
 
 
 def counts(event: ChunkFinished, chunk: Chunk) -> bool:
-    """Whether its tokens are its sample's: not where it was beaten, or is a copy that was told to give way."""
+    """Whether the chunk's tokens are its sample's: not if it was beaten, nor if it is a copy that gave way."""
     return not (chunk.beaten or (event.end is ChunkEnd.ABORTED and chunk.copy_of is not None))

@@ -1,7 +1,7 @@
 """The replicas and the KV reserved on them. Invariant (law 5): reserved blocks never exceed capacity.
 
-A chunk reserves its context, all tokens it may make and the replica's draft look-ahead, for as long as it
-runs. A lazy heap finds the roomiest replica in O(log replicas). Called by the core and by placement policies.
+A running chunk reserves its context, all tokens it may make and the replica's draft look-ahead until it
+ends. A lazy heap finds the roomiest replica in O(log replicas). Called by the core and by placement policies.
 """
 
 from bisect import bisect_right, insort
@@ -19,7 +19,7 @@ class _ReplicaRow:
 
 
 class ReadOnlyReplicas:
-    """The lookups of a ReplicaTable, as a `ReplicasView`. A policy that holds it can reserve or close nothing."""
+    """Lookups of a ReplicaTable, as a `ReplicasView`. A policy with it can neither reserve nor close."""
 
     __slots__ = ("next_with_room", "ready", "room_tokens", "roomiest", "running", "speeds")
 
@@ -45,7 +45,7 @@ class ReplicaTable:
         return replica_id in self._replicas
 
     def join(self, event: ReplicaJoined) -> None:
-        """Add a replica, or note what a known one holds, and can draft by, now."""
+        """Add a replica, or update the weights version and draft methods of a known one."""
         replica = self._replicas.get(event.replica_id)
         if replica is None:
             replica = _ReplicaRow()
@@ -61,7 +61,7 @@ class ReplicaTable:
         self._list(event.replica_id, replica)
 
     def leave(self, replica_id: str) -> list[str]:
-        """Forget a replica; returns the ids of the chunks that ran on it. Raises IllegalEvent when it is not here."""
+        """Forget a replica. Returns the ids of its chunks. Raises IllegalEvent if the replica is unknown."""
         replica = self._known(replica_id)
         del self._replicas[replica_id]
         self._ids.remove(replica_id)
@@ -70,7 +70,7 @@ class ReplicaTable:
         return list(replica.chunks)
 
     def close(self, replica_ids: Iterable[str]) -> list[str]:
-        """These, and no others, take no new chunks from now on. Returns those that did until now."""
+        """Close these replicas to new chunks, and reopen all others. Returns the newly closed ones."""
         closing = set(replica_ids)
         changed = [i for i, replica in self._replicas.items() if replica.closing != (i in closing)]
         for replica_id in changed:
@@ -85,7 +85,7 @@ class ReplicaTable:
         return stop_order({replica_id: replica.node_id for replica_id, replica in self._replicas.items()})
 
     def measure(self, event: ReplicaMeasured) -> None:
-        """Note a replica's speeds, unless newer ones are known (law 8). Raises IllegalEvent when it is not here."""
+        """Note a replica's speeds, unless newer ones are known (law 8). Raises IllegalEvent if it is unknown."""
         replica = self._known(event.replica_id)
         if replica.speeds is None or event.observed_at >= replica.speeds.observed_at:
             replica.speeds = ReplicaSpeeds(
@@ -102,7 +102,7 @@ class ReplicaTable:
         self._rebuild()
 
     def reserve(self, replica_id: str, chunk_id: str, need_tokens: int) -> None:
-        """Book a chunk of `need_tokens` (context and new tokens). Raises ValueError when it does not fit."""
+        """Book a chunk of `need_tokens` (context and new tokens). Raises ValueError if it does not fit."""
         replica = self._replicas[replica_id]
         blocks = -(-(need_tokens + replica.draft_tokens) // replica.block_tokens)
         if need_tokens > self.room_tokens(replica_id):
@@ -117,12 +117,12 @@ class ReplicaTable:
         self._list(replica_id, replica)
 
     def room_tokens(self, replica_id: str) -> int:
-        """Greatest need a new chunk may have there; 0 when it is full, unknown or holds other weights."""
+        """Max tokens that a new chunk may need there; 0 if the replica is full, unknown or holds other weights."""
         replica = self._replicas.get(replica_id)
         return 0 if replica is None else self._room(replica)
 
     def roomiest(self) -> str | None:
-        """The ready replica with the most room (ties: lowest id), or None when no replica has any."""
+        """The roomiest ready replica (ties: lowest id), or None if none has room."""
         heap = self._roomy
         while heap:
             replica = self._replicas.get(heap[0][1])
@@ -132,7 +132,7 @@ class ReplicaTable:
         return None
 
     def next_with_room(self, after: str | None, need_tokens: int) -> str | None:
-        """The first replica behind `after`, in cyclic order of ids, that has room for `need_tokens`."""
+        """The first replica after `after`, in cyclic order of ids, with room for `need_tokens`, or None."""
         start = 0 if after is None else bisect_right(self._ids, after)
         for replica_id in self._ids[start:] + self._ids[:start]:
             if self.room_tokens(replica_id) >= need_tokens:
@@ -148,7 +148,7 @@ class ReplicaTable:
         return self._is_ready(self._replicas[replica_id])
 
     def all_ready(self) -> bool:
-        """Whether there are replicas that stay, and every one of them holds the current weights."""
+        """Whether any replicas stay, and all of those hold the current weights."""
         stay = [replica for replica in self._replicas.values() if not replica.closing]
         return bool(stay) and all(replica.version == self.weights_version for replica in stay)
 
@@ -162,7 +162,7 @@ class ReplicaTable:
         return list(self._replicas[replica_id].chunks)
 
     def capacity_tokens(self) -> int:
-        """Greatest need any replica could ever take, empty; 0 without replicas."""
+        """Max tokens that a chunk could need on an empty replica, over all replicas; 0 without replicas."""
         return max((r.capacity_blocks * r.block_tokens - r.draft_tokens for r in self._replicas.values()), default=0)
 
     def running(self, replica_id: str) -> int:
@@ -172,11 +172,11 @@ class ReplicaTable:
         return self._replicas[replica_id].max_running
 
     def speeds(self, replica_id: str) -> ReplicaSpeeds | None:
-        """What a replica measured last; None when it has not."""
+        """The replica's last measured speeds, or None if it has not reported any."""
         return self._replicas[replica_id].speeds
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
-        """By which chunks can draft there, first what a chunk drafts by by itself."""
+        """Draft methods available on the replica; the first is the default."""
         return self._replicas[replica_id].methods
 
     def node(self, replica_id: str) -> str:
@@ -217,7 +217,7 @@ class ReplicaTable:
         return max(0, replica.free_blocks * replica.block_tokens - replica.draft_tokens)
 
     def _list(self, replica_id: str, replica: _ReplicaRow) -> None:
-        """Put the replica's present room on the heap; what was there of it is dead from now on."""
+        """Put the replica's present room on the heap. Its earlier entry is dead from now on."""
         room = self._room(replica)
         replica.entry = (-room, replica_id) if room else None
         if replica.entry:
@@ -234,9 +234,11 @@ class ReplicaTable:
 
 
 def stop_order(nodes: Mapping[str, str]) -> list[str]:
-    """Replicas in the order in which Serve stops them (ray.serve `_get_replicas_to_stop`): on the node with the fewest
-    of them first, there the newest first; between such nodes, first where the newest of all is. Not known here, and
-    Serve looks at it first: which node is the cluster's head. `nodes`: of each replica, oldest replica first.
+    """Replicas in the order in which Serve stops them (ray.serve `_get_replicas_to_stop`).
+
+    The node with the fewest replicas comes first; ties go to the node of the newest replica. On a node the newest
+    replica comes first. Serve looks first at whether a node is the cluster's head, which is not known here. `nodes`:
+    node of each replica, oldest replica first.
     """
     newest, on = list(reversed(nodes)), Counter(nodes.values())
     at = {node: place for place, node in enumerate(dict.fromkeys(nodes[i] for i in newest))}

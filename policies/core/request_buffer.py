@@ -1,7 +1,7 @@
-"""The request buffer: what the core knows of every sample and group that has not been handed out yet.
+"""Request buffer: records of every batch, group and sample that has not been handed out yet.
 
-Plain records, and `RequestBuffer`, which finds them; `RolloutCore` and its books write them. Invariant: a sample is in
-exactly one state, its `generated_tokens` never shrinks and never exceeds `max_tokens`.
+Plain records, and `RequestBuffer`, which finds them. `RolloutCore` and its books write them. Invariant: a sample is in
+exactly one state; its `generated_tokens` never shrinks and never exceeds `max_tokens`.
 """
 
 from enum import Enum
@@ -18,7 +18,7 @@ class State(Enum):
 
 
 WAITING, RUNNING, ENDED = State
-"""A member takes a quarter of a microsecond to look up in its class; the core would do so several times per event."""
+"""Members by name: a lookup in the class takes a quarter of a microsecond, several times per event."""
 
 
 class Sample:
@@ -32,28 +32,28 @@ class Sample:
         self.sample_id = f"{group.spec.group_id}#{index}"
         self.state = WAITING
         self.generated_tokens = self.streamed_tokens = self.chunks = self.attempts = 0
-        self.need_tokens = self.expected_tokens = 0  # the second is `LengthBook`'s
+        self.need_tokens = self.expected_tokens = 0  # the second is `LengthTracker`'s
         self.drafted_tokens = self.accepted_tokens = 0  # of its chunks that have ended
-        self.model_tested = self.model_accepted = 0  # of these, and copies of them: see `ChunkFinished`
+        self.model_tested = self.model_accepted = 0  # of these and of their copies: see `ChunkFinished`
         self.observed_at = 0.0
         self.last_replica: str | None = None
         self.last_node: str | None = None
-        self.asked_nodes: tuple[str, ...] = ()  # where a prefetch since its last chunk was to bring its KV
+        self.asked_nodes: tuple[str, ...] = ()  # nodes of prefetches since its last chunk
         self.first_version: int | None = None  # weights of its first chunk that made a token
-        self.stored_tokens = 0  # of its context, in the pool; `KvBook` alone writes these two
-        self.stored_version: int | None = None  # the version under which they are stored
+        self.stored_tokens = 0  # of its context, in the pool; `KvTracker` alone writes these two
+        self.stored_version: int | None = None  # version under which they are stored
         self.home: str | None = None  # the only replica it may run on, once bound
         self.cancelled = False
 
     def see(self, tokens: int, observed_at: float) -> bool:
-        """Its chunk had made so many. A report that comes late makes a view no older (law 8): False."""
+        """Note the tokens that its chunk had made. Returns False for a late report, which changes nothing (law 8)."""
         if observed_at < self.observed_at:
             return False
         self.streamed_tokens, self.observed_at = max(self.streamed_tokens, tokens), observed_at
         return True
 
     def take(self, event: ChunkFinished, chunk: "Chunk") -> None:
-        """What its chunk has made is its own."""
+        """Add the tokens and draft counts of an ended chunk."""
         self.generated_tokens += event.new_tokens
         if chunk.method is None:  # copies draft by another method
             self.drafted_tokens += event.drafted_tokens
@@ -88,12 +88,12 @@ class Group:
                  "lengths", "position", "running", "samples", "spec", "unended")  # fmt: skip
 
     def __init__(self, spec: GroupSpec, batch_id: str, arrivals: int, position: int):
-        """`position`: among its batch's groups; `arrivals`: groups of all batches before this one."""
+        """`position`: index among its batch's groups. `arrivals`: number of groups of all earlier batches."""
         self.spec, self.batch_id, self.position, self.arrival = spec, batch_id, position, arrivals + position
         self.samples = [Sample(self, index) for index in range(spec.samples)]
         self.unended = spec.samples
         self.running = self.chunks = 0
-        self.finished_lengths: tuple[int, ...] = ()  # sorted; `LengthBook` alone writes these four
+        self.finished_lengths: tuple[int, ...] = ()  # sorted; `LengthTracker` alone writes these four
         self.expected_tokens, self.class_starts = spec.max_tokens, (0, 0)
         self.lengths: LengthsView | None = None  # as of its last finished sample
         self.home: str | None = None
@@ -117,13 +117,15 @@ class Batch:
     def __init__(self, batch_id: str, groups: list[Group]):
         self.samples = sum(group.spec.samples for group in groups)
         self.batch_id, self.groups, self.unemitted = batch_id, groups, len(groups)
-        self.lengths: BatchLengths | None = None  # `LengthBook` alone writes it, and how many it has not seen yet
+        self.lengths: BatchLengths | None = None  # `LengthTracker` alone writes it and `new_lengths`
         self.new_lengths = 0
 
 
 class Chunk:
-    """A piece of a sample that runs now. Copies of it make the same tokens elsewhere; the first of them to end is the
-    chunk, and the others are `beaten`: nobody counts what they have made."""
+    """A running piece of a sample. Its copies make the same tokens on other replicas.
+
+    The first of them to end counts as the chunk. The others are `beaten`, and their tokens do not count.
+    """
 
     __slots__ = ("aborting", "beaten", "chunk_id", "copies", "copy_of", "kv_version", "max_tokens", "method",
                  "replica_id", "sample", "weights_version")  # fmt: skip
@@ -136,7 +138,7 @@ class Chunk:
         self.aborting = self.beaten = False
         self.copies: list[Chunk] = []
         self.copy_of: Chunk | None = None
-        self.method: str | None = None  # by which it drafts; None: as its replica does by itself
+        self.method: str | None = None  # draft method, or None for the replica's default
 
 
 class RequestBuffer:
@@ -149,7 +151,7 @@ class RequestBuffer:
         self._arrivals = 0
 
     def check_new(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> None:
-        """Raises IllegalEvent when the batch, or a group, of this name is here already."""
+        """Check new names. Raises IllegalEvent if the batch or a group of this name is here already."""
         if batch_id in self.batches:
             raise IllegalEvent(f"batch {batch_id!r} is running already")
         for spec in specs:
@@ -170,7 +172,7 @@ class RequestBuffer:
         return self.batches[batch_id]
 
     def forget(self, group: Group) -> None:
-        """The group has been handed out."""
+        """Forget a group that has been handed out."""
         for sample in group.samples:
             del self.samples[sample.sample_id]
         batch = self.batches[group.batch_id]

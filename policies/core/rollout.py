@@ -1,11 +1,14 @@
 """`RolloutCore`: the decisions of a rollout as a state machine without I/O. Events in, actions out.
 
-Laws kept here (each has a test): every sample ends exactly once and its tokens only grow; running chunks never
-reserve more KV than a replica has; chunks start only under the current weights version, and others are stopped; a
-waiting sample that fits on a ready replica starts at the next tick; what the pool holds is given up once, when
-nobody needs it any more (`KvTracker`); the same events give the same actions. One tick of a shell is
-`core.observe(event)` for what has happened, `core.decide(Tick(now))`, then performing the actions in order.
-The live coordinator and the simulator drive this same object. An illegal event raises and changes nothing.
+Laws kept here, each with a test:
+- Every sample ends exactly once, and its tokens only grow. Running chunks never reserve more KV than a replica has.
+- Chunks start only under the current weights version; chunks of other versions are stopped.
+- A waiting sample that fits on a ready replica starts at the next tick. The same events give the same actions.
+- KV in the pool is released once, when no sample needs it any more.
+- An illegal event raises and changes nothing.
+Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
+`KvTracker` (KV in the pool), `LengthTracker` (lengths), `UnassignedGroups`, `DraftPlanner`, `Races`, `Scaling`.
+Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
 from tailrace.policies.core.dispatcher import Dispatcher
@@ -28,12 +31,14 @@ from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, Sam
 from tailrace.policies.protocol.events import IllegalEvent
 
 MAX_ATTEMPTS = 5
-"""Chunks of one sample that may fail in a row before it ends as failed: more is a poisoned sample, not bad luck."""
+"""Failed chunks in a row after which a sample ends as failed. More point to a poisoned sample, not to bad luck."""
 
 
 class RolloutCore:
-    """See the module docstring. `policies` decide; chunks start under `weights_version`. `limits`: how many replicas
-    there may be, where that is for `policies.tail` to say."""
+    """State machine of the module docstring. `policies` decide; chunks start under `weights_version`.
+
+    `limits`: min and max replicas, or None if `policies.tail` does not decide their number.
+    """
 
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         self.policies = policies
@@ -64,7 +69,7 @@ class RolloutCore:
     # ---- observe ---------------------------------------------------------------------------------
 
     def observe(self, event: ev.Event) -> None:
-        """Take in one event. Raises IllegalEvent, changing nothing, when it cannot have happened."""
+        """Take in one event. Raises IllegalEvent, and changes nothing, if the event is impossible."""
         if type(event) not in _HANDLERS:
             raise IllegalEvent(f"not an event: {event!r}")
         _HANDLERS[type(event)](self, event)
@@ -160,13 +165,17 @@ class RolloutCore:
     # ---- decide ----------------------------------------------------------------------------------
 
     def decide(self, tick: ev.Tick) -> tuple[Action, ...]:
-        """All actions due: ends and hand-outs since the last tick, then every chunk that can start now, then what the
-        pool should give up or bring near for those that still wait."""
+        """Return all actions due, in order.
+
+        First come ends and hand-outs since the last tick, then every chunk that can start now. Releases and prefetches
+        of KV for samples that still wait come last.
+        """
         homes = self._start_waiting()
+        staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
-        if closed:
-            for replica_id in closed:
-                self._bind_anew(replica_id)
+        for replica_id in closed:
+            self._bind_anew(replica_id)
+        if closed or self.replicas.staying > staying:  # a replica that is open again may have room
             homes = self._start_waiting()
         copies = self._races.look(tick.now, bool(self._waiting or self._unassigned))
         self._outbox += [*(self._dispatcher.action(*copy) for copy in copies), *actions, *self._running.aborts()]
@@ -179,7 +188,7 @@ class RolloutCore:
         return actions
 
     def _start_waiting(self) -> list[str]:
-        """Every chunk that can start now; returns the replicas to which samples that wait are bound."""
+        """Start every chunk that can start now. Returns the replicas with bound samples to look at."""
         for sample in self._unassigned.bind():
             self._put(sample)
         homes = self._waiting.homes()
@@ -194,8 +203,10 @@ class RolloutCore:
         return homes
 
     def _give_up(self) -> None:
-        """All replicas are ready and idle, but for those that go: what waits never starts, unless it fits to the token
-        (queues round up)."""
+        """Fail the waiting samples that can never start: all replicas are ready and idle, except closing ones.
+
+        A sample that fits to the token starts first, since queues round up.
+        """
         waiting = self._waiting.samples()
         for sample in waiting:
             home = sample.home or self.replicas.roomiest()
@@ -235,7 +246,7 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queue a waiting sample; a group whose replica has left is bound again, with all that waits of it."""
+        """Queue a waiting sample. A group whose replica has left is bound again, with all its waiting samples."""
         group = sample.group
         if group.home is not None and not self.replicas.stays(group.home):
             self._unassigned.add((group,))
@@ -245,7 +256,7 @@ class RolloutCore:
         self._put(sample)
 
     def _bind_anew(self, replica_id: str) -> None:
-        """What waits for a replica that goes may run elsewhere."""
+        """Queue the samples bound to a closing or lost replica again: they may run on others."""
         for sample in self._waiting.evict(replica_id):
             self._queue(sample)
 
@@ -273,21 +284,21 @@ class RolloutCore:
         self._waiting.forget(group)
         self._buffer.forget(group)
 
-    # ---- questions a shell asks -------------------------------------------------------------------
+    # ---- queries of a shell -----------------------------------------------------------------------
 
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
 
     def is_copy(self, chunk_id: str) -> bool:
-        """Of a running chunk: whether it races with another."""
+        """Whether a running chunk is a copy that races with its original."""
         return self._running.chunks[chunk_id].copy_of is not None
 
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
-        """Whether the tokens of a running chunk that ends so will be its sample's."""
+        """Whether the tokens of a running chunk count for its sample at this end."""
         return counts(event, self._running.chunks[event.chunk_id])
 
     def counts(self) -> dict[str, int]:
-        """Samples that wait and run, and batches not handed out in full."""
+        """Number of waiting samples, of running samples, and of batches not handed out in full."""
         running, waiting = len(self._running), self._buffer.unended - len(self._running)
         return {"waiting": waiting, "running": running, "batches": len(self._buffer.batches)}
 

@@ -1,7 +1,7 @@
-"""The chunks that run now: each of them booked on its replica and, but for copies, counted in its group.
+"""Running chunks: each is booked on its replica and, except copies, counted in its group.
 
-Invariant: a chunk is here from its start until it has ended or its replica has left, and is told to stop at most once;
-a running sample has one chunk that is neither a copy nor beaten. Called by `RolloutCore` alone; others read.
+Invariant: a chunk is here from its start until it has ended or its replica has left, and is aborted at most once.
+A running sample has one chunk that is neither a copy nor beaten. Called by `RolloutCore` alone; other books read it.
 """
 
 from tailrace.policies.core.kv_tracker import KvTracker
@@ -12,14 +12,14 @@ from tailrace.policies.protocol.events import IllegalEvent
 
 
 class RunningChunks:
-    """`turns` counts starts and ends: while it stands still, the same chunks run. Its length is that of the samples."""
+    """Running chunks. `turns` counts starts and ends: while equal, the same chunks run. len(): samples."""
 
     def __init__(self, table: ReplicaTable, kv: KvTracker):
         self._table, self._kv = table, kv
         self.chunks: dict[str, Chunk] = {}
-        self.copies: dict[str, Chunk] = {}  # of these, those that race
+        self.copies: dict[str, Chunk] = {}  # the racing ones of these
         self.turns = self._samples = 0
-        self._aborts: list[tuple[Chunk, str]] = []  # to be stopped, and why
+        self._aborts: list[tuple[Chunk, str]] = []  # to abort, with reasons
 
     def __len__(self):
         return self._samples
@@ -64,7 +64,7 @@ class RunningChunks:
         return made
 
     def stop(self, chunk: Chunk) -> None:
-        """It has ended, by itself or with its replica. A race without its original continues with a copy."""
+        """Remove a chunk that ended by itself or with its replica. A race without its original continues by copy."""
         del self.chunks[chunk.chunk_id]
         self.copies.pop(chunk.chunk_id, None)
         self.turns += 1
@@ -72,13 +72,13 @@ class RunningChunks:
             self._table.release(chunk.replica_id, chunk.chunk_id)
 
     def count_out(self, chunk: Chunk) -> Sample:
-        """Its sample, which does not run any more."""
+        """Count the chunk's sample out of the running ones, and return it."""
         chunk.sample.group.running -= 1
         self._samples -= 1
         return chunk.sample
 
     def lose(self, replica_id: str) -> list[Chunk]:
-        """The replica has left: forget it; returns what ran on it, which is to be stopped."""
+        """Forget a replica that has left. Returns its chunks, to be stopped."""
         return [self.chunks[chunk_id] for chunk_id in self._table.leave(replica_id)]
 
     def abort(self, chunk: Chunk, reason: str) -> None:
@@ -87,7 +87,7 @@ class RunningChunks:
             self._aborts.append((chunk, reason))
 
     def aborts(self) -> list[AbortChunk]:
-        """Those asked for since the last call whose chunk has not ended or been lost since."""
+        """Return the aborts requested since the last call, except of chunks that have ended or been lost since."""
         aborts, self._aborts = self._aborts, []
         return [
             AbortChunk(chunk.chunk_id, chunk.replica_id, self._worth_keeping(chunk), reason)

@@ -1,4 +1,4 @@
-"""Whether a sample has ended by the end of its chunk, and how. Called by `RolloutCore`."""
+"""Ends of samples: whether a chunk's end is also the end of its sample. Called by `RolloutCore`."""
 
 from tailrace.policies.core.request_buffer import Chunk
 from tailrace.policies.protocol.actions import SampleEnd
@@ -8,7 +8,7 @@ BY_ITSELF = (SampleEnd.STOP, SampleEnd.LENGTH)
 
 
 def end_by(event: ChunkFinished, chunk: Chunk) -> tuple[SampleEnd, str] | None:
-    """And why; None: it continues. The event's tokens are the sample's already."""
+    """Returns the end and its reason, or None if the sample continues. It has taken the event's tokens already."""
     sample = chunk.sample
     if event.end is ChunkEnd.STOP:
         return SampleEnd.STOP, "stop token"

@@ -1,8 +1,8 @@
-"""Replicas over time: asks the tail policy how many there should be, and gets there without losing or repeating work.
+"""Number of replicas over time, by the tail policy. No work is lost or repeated on the way.
 
-Those that Serve would stop first close: they take no new chunks, what waits for them is bound again, and what runs
-there moves at its chunk's end, or at once where that is sooner by the measured speeds. Invariant: fewer replicas are
-asked for only when those that will be stopped run nothing. Called by `RolloutCore` once per decision.
+The replicas that Serve would stop first close: they take no new chunks, and their waiting samples are bound again.
+Their running samples move at the end of the chunk, or at once if that is sooner by the measured speeds. Invariant:
+fewer replicas are requested only once those to stop are idle. Called by `RolloutCore` once per decision.
 """
 
 from typing import NamedTuple
@@ -17,18 +17,18 @@ from tailrace.policies.protocol.actions import Action, SetReplicas
 from tailrace.policies.protocol.views import ReplicaSpeeds, TailView
 
 LOOK_S = 0.25
-"""Between two looks, unless batches have come or gone: a look reads the books of every replica."""
+"""Seconds between two looks, unless batches have come or gone: a look reads the books of every replica."""
 
 
 class Limits(NamedTuple):
-    """Engine replicas that there may be."""
+    """Min and max number of engine replicas."""
 
     min: int
     max: int
 
 
 class Scaling:
-    """`limits`: None: how many there are is nobody's to decide here."""
+    """Book of the requested replicas. `limits`: None if their number is not decided here."""
 
     def __init__(
         self, policy: Tail, limits: Limits | None, table: ReplicaTable, running: RunningChunks, buffer: RequestBuffer,
@@ -36,13 +36,13 @@ class Scaling:
     ):  # fmt: skip
         self._policy, self._limits, self._table = policy, limits, table
         self._running, self._buffer, self._races, self._draft_planner = running, buffer, races, draft_planner
-        self._memory = None  # the policy's
+        self._memory = None  # of the policy
         self._asked: ReplicaGoal | None = None
         self._reserved = 0
-        self._looked_at = float("inf")  # before the first batch, how many there are is as they were started
+        self._looked_at = float("inf")  # before the first batch, the initial number stays
 
     def reopen(self) -> None:
-        """A batch has come: nobody leaves before the policy has looked at it."""
+        """Reopen all replicas for a new batch: none leaves before the policy has looked at it."""
         self._reserved = 0
         self._table.close(())
         self._looked_at = float("-inf")
@@ -51,7 +51,7 @@ class Scaling:
         self._reserved, self._looked_at = replicas, float("-inf")
 
     def decide(self, now: float) -> tuple[list[str], list[Action]]:
-        """Replicas that have closed now, and what is to be done."""
+        """Returns the replicas closed now, and the actions due."""
         if self._limits is None or now < self._looked_at + LOOK_S:
             return [], []
         self._looked_at = now
@@ -94,8 +94,10 @@ class Scaling:
                 self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
 
     def _ask(self, order: list[str], wanted: ReplicaGoal, view: TailView) -> list[Action]:
-        """Serve stops the first of `order`: as many as run nothing and are not wanted. Draft models run where there is
-        no engine, and until the batch has ended."""
+        """Request the wanted replicas. Serve stops the first ones of `order`, as far as they are idle and not wanted.
+
+        Draft models take places without an engine, until the batch has ended.
+        """
         free = 0
         while free < len(order) - wanted.engines and not self._table.running(order[free]):
             free += 1
@@ -110,7 +112,7 @@ class Scaling:
 
 
 def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
-    """Until a chunk beside `running - 1` others is expected to end: by its own bound, or its sample's expected end."""
+    """Seconds until the expected end of a chunk among `running`: by its own bound, or by its sample's expected end."""
     sample = chunk.sample
     expected = sample.expected_tokens - sample.generated_tokens
     tokens = min(chunk.max_tokens, max(1, expected)) - sample.streamed_tokens
@@ -118,7 +120,7 @@ def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
 
 
 def move_s(chunk: Chunk, speeds: ReplicaSpeeds) -> float:
-    """What continuing elsewhere costs: fetching the KV of all its context, or computing it, whichever is faster."""
+    """Seconds to move a chunk: to fetch the KV of its whole context or to compute it, whichever is faster."""
     context = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + chunk.sample.streamed_tokens
     compute_s = context / speeds.prefill_tokens_s
     if not speeds.fetch_tokens_s:

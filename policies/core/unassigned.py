@@ -1,4 +1,4 @@
-"""Groups whose samples are not queued yet: no replica was ready to bind them to, or the one they were bound to goes.
+"""Groups whose samples are not queued yet: no replica is ready to bind them to, or their bound replica leaves.
 
 Invariant: a group is here at most once, and leaves when a replica is ready. Called by `RolloutCore` alone.
 """
@@ -22,8 +22,10 @@ class UnassignedGroups:
         self._groups += (group for group in groups if group not in self._groups)
 
     def bind(self) -> list[Sample]:
-        """Bind every group, if the ordering does so, to a ready replica; returns their samples that are to be queued.
-        Until one is ready there are none."""
+        """Bind every group to a ready replica, if the ordering binds groups.
+
+        Returns the samples to queue; none until a replica is ready.
+        """
         if not self._groups or not (ready := self._table.ready()):
             return []
         groups, self._groups = self._groups, []

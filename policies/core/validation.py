@@ -1,6 +1,6 @@
-"""What cannot happen: checks that an event alone, or an event and its chunk, can fail. Called by `RolloutCore`.
+"""Checks against impossible events, by the event alone or by the event and its chunk. Called by `RolloutCore`.
 
-Invariant: a check reads and raises, and changes nothing. What the core's books decide is checked there.
+Invariant: a check reads and raises, and changes nothing. Checks that need the core's books are in those books.
 """
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS
@@ -16,7 +16,7 @@ from tailrace.policies.protocol.events import (
 
 
 def check_groups(event: SamplesSubmitted) -> None:
-    """A batch has groups, each of them once, and each has something to generate."""
+    """Check that a batch has groups, each of them once, and each with tokens to generate."""
     if not event.groups or len({spec.group_id for spec in event.groups}) < len(event.groups):
         raise IllegalEvent(f"batch {event.batch_id!r} is empty or repeats a group id")
     for spec in event.groups:
@@ -45,7 +45,7 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
     if not 0 <= event.model_accepted <= event.model_tested:
         raise IllegalEvent(f"{event.chunk_id}: {event.model_accepted} of {event.model_tested} drafts of a model right")
     if chunk.beaten:
-        return  # its sample has gone on
+        return  # its sample continues elsewhere
     context_tokens = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + event.new_tokens
     if not 0 <= event.stored_tokens <= context_tokens:
         raise IllegalEvent(f"{event.chunk_id}: {event.stored_tokens} tokens stored, of a context of {context_tokens}")

@@ -1,8 +1,8 @@
-"""The waiting samples, in the order of the ordering policy: one set of lanes for samples that may go anywhere,
-and one per replica that samples are bound to.
+"""Waiting samples, in the order of the ordering policy. Unbound samples share one set of lanes; each replica with
+bound samples has another.
 
-Keys of a lane are renewed when a sample of the group finishes; those of growing lanes that have grown since are found
-out when their sample is about to be taken (see the contract in `policies.ordering`). Called by `RolloutCore` alone.
+Keys of a lane are renewed when a sample of the group finishes. Grown keys of growing lanes are found when their sample
+is about to be taken (see the contract in `policies.families.ordering`). Called by `RolloutCore` alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,19 +28,19 @@ class WaitQueue:
         self._picks = 0
 
     def reveal(self, lengths: Mapping[str, int]) -> None:
-        """True lengths for the ordering that needs them. Raises IllegalEvent for every other one."""
+        """Take true lengths for the ordering that needs them. Raises IllegalEvent for every other ordering."""
         if not self._is_oracle:
             raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
     def check_new(self, specs: tuple[GroupSpec, ...]) -> None:
-        """Raises IllegalEvent when the ordering needs true lengths and has not been told those of a new group."""
+        """Check new groups. Raises IllegalEvent if the ordering needs true lengths and has none of a new group."""
         for spec in specs if self._is_oracle else ():
             if not all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples)):
                 raise IllegalEvent(f"{spec.group_id}: {name_of(self._ordering)} needs true lengths, has none")
 
     def forget(self, group: Group) -> None:
-        """The group has been handed out: its lengths are not needed any more."""
+        """Forget the true lengths of a group that has been handed out."""
         if self._lengths:
             for sample in group.samples:
                 self._lengths.pop(sample.sample_id, None)
@@ -53,7 +53,7 @@ class WaitQueue:
         return sorted(self._samples.values(), key=lambda s: (s.group.arrival, s.index))
 
     def put(self, sample: Sample, view: SampleView) -> None:
-        """Queue a waiting sample, or give it its present need and keys; `view` is its view now."""
+        """Queue a waiting sample, or renew its need and keys. `view`: its present view."""
         if sample.home not in self._queues:
             self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
         self._push(sample, view)
@@ -71,7 +71,7 @@ class WaitQueue:
                 queue.remove(sample.sample_id)
 
     def renew(self, group: Group, mates: Iterable[Sample]) -> None:
-        """A sample of the group has finished: its waiting mates get their present keys."""
+        """Renew the keys of the waiting mates of a finished sample."""
         view = group.view()
         for mate in mates:
             if mate.sample_id in self._samples:
@@ -90,7 +90,7 @@ class WaitQueue:
         return gone
 
     def look_at(self, home: str | None) -> None:
-        """Note that the room of a replica, or what is bound to it, has changed."""
+        """Note that the room of a replica, or its bound samples, have changed."""
         if home is not None and home in self._queues:
             self._changed[home] = None
 
@@ -100,7 +100,7 @@ class WaitQueue:
         return [home for home in homes if home in self._queues]
 
     def take_first(self, home: str | None, room_tokens: int) -> Sample | None:
-        """The first sample bound to `home` whose need fits `room_tokens`, taken out; None when there is none."""
+        """Take out the first sample bound to `home` that fits `room_tokens`. Returns it, or None if there is none."""
         queues = self._queues.get(home)
         if not queues or not room_tokens:
             return None
@@ -111,7 +111,7 @@ class WaitQueue:
         return sample
 
     def next_up(self, home: str | None, count: int) -> list[Sample]:
-        """The first `count` samples bound to `home` in the order of the next decision, whatever they need."""
+        """The first `count` samples bound to `home` in the order of the next decision, regardless of their need."""
         queues, found = self._queues.get(home), []
         while queues and (sample := self._peek(queues, MAX_NEED_TOKENS)) is not None:
             found.append(sample)

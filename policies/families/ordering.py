@@ -67,9 +67,9 @@ class Seer(OneLane):
     """Seer 4.3, Algorithm 1: probes first, shortest first; then groups by greatest estimated length.
 
     L_g is the expected length of group g by the `lengths` policy: by its default, as in the paper, the greatest
-    finished length, or max_tokens while none has finished. With probability `explore` a decision goes to the least-run
-    group instead (the paper gives no rate). The draw depends on prompt and index alone, so that runs of the same
-    prompts compare under any batch name.
+    finished length, or max_tokens while none has finished. With probability `explore` a decision goes to the
+    group of fewest chunks instead (the paper gives no rate). The draw depends on prompt and index alone. So runs of the
+    same prompts compare under any batch name.
     """
 
     type: Literal["seer"] = "seer"

@@ -152,7 +152,7 @@ USUAL = (
 
 
 class FastestOfN(BaseModel):
-    """Algorithm 3: the sample that accepts least gets every method it lacks before the next sample gets any.
+    """Algorithm 3: the sample of lowest acceptance gets every method it lacks before the next sample gets any.
 
     Copies use methods that `rungs` lists and that replicas offer besides their default. Without a draft model there are
     none unless `rungs` names parts of the index: `history`, `ngram`.

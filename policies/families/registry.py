@@ -153,7 +153,7 @@ def _member(family: str) -> Any:
 
 
 class Policies(BaseModel):
-    """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, least KV) and exact KV."""
+    """One member of every family. The defaults are Seer's (divided rollout, Algorithm 1, `LeastKv`) and exact KV."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,1 +1,1 @@
-"""Cost models and estimators: how long steps, prompts and pulls take, and what speculation brings."""
+"""Cost models and estimators: seconds of steps, prompts and pulls, and the gain of speculation."""

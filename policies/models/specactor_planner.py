@@ -1,8 +1,9 @@
-"""How many GPUs draft, how many verify, and how far drafts run ahead (SpecActor 4.1, Algorithms 1 and 2).
+"""Plans of drafter GPUs, verifier GPUs and draft windows (SpecActor 4.1, Algorithms 1 and 2).
 
-Invariant: a plan has the most tokens a second of all it may have, plain decoding included, so drafting is planned only
-where it pays; ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called by the simulator
-as a step starts (`plan`) and every so many engine steps (`reconfigure`); live by `draft_models` (`best`, `better`).
+Invariant: a plan has the max tokens a second over its options. Plain decoding is one of them, so drafting is planned
+only where it pays. Ties go to fewer GPUs, then to the shorter window. Pure: same figures, same plan. Called by the
+simulator as a step starts (`plan`) and at intervals of engine steps (`reconfigure`); live by `draft_models` (`best`,
+`better`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +24,16 @@ from tailrace.policies.models.spec_cost_model import (
 )
 
 TINY_S = 1e-12
-"""Keeps ratios finite for a drafter that takes no time."""
+"""Bound that keeps ratios finite for a drafter that takes no time."""
 
 RATES = {"going_on": decoupled_tokens_s, "renewal": renewal_tokens_s, "published": published_tokens_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each `drafter.gpus + verifier.gpus` GPUs of the cluster do with `samples` samples.
+    """Use of each `drafter.gpus + verifier.gpus` GPUs of the cluster, for `samples` samples.
 
-    `drafter` None, `window` 0: no drafter, the verifiers decode plainly. `tokens_s`: expected, of each sample.
+    `drafter` is None and `window` 0 for plain decoding by the verifiers. `tokens_s`: expected, of each sample.
     """
 
     drafter: DrafterCost | None
@@ -52,7 +53,7 @@ class Plan:
 
 
 class SamplePlan(NamedTuple):
-    """How one sample is drafted from now on. A coupled window of 0 is plain decoding."""
+    """Draft mode of one sample from now on. A coupled window of 0 is plain decoding."""
 
     window: int
     coupled: bool
@@ -61,8 +62,11 @@ class SamplePlan(NamedTuple):
 
 
 class Decoupled(BaseModel):
-    """SpecActor 4.1. `rate`: what drafting ahead brings as Tailrace's engines do it (`going_on`: nobody waits), or in
-    SpecActor's rounds, worked out exactly (`renewal`) or by the paper's own formula (`published`)."""
+    """SpecActor 4.1. `rate`: the formula for tokens a second of decoupled drafting.
+
+    `going_on`: Tailrace's engines, which never wait. `renewal`: SpecActor's rounds, computed exactly. `published`: the
+    paper's own formula for these rounds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["decoupled"] = "decoupled"
@@ -94,15 +98,14 @@ class Decoupled(BaseModel):
         return max((plain, *(plan for plan in found if plan)), key=_worth)
 
     def best(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> Plan:
-        """Algorithm 1 where it is settled who drafts for whom: this pair's best window for `samples` samples, or plain
-        decoding by the verifier alone."""
+        """Algorithm 1 for a given pair: the best window for `samples` samples, or plain decoding if better."""
         plans = (_plain(verifier, samples), self._best(samples, p, drafter, verifier))
         return max((plan for plan in plans if plan), key=_worth)
 
     def reconfigure(self, acceptances: Mapping[str, float], plan: Plan) -> dict[str, SamplePlan]:
         """Algorithm 2: for each sample that accepts less than the mean, the better of coupled and decoupled drafting.
 
-        Samples that are not named keep the plan's window. Without a drafter there is nothing to choose.
+        Other samples keep the plan's window. Empty if the plan has no drafter.
         """
         if plan.drafter is None or not acceptances:
             return {}
@@ -112,7 +115,7 @@ class Decoupled(BaseModel):
         return {sample_id: better[p] for sample_id, p in below.items()}
 
     def better(self, p: float, drafter: DrafterCost, verifier: VerifierCost) -> SamplePlan:
-        """For a sample of acceptance p, to a hundredth; both kinds are rated at a batch of one, as in the paper."""
+        """Better mode for a sample of acceptance p, to a hundredth. Rated at a batch of one, as in the paper."""
         rate, windows = RATES[self.rate], range(1, self.max_window + 1)
         coupled_s, waiting = max((coupled_tokens_s(p, drafter, verifier, 1, w), -w) for w in (0, *windows))
         decoupled_s, ahead = max((rate(p, drafter, verifier, 1, w), -w) for w in windows)
@@ -122,7 +125,7 @@ class Decoupled(BaseModel):
         return SamplePlan(-waiting, True, coupled_s, reason)
 
     def _best(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> Plan | None:
-        """The best window of this pair; None where the drafter cannot keep up with any."""
+        """Returns the best plan of this pair, or None if the drafter cannot keep up with any window."""
         rate = RATES[self.rate]
         plans = [
             Plan(
@@ -138,8 +141,11 @@ class Decoupled(BaseModel):
         return max(plans, key=_worth, default=None)
 
     def _windows(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> list[int]:
-        """Those worth a try: in SpecActor's rounds, beyond them the drafter is the slower, and longer windows gain less
-        than they take. The paper's end is max(ceil(V' / D'), ceil(beta / alpha))."""
+        """Windows worth a try.
+
+        In SpecActor's rounds the drafter is the slower beyond them: longer windows gain less than they take. The
+        paper's end is max(ceil(V' / D'), ceil(beta / alpha)).
+        """
         windows = range(1, self.max_window + 1)
         if self.rate == "going_on":
             return list(windows)

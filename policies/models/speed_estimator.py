@@ -1,6 +1,6 @@
-"""How fast this replica is, measured while it works: one running least-squares fit of step times, one of pulls.
+"""Speeds of this replica, measured at work: one running regression of step times, and one of pulls.
 
-Invariant: every figure comes from steps and pulls of this engine; old ones fade (FADE per observation), so a figure
+Invariant: every figure comes from steps and pulls of this engine. Old ones fade (FADE per observation), so a figure
 follows the machine. Fed by the stepper, reported in EngineStats, used by `cost_aware` placement.
 """
 
@@ -11,7 +11,10 @@ FADE = 0.995
 
 
 class FadedFit:
-    """y = x @ weights with faded observations; weights never below 0. `guess` is worth one observation of each kind."""
+    """Least-squares fit of y = x @ weights, with faded observations. Weights are never below 0.
+
+    `guess` is worth one observation of each kind.
+    """
 
     def __init__(self, guess: list[float]):
         self._guess = np.asarray(guess)
@@ -25,7 +28,7 @@ class FadedFit:
 
     @property
     def weights(self) -> np.ndarray:
-        """f64[n]. The ridge towards the guess decides what the observations leave open."""
+        """Weights, f64[n]. The ridge towards the guess decides where observations do not."""
         ridge = np.diag(np.maximum(1e-6, 1e-3 * np.diag(self._xx)))
         solved = np.linalg.solve(self._xx + ridge, self._xy + ridge @ self._guess)
         return np.maximum(solved, 1e-9)
@@ -34,7 +37,7 @@ class FadedFit:
 class SpeedEstimator:
     """Step: base + per_chunk * chunks + per_token * tokens beyond one per chunk. Pull: base + per_token * tokens.
 
-    What a chunk adds to a decode step is reported with the draft tokens that chunks have had verified lately.
+    The reported share of a chunk in a decode step includes the mean draft tokens verified per chunk lately.
     """
 
     def __init__(self):
@@ -44,19 +47,19 @@ class SpeedEstimator:
         self._drafted = self._decoded = 0.0  # draft tokens, and chunks, of decode steps, faded
 
     def step(self, chunks: int, tokens: int, took_s: float, decodes: bool) -> None:
-        """One engine step that computed `tokens` tokens of `chunks` chunks. `decodes`: one of each, else drafts."""
+        """Note a step of `tokens` tokens for `chunks` chunks. `decodes`: one token of each, the others drafts."""
         self._steps.observe([1.0, chunks, tokens - chunks], took_s)
         if decodes:
             self._drafted = FADE * self._drafted + tokens - chunks
             self._decoded = FADE * self._decoded + chunks
 
     def pull(self, tokens: int, took_s: float) -> None:
-        """One load of `tokens` tokens from the pool."""
+        """Note a load of `tokens` tokens from the pool."""
         self._pulled = True
         self._pulls.observe([1.0, tokens], took_s)
 
     def report(self) -> dict[str, float] | None:
-        """The fields of `policies.events.ReplicaMeasured` that are measured; None until a pull was seen."""
+        """Returns the measured fields of `policies.protocol.events.ReplicaMeasured`, or None before the first pull."""
         if not self._pulled:
             return None
         base_s, per_chunk_s, per_token_s = self._steps.weights.tolist()

@@ -1,8 +1,8 @@
-"""How long an engine step takes by the tokens it verifies, measured while the engine works.
+"""Seconds of an engine step by the tokens that it verifies, measured while the engine works.
 
-Invariant: every figure comes from steps of this engine; old ones fade, so the table follows the machine. It starts from
-a rehearsal of a second (`Stepper`), and what nobody has seen is put on the line through what was seen. Fed by `Drafts`,
-read by the drafting policy as a `StepCost`.
+Invariant: every figure comes from steps of this engine. Old ones fade, so the table follows the machine. It starts from
+a rehearsal of a second (`Stepper`). Sizes without a measurement are on the line through the measured ones. Fed by
+`Drafts`, read by the drafting policy as a `StepCost`.
 """
 
 from bisect import bisect_left
@@ -12,10 +12,10 @@ import numpy as np
 from tailrace.policies.protocol.step_cost import StepCost
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
-"""Steps are filed under the least of these that is not below their tokens."""
+"""Sizes. A step is filed under the smallest one that is not below its tokens."""
 
 EVERY = 16
-"""Records between two looks at the table: a look costs as much as the drafts of several samples."""
+"""Records between two computations of the table: one costs as much as the drafts of several samples."""
 
 FADE = 0.98
 """Weight of the observation 34 steps ago of the same size is one half: a few seconds of decoding."""
@@ -30,7 +30,7 @@ class StepCostEstimator:
         self._records = 0
 
     def record(self, tokens: int, took_s: float) -> None:
-        """One step that verified `tokens` tokens, bonus tokens included, and prefilled nothing."""
+        """Note a step that verified `tokens` tokens, bonus tokens included, and prefilled nothing."""
         size = min(bisect_left(TOKENS, tokens), len(TOKENS) - 1)
         for column, value in ((self._weight, 1.0), (self._tokens, tokens), (self._seconds, took_s)):
             column[size] = FADE * column[size] + value
@@ -39,7 +39,7 @@ class StepCostEstimator:
             self._cost = None
 
     def cost(self) -> StepCost | None:
-        """Seconds over tokens, rising, at most EVERY records old; None before two sizes were seen."""
+        """Returns rising seconds over tokens, at most EVERY records old, or None before two sizes were measured."""
         if self._cost is None:
             seen = self._weight > 0
             if seen.sum() < 2:

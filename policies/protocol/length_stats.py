@@ -1,7 +1,7 @@
-"""What is known of the lengths of a batch as a whole: its spread, and the three length classes of DAS.
+"""Known lengths of a batch as a whole: its spread, and the three length classes of DAS.
 
-A value, worked out from all past and finished lengths together; `LengthBook` does so again as the evidence doubles.
-Logarithms, because lengths are skewed: one runaway answer would else decide every mean.
+A value, computed from all past and finished lengths together. `LengthTracker` renews it as the evidence doubles.
+Lengths enter as logarithms, because they are skewed: otherwise one runaway answer would decide every mean.
 """
 
 from bisect import bisect_left
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 PASS_SHARE = 0.4
-"""Forward passes that the longest answer is meant to take, per token of it: one in 2.5 tokens is what suffix drafts
-from group and history reach. DAS measures the passes; with budgets that follow from them that has a second fixed
-point, where nobody drafts because every answer is shorter than the undrafted longest."""
+"""Target forward passes of the longest answer, per token of it. Suffix drafts from group and history reach one in 2.5
+tokens. DAS measures the passes. With budgets that follow from them, that has a second fixed point: no answer is
+drafted, because every answer is shorter than the undrafted longest."""
 
 LEAST_SPREAD = 0.2
-"""Of log lengths: less than 22 % is nowhere seen, and a spread of zero would make every estimate certain."""
+"""Min spread of log lengths. Less than 22 % was never seen, and zero would make every estimate certain."""
 
 UNKNOWN_SHARE, ENOUGH = 0.2, 8
-"""Between-prompt share of the spread, until that many prompts' worth of second answers tell it."""
+"""Default between-prompt share of the spread, and the prompts' worth of second answers that replace it."""
 
 SHORT, MEDIUM, LONG = 0, 1, 2
 
@@ -37,7 +37,7 @@ class LengthClasses(NamedTuple):
         return (tokens >= self.short_tokens) + (tokens >= self.medium_tokens)
 
     def first(self, lengths: Sequence[int]) -> int:
-        """The class of most of a prompt's answers; of two the longer; without any, long: a potential straggler."""
+        """The commonest class of a prompt's answers; ties go to the longer. Long without any: a potential straggler."""
         counts = [0, 0, 0]
         for tokens in lengths:
             counts[self.of(tokens)] += 1
@@ -45,17 +45,17 @@ class LengthClasses(NamedTuple):
 
 
 class BatchLengths(NamedTuple):
-    """All that is known of the lengths in a batch; `answers` is how many that rests on."""
+    """Known lengths in a batch. `answers`: number of answers counted."""
 
     answers: int
     mean_log: float
     spread_log: float  # standard deviation
-    between_share: float  # of the variance: how much lies between prompts
+    between_share: float  # between-prompt share of the variance
     classes: LengthClasses
 
 
 def batch_lengths(prompts: Sequence[tuple[tuple, Sequence[int]]], max_tokens: int) -> BatchLengths:
-    """From each prompt's past lengths (a tuple per epoch, newest first) and its finished ones, in tokens."""
+    """Summary of each prompt's past lengths (a tuple per epoch, newest first) and finished ones, in tokens."""
     pools = [[*(tokens for epoch in past for tokens in epoch), *finished] for past, finished in prompts]
     pools = [pool for pool in pools if pool]
     epochs = max((len(past) for past, _ in prompts), default=0)
@@ -109,8 +109,8 @@ def length_classes(pools: Sequence[Sequence[int]], longest_tokens: float, max_to
 def _start(pool: list[int], threshold: float) -> int:
     """Answer tokens from which P(below `threshold` | longer than that) < 0.4, by the sorted lengths in `pool`.
 
-    With k of the m answers no longer, that share is (B - k) / (m - k), B below the threshold: solved for the least k.
-    Who reaches the threshold is above it for certain.
+    With k of the m answers no longer, that share is (B - k) / (m - k), B below the threshold: solved for the smallest
+    k. An answer that reaches the threshold is above it for certain.
     """
     passed = max(0, (10 * bisect_left(pool, threshold) - 4 * len(pool)) // 6 + 1)
     sure = ceil(threshold)

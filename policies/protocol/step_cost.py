@@ -1,6 +1,6 @@
-"""What an engine step costs on one replica, by how many tokens the model computes in it.
+"""Seconds of an engine step on one replica, by the number of tokens that the model computes in it.
 
-A value: built by the engine from the steps it has measured, read by drafting policies. Invariant: more tokens never
+A value: built by the engine from its measured steps, read by drafting policies. Invariant: more tokens never
 cost less time, and no step is free.
 """
 
@@ -42,9 +42,9 @@ class StepCost:
         return np.interp(tokens, x, y) + slope * np.maximum(tokens - x[-1], 0.0)
 
     def least_chance(self, running: int) -> float:
-        """Below it a draft token of one of `running` samples brings less than its time: half of (tokens a second
-        without drafts) * (least seconds that one more token takes, over the points within reach).
+        """Chance below which a draft token of one of `running` samples brings less than its time.
 
+        Half of (tokens a second without drafts) * (min seconds of one more token, over the points within reach).
         k tokens of chance c pay where (n + k c) / t(n + k) > n / t(n). Half, because chances and costs are estimates.
         """
         ahead = (self._x > running) & (self._x <= 4 * running + 64)

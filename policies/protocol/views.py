@@ -50,8 +50,8 @@ class LengthsView(NamedTuple):
 
 
 class ReplicaSpeeds(NamedTuple):
-    """What a replica measured by itself; a decode step takes step_base_s + step_per_chunk_s * chunks running, with as
-    many draft tokens of each as lately."""
+    """Speeds measured by a replica. A decode step takes step_base_s + step_per_chunk_s * running chunks, at the recent
+    number of draft tokens per chunk."""
 
     prefill_tokens_s: float
     fetch_tokens_s: float  # KV from the pool, after fetch_base_s; 0: it cannot fetch
@@ -80,7 +80,7 @@ class ReplicasView(Protocol):
     """The replicas as a placement sees them: read-only, and current at the time of the decision."""
 
     def roomiest(self) -> str | None:
-        """The ready replica with the most room (ties: lowest id), or None if none has room."""
+        """The roomiest ready replica (ties: lowest id), or None if none has room."""
 
     def next_with_room(self, after: str | None, need_tokens: int) -> str | None:
         """The first replica after `after`, in cyclic order of ids, with room for `need_tokens`, or None."""
