@@ -63,8 +63,8 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
         assert kept == configured
     assert all(isinstance(runs[name].tail, Hold) for name in ("static", "seer", "hold", "race"))
     assert [name for name in ours if runs[name].racing.room] == ["race", "auto"]
-    indexed = [rung.method for rung in runs["race"].racing.method_table.among(tuple(EVIDENCE)).others("group")]
-    assert indexed == ["history", "ngram"] and not runs["auto"].racing.method_table.among(tuple(EVIDENCE)).others("group")
+    race, auto = (runs[name].racing.method_table.among(tuple(EVIDENCE)) for name in ("race", "auto"))
+    assert [rung.method for rung in race.others("group")] == ["history", "ngram"] and not auto.others("group")
     assert runs["seer"].drafting.type == runs["static"].drafting.type == "off"
 
 

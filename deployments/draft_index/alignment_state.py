@@ -1,5 +1,4 @@
-"""What is kept of the samples of a group that are drafted for, a row each: the places they are followed along, and what
-their latest draft was chosen from.
+"""State of a group's drafted samples, a row each: their aligned places, and the candidates of their latest draft.
 
 Arrays over all rows, so that one call of a kernel serves many samples; they grow by doubling. Owned by `GroupIndex`.
 """
@@ -12,20 +11,26 @@ from tailrace.deployments.draft_index.match_kernels import TRACKS
 from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES, FEATURES
 
 NOTED_TOKENS = 8
-"""Of a draft: those that are learned from."""
+"""Tokens of a draft that are learned from."""
 
 
 class TrainingExample(NamedTuple):
-    """What the first path of a draft was chosen from, token by token: the candidates' features, f32[NOTED_TOKENS,
-    CANDIDATES, FEATURES], and which they were, i32[NOTED_TOKENS, CANDIDATES + 1], how many there were last."""
+    """The candidates of a draft's first path, token by token.
+
+    features f32[NOTED_TOKENS, CANDIDATES, FEATURES]. seen i32[NOTED_TOKENS, CANDIDATES + 1]: the candidates' token ids,
+    then their count in the last column.
+    """
 
     features: np.ndarray
     seen: np.ndarray
 
 
 class AlignmentState:
-    """kept i32[F, 2, TRACKS, 2], marks f32[F, 2, TRACKS, 2], counts i64[F, 2]: tracks through the group and through
-    history. features, seen: of each row's `TrainingExample`."""
+    """Tracks through the group and through history, with F rows.
+
+    kept i32[F, 2, TRACKS, 2], marks f32[F, 2, TRACKS, 2], counts i64[F, 2].
+    features, seen: the arrays of each row's `TrainingExample`.
+    """
 
     def __init__(self):
         self.used = 0
@@ -36,7 +41,7 @@ class AlignmentState:
         self.seen = np.zeros((1, NOTED_TOKENS, CANDIDATES + 1), np.int32)
 
     def add(self) -> int:
-        """A new row."""
+        """Returns a new row."""
         if self.used == len(self.counts):
             for name, array in vars(self).items():
                 if name != "used":

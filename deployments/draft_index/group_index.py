@@ -1,9 +1,10 @@
-"""The draft index of a group: what its prompt, its samples and their history say comes next.
+"""The draft index of a group: the next tokens by the evidence of its prompt, its samples and their history.
 
-Owns the tokens of one group (arena.py) and, for each sample drafted for, the places that it is followed along.
-Invariant: the index never raises on well-typed input and never knows a token that was not handed to it; what it
-proposes may be wrong, since drafts never change tokens. Called by one thread of an engine (deployments/engine/
-drafts.py); `HistoryIndex.build` by the feed's.
+Owns the tokens of one group (token_index.py) and, for each drafted sample, its aligned places.
+Invariant: the index never raises on well-typed input and holds only tokens that were given to it.
+Its proposals may be wrong, since drafts never change tokens.
+Called by one thread of an engine (deployments/drafting/drafts.py). `HistoryIndex.build` is called by another thread
+(deployments/drafting/group_indexes.py).
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class HistoryIndex:
-    """Answers to one prompt in earlier epochs; built before the step, never changed."""
+    """Answers to one prompt in earlier epochs; built before a step, never changed."""
 
     def __init__(self, arena: TokenIndex):
         self.arena = arena
@@ -41,7 +42,7 @@ class HistoryIndex:
     def build(
         cls, answers: list[PastAnswer], now_epoch: int, prompt: np.ndarray, settings: IndexSettings
     ) -> "HistoryIndex":
-        """Index the answers, best evidence last; the loops run without the GIL."""
+        """Indexes the answers, best evidence last; the loops run without the GIL."""
         arena = TokenIndex(sum(len(answer.tokens) for answer in answers) + len(prompt), 1 + len(answers))
         end = arena.append(-1, arena.start(NOBODY, 0), -len(prompt), np.array(prompt, np.int32))
         weighed = sorted(
@@ -53,15 +54,18 @@ class HistoryIndex:
 
 
 def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
-    """An answer's weight in 1/WEIGHT_ONE: 1 for the last epoch and an unknown reward, never 0."""
+    """Returns an answer's weight in 1/WEIGHT_ONE: 1 for the last epoch and an unknown reward, never 0."""
     age = max(0, now_epoch - answer.epoch - 1)
     reward = 0.5 if answer.reward is None else min(1.0, max(0.0, answer.reward))
     return max(1, round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5))))
 
 
 class _IndexedSample:
-    """`row`: of what is kept of it as it is drafted for (-1: it is not); `followed`: tokens known when it last was;
-    `lesson`: answer position at which a draft began that is to be learned from, -1: none is."""
+    """A sample in the index. `row`: its row of `AlignmentState`, or -1 if it is not drafted for.
+
+    `followed`: known tokens at its latest draft.
+    `lesson`: answer position at which a draft to learn from began, or -1 without one.
+    """
 
     __slots__ = ("followed", "known", "last", "lesson", "row", "run")
 
@@ -87,32 +91,32 @@ class GroupIndex:
 
     @property
     def tokens(self) -> int:
-        """Tokens held: prompt and answers, history not counted."""
+        """Returns the number of tokens of prompt and answers, without history."""
         return self._arena.tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, history not counted."""
+        """Returns the number of bytes, without history."""
         return self._arena.nbytes
 
     def known(self, sample_index: int) -> int:
-        """Answer tokens known of a sample: the end of what `extend` was given."""
+        """Returns the number of known answer tokens of a sample: the end of the last `extend`."""
         sample = self._samples.get(sample_index)
         return sample.known if sample else 0
 
     def attach(self, history: HistoryIndex | None) -> None:
-        """Draft from this history from now on; None: from none."""
+        """Sets the history to draft from, or None for no history."""
         self._past = history.arena if history is not None and self._evidence.settings.history else None
         self._followers.counts[:, 1] = 0
 
     def extend(self, sample_index: int, start: int, tokens: np.ndarray | list[int]) -> None:
-        """Take answer tokens [start, start + n) of a sample; known ones are skipped, a gap starts a new run."""
+        """Adds answer tokens [start, start + n) of a sample; known tokens are skipped, a gap starts a new run."""
         sample = self._sample(sample_index)
         if start < sample.known:
             tokens, start = tokens[sample.known - start :], sample.known
         if not len(tokens):
             return
-        tokens = np.array(tokens, np.int32)  # its own: numba compiles for read-only ones apart
+        tokens = np.array(tokens, np.int32)  # a copy: numba compiles separately for read-only arrays
         if sample.lesson == start:
             self._evidence.learn(self._followers.lesson(sample.row), tokens)
             sample.lesson = -1
@@ -125,7 +129,7 @@ class GroupIndex:
         sample.known = start + len(tokens)
 
     def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
-        """Answer tokens [start, start + most) of a sample that are known, int32; none where they have a gap."""
+        """Returns known answer tokens [start, start + limit) of a sample, int32; none if they have a gap."""
         sample = self._samples.get(sample_index)
         count = sample.known - start if sample is not None and start >= 0 else 0
         if count <= 0:
@@ -136,19 +140,18 @@ class GroupIndex:
         return window[::-1][:most] if found == count else _NO_TOKENS
 
     def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
-        """`propose_for` one sample, with all the evidence there is."""
+        """Calls `propose_for` with one sample and all its evidence."""
         return self.propose_for([sample_index], most, paths, least)[0]
 
     def propose_for(
         self, samples: list[int], most: int, paths: int = 1, least: float = 0.0, share: float = 1.0,
         sources: Sequence[int] | None = None,
     ) -> list[list[Proposal]]:  # fmt: skip
-        """For each sample at most `paths` drafts of at most `most` tokens for what follows the known tokens, best
-        first.
+        """Returns drafts that follow each sample's known tokens: at most `paths`, each of limited length, best first.
 
-        Each ends where the chance that all of it is right falls below `least`. `share`: of the places that a sample is
-        followed along and looked up at; fewer cost less time and little evidence. `sources`: of each sample, the
-        only ones to draft from (`bits`).
+        A draft ends where the probability that all of it is right falls below the bound.
+        `share`: fraction of the places that are aligned and looked up; a smaller one costs less time and little
+        evidence. `sources`: the only sources to draft from (`bits`), by sample.
         """
         most = min(most, MOST_TOKENS)
         if most < 1 or paths < 1:
@@ -205,7 +208,7 @@ class GroupIndex:
 
 
 def warm_up() -> None:
-    """Compile (or load from numba's cache) all that a decode step would otherwise wait for."""
+    """Compiles (or loads from numba's cache) the kernels of a decode step, which would otherwise wait for them."""
     evidence, tokens = CandidateScorer(), np.arange(40, dtype=np.int32) % 7
     index = GroupIndex(evidence, tokens)
     index.attach(HistoryIndex.build([PastAnswer("", 0, 0, None, tokens)], 1, tokens, evidence.settings))

@@ -1,29 +1,29 @@
-"""The draft index's places in flat arrays (numba): append tokens, follow a sample along the places like it.
-
-A place is a row of an arena: its token (text), and for each order the previous place whose last `ORDERS[o]` tokens hash
-alike (chains, as in LZ77). Places come in blocks of 32 of one run; a block knows its neighbours. A *track* is a place
-that a sample's context aligns with, gaps allowed: an online local alignment, of which the best cells are kept.
-Invariant: only places whose token is known are in chains or tracks. What is compiled together stays in one file."""
+"""The draft index's places in flat arrays (numba): append tokens, follow a sample along similar places.
+A place is a row of a token index (arena): its token (text) and its chains (as in LZ77). For each order, a chain has the
+previous place whose last `ORDERS[o]` tokens have the same hash. Places come in blocks of 32 of one run; a block has the
+numbers of its neighbours. A *track* is a place that a sample's context aligns with, gaps allowed. Tracks are an online
+local alignment, of which the best cells are kept. Invariant: only places with a known token are in chains or tracks.
+Functions compiled together stay in one file."""
 
 import numpy as np
 from numba import njit
 
 ORDERS = np.array([1, 2, 3, 5, 8], np.int32)
 REACH, TRACKS, LOOKED_UP = 32, 64, 48
-"""At most: tokens that a match is measured over, places followed by each sample, and places looked up again."""
+"""Maxima: tokens that a match is measured over, places followed by each sample, and places looked up again."""
 
 ROOM = TRACKS + LOOKED_UP
 BLOCK_BITS, BLOCK = 5, 32
 (BEFORE, AFTER, RUN, START), (OWNER, WEIGHT) = range(4), range(2)  # columns of a block, of a run
 PROMPT, PAST, NOBODY = -1, -2, -3
-"""Owners of runs: the prompt, an answer of an earlier epoch, what gives only context; else a sample index."""
+"""Owners of runs: the prompt, an answer of an earlier epoch, tokens only for context; else a sample index."""
 
-WEIGHT_ONE, OWN, MATE, HISTORY = 1024, 0, 1, 2  # the last three: types.Source
+WEIGHT_ONE, OWN, MATE, HISTORY = 1024, 0, 1, 2  # the last three: messages.context.Source
 LENGTH, SOURCE, FROM_RUN, AHEAD, WORTH = 0, 1, 2, 3, 4
-"""Columns of what `follow` found: tokens matched, types.Source, run, position before or after the sample's, weight."""
+"""Columns of the places found by `follow`: tokens matched, Source, run, position relative to the sample's, weight."""
 
 FAST, SLOW, SKIP, SKIP_COST = np.float32(0.9), np.float32(0.96), np.float32(0.9), np.float32(0.3)
-"""Of an alignment's two scores: the factors per token, and what a token without a counterpart costs."""
+"""Parameters of an alignment's two scores: the factors per token, and the cost of a token without a counterpart."""
 
 _FASTS, _SLOWS = (((1 - f ** np.arange(REACH + 1)) / (1 - f)).astype(np.float32) for f in (FAST, SLOW))
 FAINT = np.float32(1.2)  # alignments below this are not followed
@@ -36,13 +36,13 @@ _PRIME, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
 @_njit
 def _before(blocks, place):
-    """The place before this one, -1 at the start of what is known."""
+    """Returns the place before this one, or -1 at the start of the known tokens."""
     return place - 1 if place & (BLOCK - 1) else blocks[place >> BLOCK_BITS, BEFORE]
 
 
 @_njit
 def _after(text, blocks, place):
-    """The place after this one in its run, -1 where it is not known yet."""
+    """Returns the place after this one in its run, or -1 where it is not known yet."""
     if (place & (BLOCK - 1)) != BLOCK - 1:
         return place + 1 if text[place + 1] >= 0 else -1
     block = blocks[place >> BLOCK_BITS, AFTER]
@@ -51,7 +51,7 @@ def _after(text, blocks, place):
 
 @_entry
 def context(text, blocks, last, window):
-    """Fill window with the tokens up to and including `last`, newest first; returns how many."""
+    """Fills window with the tokens up to and including `last`, newest first; returns their count."""
     count = 0
     while last >= 0 and count < window.size:
         window[count] = text[last]
@@ -62,7 +62,7 @@ def context(text, blocks, last, window):
 
 @_njit
 def _hashes(window, known, heads, slots):
-    """Fill slots with those of the window's orders, a table for each; returns how many orders there are."""
+    """Fills slots with the hash slots of the window's orders, a table for each; returns the number of orders."""
     size = heads.size // ORDERS.size
     value, depth = np.uint64(0), 0
     for o in range(ORDERS.size):
@@ -78,7 +78,7 @@ def _hashes(window, known, heads, slots):
 
 @_njit
 def _link(text, chains, heads, place, window, known, slots):
-    """Put a place into the chains of its context, then its token into the window."""
+    """Puts a place into the chains of its context, then its token into the window; returns the window's length."""
     orders = _hashes(window, known, heads, slots)
     for o in range(ORDERS.size):
         chains[place, o] = -1
@@ -92,8 +92,8 @@ def _link(text, chains, heads, place, window, known, slots):
 
 @_entry
 def append(text, chains, heads, blocks, used, last, fresh, run, position, tokens):
-    """Append tokens after the place `last` (-1: nothing before); `fresh` starts a run there, at `position` of its text.
-    Returns the last place. `used[0]` counts blocks; the caller has seen to room for all."""
+    """Appends tokens after the place `last` (-1: nothing before); returns the last place. `fresh` starts a run there,
+    at `position` of its text. `used[0]` counts blocks. The caller provides room for all."""
     window, slots = np.empty(_DEEPEST, np.int32), np.empty(ORDERS.size, np.int64)
     known = context(text, blocks, last, window)
     for token in tokens:
@@ -116,7 +116,7 @@ def append(text, chains, heads, blocks, used, last, fresh, run, position, tokens
 
 @_entry
 def relink(text, chains, heads, blocks, used):
-    """Rebuild all chains, for a table of heads that has grown."""
+    """Rebuilds all chains, for a table of heads that has grown."""
     window, slots = np.empty(_DEEPEST, np.int32), np.empty(ORDERS.size, np.int64)
     for block in range(used[0]):
         first = block << BLOCK_BITS
@@ -129,7 +129,7 @@ def relink(text, chains, heads, blocks, used):
 
 @_njit
 def _match(text, blocks, place, window, known):
-    """How many tokens before `place` equal the window."""
+    """Returns the number of tokens before `place` that equal the window."""
     count = 0
     place = _before(blocks, place)
     while count < known and place >= 0 and text[place] == window[count]:
@@ -140,7 +140,7 @@ def _match(text, blocks, place, window, known):
 
 @_njit
 def _put(slots, places, lengths, scores, count, place, length, fast, slow):
-    """Note a track, once for each place with the best of its scores; returns how many there are."""
+    """Adds a track, once for each place with the best of its scores; returns the number of tracks."""
     slot = (place * 40503 >> 4) & (_SLOTS - 1)
     while slots[slot] >= 0:
         i = slots[slot]
@@ -159,9 +159,9 @@ def _put(slots, places, lengths, scores, count, place, length, fast, slow):
 
 @_njit
 def _advance(arena, me, position, token, slots, old, new):
-    """Move all tracks over one token of the sample, that at `position`; returns how many continue.
+    """Moves all tracks over one token of the sample, that at `position`; returns the number that continue.
 
-    A track may continue with its place's token (equal or not), stay (the sample has a token more), or leave one out.
+    A track may continue with its place's token (equal or not), stay (the sample has a token more), or skip one.
     """
     text, _, _, blocks, runs = arena
     places, lengths, scores, count = old
@@ -193,7 +193,7 @@ def _advance(arena, me, position, token, slots, old, new):
 
 @_njit
 def _prune(places, lengths, scores, count, most):
-    """Keep the best tracks, at most `most`; returns how many."""
+    """Keeps the best tracks, up to the limit; returns their number."""
     least = FAINT
     while True:
         kept = 0
@@ -210,7 +210,7 @@ def _prune(places, lengths, scores, count, most):
 
 @_njit
 def _seed(arena, window, known, slots, tracks, limit):
-    """Add the places that chains lead to, those of long contexts first; returns the number of tracks."""
+    """Adds the places in the chains, those of long contexts first; returns the number of tracks."""
     text, chains, heads, blocks, _ = arena
     places, lengths, scores, count = tracks
     starts = np.empty(ORDERS.size, np.int64)
@@ -231,7 +231,7 @@ def _seed(arena, window, known, slots, tracks, limit):
 
 @_njit
 def _tell(arena, me, end, sources, tracks, found, ahead, scores, n):
-    """Write down, from row n on, what is known of the tracks' places of these `sources` (bits); returns the rows."""
+    """Writes the tracks' places from these `sources` (bits), from row n; returns the number of rows."""
     text, _, _, blocks, runs = arena
     places, lengths, marks, count = tracks
     for i in range(count):
@@ -255,7 +255,7 @@ def _tell(arena, me, end, sources, tracks, found, ahead, scores, n):
 
 @_njit
 def _follow(arena, live, sample, most, kept, found, ahead, scores, n):
-    """`follow` for one sample in one arena; returns (rows, tracks kept, longest match)."""
+    """Runs `follow` for one sample in one arena; returns (rows, tracks kept, longest match)."""
     last, me, fresh, sources = sample
     blocks, (keep, marks_kept, kept_count) = live[3], kept
     window, slots = np.empty(REACH, np.int32), np.empty(_SLOTS, np.int16)
@@ -283,11 +283,11 @@ def _follow(arena, live, sample, most, kept, found, ahead, scores, n):
 
 @_entry
 def follow(live, past, has_past, samples, most, kept, marks, counts, found, ahead, scores, told):
-    """Follow samples of the arena `live` through it and `past` over their newest tokens, look their contexts up, and
-    tell the places they may continue from. samples i64[S, 5]: row of what is kept, last place, sample index, new
-    tokens, sources to draft from; most: (tracks, places looked up). Of each: found (see LENGTH ...), how well its
-    context aligns (scores, fast and slow), the tokens from there on (ahead, -1: the end), and told i64[S, 2]: rows,
-    longest match.
+    """Follows samples of the arena `live` over their newest tokens, through it and `past`, and looks their contexts up.
+    samples i64[S, 5]: row of the kept tracks, last place, sample index, new tokens, sources to draft from. The limits
+    are (tracks, places looked up). Writes the places from which they may continue. Output for each place: found
+    (columns from LENGTH), scores (quality of its context's alignment, fast and slow), ahead (its next tokens; -1: the
+    end). The last array, i64[S, 2], gets for each sample the number of rows and the longest match.
     """
     for s in range(len(samples)):
         row, n, match = samples[s, 0], 0, 0

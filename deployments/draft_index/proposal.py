@@ -1,4 +1,4 @@
-"""A draft as whoever makes it hands it on: the index of a group, or a drafter. Apart from both, as it loads nothing."""
+"""The draft type of group indexes and drafters. Separate from both, because it imports neither."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,10 @@ import numpy as np
 
 
 class Proposal(NamedTuple):
-    """Draft tokens of one path: tokens i32[n], right f32[n] (P(token j is right | those before are)), sources u8[n]
-    (types.Source), and the tokens of context that the longest matching place shares."""
+    """Draft tokens of one path: tokens i32[n], right f32[n] (P(token j is right | those before are)), sources u8[n].
+
+    `sources` are of messages.context.Source. `match_tokens`: context tokens that the longest matching place shares.
+    """
 
     tokens: np.ndarray
     right: np.ndarray

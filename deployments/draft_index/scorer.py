@@ -1,8 +1,9 @@
-"""How far evidence is to be trusted: a small network, learned online and shared by all groups of an engine.
+"""Weights of evidence: a small network, learned online and shared by all groups of an engine.
 
-It begins as `scorer_weights.json`, which `bench drafts --fit` made from recorded rollouts; each draft that is followed
-by what really came teaches it a little. Its inputs (choice.py) speak of matches, alignments and counts, never of
-tokens. Used by index.py, on one thread.
+It starts from `scorer_weights.json`, which `bench drafts --fit` made from recorded rollouts.
+It then learns from drafts and the tokens that were really emitted.
+Its inputs (scorer_kernels.py) describe matches, alignments and counts, never tokens.
+Used by group_index.py, on one thread.
 """
 
 import json
@@ -20,13 +21,13 @@ PRIOR = Path(__file__).with_name("scorer_weights.json")
 
 LEARNING_RATE = np.float32(1e-3)
 LESSONS = 4
-"""One draft in this many is learned from: the others would cost time and teach the same."""
+"""Drafts for each draft that is learned from: the others would cost time and teach the same."""
 
 MOST_TOKENS = 64
-"""Of a draft."""
+"""Maximum tokens of a draft."""
 
 TOGETHER = 16
-"""Samples drafted for in one call: what the call notes of them stays in the second-level cache."""
+"""Samples drafted for in one call: the call's working data stays in the second-level cache."""
 
 
 class CandidateScorer:
@@ -45,12 +46,12 @@ class CandidateScorer:
         self._ahead: dict[int, np.ndarray] = {}
 
     def ahead(self, most: int) -> np.ndarray:
-        """Room for `most` tokens ahead of each place, int32[TOGETHER, places, most]."""
+        """Returns room for the next tokens of each place, int32[TOGETHER, places, tokens]."""
         if most not in self._ahead:
             self._ahead[most] = np.empty((TOGETHER, 2 * ROOM, most), np.int32)
         return self._ahead[most]
 
     def learn(self, lesson: TrainingExample, truth: np.ndarray) -> None:
-        """Take in what really came (i32[n]) where the draft of `lesson` began."""
+        """Learns from the tokens (i32[n]) that were really emitted where the draft of `lesson` began."""
         if self.settings.learning:
             learn(lesson.features, lesson.seen, truth, self.net, LEARNING_RATE)

@@ -1,9 +1,10 @@
-"""Which tokens come next, and how sure that is, from the places that a sample may continue from (numba).
+"""The next tokens and their probabilities, from the places at which a sample may continue (numba).
 
-Each candidate for a token gets a score from what speaks for it (`FEATURES`), by a network of one hidden layer that all
-groups share; the scores and that of "none of these" give probabilities (softmax). Drafting continues greedily, with the
-places moved along; other paths leave an earlier one where that is likeliest to be right. What is compiled together
-stays in this file. Called by index.py; evidence.py owns the network.
+A network of one hidden layer, shared by all groups, scores each candidate token by its evidence (`FEATURES`).
+The scores and that of "none of these" give probabilities (softmax).
+Drafting continues greedily, and the places move along. Other paths branch off an earlier one at the point where
+that is likeliest to be right. Functions compiled together stay in this file.
+Called by group_index.py; scorer.py owns the network.
 """
 
 from math import exp, sqrt
@@ -11,17 +12,17 @@ from math import exp, sqrt
 import numpy as np
 from numba import njit
 
-LENGTH, SOURCE, FROM_RUN, AHEAD, WORTH = 0, 1, 2, 3, 4  # as in kernels.py
+LENGTH, SOURCE, FROM_RUN, AHEAD, WORTH = 0, 1, 2, 3, 4  # as in match_kernels.py
 OWN, HISTORY = 0, 2
 WEIGHT_ONE = 1024
 FAST, SLOW = np.float32(0.9), np.float32(0.96)
 
 FEATURES, HIDDEN = 22, 16
 CANDIDATES, TOKENS = 12, 96
-"""Candidates that are scored, and distinct tokens that are looked at, at most."""
+"""Maximum scored candidates, and maximum distinct tokens examined."""
 
 LEAVE = np.float32(4.0)
-"""A place that disagrees with a drafted token is followed on only if it aligned better than this before."""
+"""Minimum alignment before a drafted token at which a place that disagrees with it is still followed."""
 
 FAINT, ALTERNATIVES = np.float32(1.2), 2
 _MATCHES, _STEPS, _LAST = (2, 3, 5, 8), 16, 63
@@ -41,7 +42,7 @@ def _bits(x):
 
 @njit(nogil=True, inline="always")
 def _ln(x):
-    """The logarithm of a normal float32, right within 2e-5: the library's costs more than all else here."""
+    """Returns the logarithm of a normal float32, right within 2e-5: the library's costs more than all else here."""
     bits = np.float32(x).view(np.int32)
     m = np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F800000)).view(np.float32)
     p = np.float32(0.03010639)
@@ -52,7 +53,7 @@ def _ln(x):
 
 @_njit
 def _gather(n, found, scores, token, tokens, sums, runs, total):
-    """Sum up for each distinct next token what speaks for it; returns how many tokens there are."""
+    """Sums up the evidence for each distinct next token; returns the number of tokens."""
     many = 0
     total[:] = 0
     for i in range(n):
@@ -72,7 +73,7 @@ def _gather(n, found, scores, token, tokens, sums, runs, total):
 
 @_njit
 def _credit(i, found, scores, j, s, runs, total):
-    """Add the i-th place's evidence to the sums s[j] of its token. (Rows are not passed: views cost more than this.)"""
+    """Adds the i-th place's evidence to the sums s[j] of its token. Rows are not passed, because views cost more."""
     length, fast = found[i, LENGTH], scores[i, 0]
     own, history = found[i, SOURCE] == OWN, found[i, SOURCE] == HISTORY
     run = np.uint64(1) << np.uint64(found[i, FROM_RUN] & _LAST)
@@ -111,7 +112,7 @@ def _credit(i, found, scores, j, s, runs, total):
 
 @_njit
 def _features(j, s, runs, total, mean, scale, c, x):
-    """One candidate's evidence as numbers of mean 0 and deviation 1, roughly."""
+    """Fills x[c] with one candidate's evidence, as numbers of mean 0 and deviation 1, roughly."""
     few, some, one = np.float32(0.02), np.float32(0.05), np.float32(1)
     for m in range(4):
         x[c, m] = _ln(s[j, m] + some) - _ln(total[m] + np.float32(0.3))
@@ -130,8 +131,8 @@ def _features(j, s, runs, total, mean, scale, c, x):
 
 @_njit
 def _score(c, x, inner, offset, outer, h):
-    """The network's output for the features x[c]; h: room for its hidden layer. Sizes that the compiler does not know
-    make it use vectors."""
+    """Returns the network's output for the features x[c]; h: room for its hidden layer. The compiler uses vectors
+    because it does not know the sizes."""
     for i in range(h.size):
         h[i] = offset[0, i]
     for f in range(FEATURES):
@@ -145,7 +146,7 @@ def _score(c, x, inner, offset, outer, h):
 
 @_njit
 def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
-    """Score the candidates with most evidence; fills xs, out (tokens) and shares (chances); returns how many."""
+    """Scores the candidates with the strongest evidence; fills xs, out (tokens), shares (chances); returns a count."""
     count = min(many, CANDIDATES)
     inner, offset, outer, none = net
     mean, scale = norm
@@ -170,7 +171,7 @@ def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
 
 @_njit
 def _move(n, k, most, found, scores, ahead, at, token, chosen):
-    """Move the places over the chosen token, the k-th drafted; returns how many can continue."""
+    """Moves the places over the chosen token, the k-th drafted; returns the number that can continue."""
     kept = 0
     for i in range(n):
         hit = token[i] == chosen
@@ -190,7 +191,7 @@ def _move(n, k, most, found, scores, ahead, at, token, chosen):
 
 @_njit
 def _branch(path, lengths, chances):
-    """Where the next path leaves an earlier one, (path, position, alternative): where that is likeliest to be right."""
+    """Returns the likeliest point at which a path may branch off an earlier one: (path, position, alternative)."""
     parent, stem, which, chance = -1, -1, 0, np.float32(0)
     for p in range(path):
         for k in range(lengths[p]):
@@ -204,7 +205,7 @@ def _branch(path, lengths, chances):
 
 @_njit
 def _rank(count, shares, out, best, prefix, others, chances):
-    """Note the next best candidates, and how likely it is that the draft and then they are right."""
+    """Stores the next best candidates, and the probability that the draft and then they are right."""
     for a in range(ALTERNATIVES):
         second = -1
         for c in range(count):
@@ -219,7 +220,7 @@ def _rank(count, shares, out, best, prefix, others, chances):
 
 @_njit
 def _best(count, shares, out, wanted):
-    """The likeliest candidate, or that of the wanted token (>= 0)."""
+    """Returns the likeliest candidate, or that of the wanted token (>= 0)."""
     best = 0
     for c in range(count):
         if out[c] == wanted:
@@ -231,7 +232,7 @@ def _best(count, shares, out, wanted):
 
 @_njit
 def _source(n, places, marks, token, chosen):
-    """Where the place comes from that speaks for the chosen token most strongly."""
+    """Returns the source of the place with the strongest evidence for the chosen token."""
     source, most = 0, np.float32(-1)
     for i in range(n):
         if token[i] == chosen and marks[i, 0] > most:
@@ -241,7 +242,7 @@ def _source(n, places, marks, token, chosen):
 
 @_njit
 def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, xs, seen, work):
-    """`draft` for one sample; returns the number of paths."""
+    """Runs `draft` for one sample; returns the number of paths."""
     paths, most = tokens.shape
     others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares, h = work
     chances[:], lengths[:], seen[:, CANDIDATES] = 0, 0, 0
@@ -280,10 +281,9 @@ def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, len
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
 def draft(samples, told, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, done, xs, seen):
-    """Draft for each sample from the places that `follow` told: paths into the rows of tokens, right and origin, their
-    lengths, and how many there are (done). A path ends where the chance that all of it is right falls below `least`.
-
-    `xs` and `seen` take the first path's features and candidates, for `learn`; seen[k, -1] = how many there were.
+    """Drafts for each sample from the places found by `follow`. A path ends where the probability that all of it is
+    right falls below the bound. Fills tokens, right and origin with paths, lengths with their lengths, done with counts.
+    `xs` and `seen` get the first path's features and candidates, for `learn`; seen[k, -1] = number of candidates.
     """
     most, room = tokens.shape[1:], found.shape[1]
     others, chances = np.empty((*most, ALTERNATIVES), np.int32), np.empty((*most, ALTERNATIVES), np.float32)

@@ -1,6 +1,6 @@
-"""The gradient step of the network that scores candidates (numba): the scores' log loss against what really came.
+"""The gradient step of the network that scores candidates (numba): the log loss against the tokens really emitted.
 
-Called by evidence.py; choice.py has the same network's forward pass.
+Called by scorer.py; scorer_kernels.py has the same network's forward pass.
 """
 
 from math import exp
@@ -25,7 +25,7 @@ def _score(x, net, h):
 
 @njit(nogil=True)
 def _back(x, h, slope, net):
-    """Add slope times the score's gradient."""
+    """Adds slope times the score's gradient."""
     inner, offset, outer, _ = net
     for i in range(h.size):
         if h[i] > 0:
@@ -38,7 +38,7 @@ def _back(x, h, slope, net):
 
 @njit(nogil=True, cache=True)
 def learn(xs, seen, truth, net, rate):
-    """One step for each token of a draft up to the first wrong one; returns how many.
+    """Makes one step for each token of a draft up to the first wrong one; returns the number of steps.
 
     xs f32[positions, candidates, features], seen i32[positions, candidates + 1]: see `draft`; truth i32[n].
     """

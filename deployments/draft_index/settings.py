@@ -1,10 +1,10 @@
-"""Knobs of the draft index, apart from it so that reading a configuration compiles nothing."""
+"""Settings of the draft index, in a separate file so that reading a configuration compiles nothing."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class IndexSettings(BaseModel):
-    """Knobs of the draft index."""
+    """Settings of the draft index."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -15,10 +15,10 @@ class IndexSettings(BaseModel):
     """Draft from answers of earlier epochs."""
 
     learning: bool = True
-    """Let the weights of evidence follow what proves right."""
+    """Learn the weights of evidence from tokens that prove right."""
 
     reward_weight: float = Field(default=0.5, ge=0)
-    """How much more an answer of reward 1 counts than one of reward 0: a factor of 1 + reward_weight."""
+    """Extra weight of an answer of reward 1 over one of reward 0: a factor of 1 + reward_weight."""
 
     epoch_decay: float = Field(default=0.9, gt=0, le=1)
     """Factor on an answer's weight for each epoch of age."""

@@ -1,6 +1,6 @@
-"""Runs of tokens and the chains over them, in arrays that grow by doubling (kernels.py says how they are laid out).
+"""Runs of tokens and the chains over them, in arrays that grow by doubling (layout: see match_kernels.py).
 
-Used by index.py: one arena for a live group, one for its history.
+Used by group_index.py: one TokenIndex for a live group, one for its history.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from tailrace.deployments.draft_index.match_kernels import BLOCK, BLOCK_BITS, OR
 
 
 class TokenIndex:
-    """Room for about `tokens` tokens in `runs` runs before it has to grow."""
+    """A growing store of tokens, with initial room for about `tokens` tokens in `runs` runs."""
 
     def __init__(self, tokens: int, runs: int = 16):
         self._allocate(tokens // BLOCK + runs + 2)
@@ -21,11 +21,11 @@ class TokenIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Returns the bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def start(self, owner: int, weight: int) -> int:
-        """A new run's number."""
+        """Starts a run; returns its number."""
         if self._count == len(self._runs):
             self._runs = np.concatenate([self._runs, np.zeros_like(self._runs)])
             self.arrays = (self._text, self._chains, self._heads, self._blocks, self._runs)
@@ -34,8 +34,10 @@ class TokenIndex:
         return self._count - 1
 
     def append(self, last: int, run: int, position: int, tokens: np.ndarray, fresh: bool = True) -> int:
-        """Append tokens, i32[n] and writable (numba compiles for others apart), to a run after the place `last` (-1:
-        nothing before); returns the last place."""
+        """Appends tokens to a run after the place `last` (-1: nothing before); returns the last place.
+
+        The tokens are i32[n] and writable: numba compiles separately for read-only arrays.
+        """
         if not len(tokens):
             return last
         need = int(self._used[0]) + len(tokens) // BLOCK + 2

@@ -1,9 +1,10 @@
-"""The drafts of one engine: tokens go into their group's index, proposals come out, a policy says how much of each.
-Where a draft model has sent some by then, they are proposed instead.
+"""The drafts of one engine: tokens enter their group's index, and proposals come from it.
 
-Runs beside vLLM's scheduler, on the engine's thread, between two steps: what is set as a request's `spec_token_ids` is
-verified in the next one. Invariant: nothing here waits or changes a token (the exact sampler verifies by equality), and
-a request gets no more drafts than vLLM will verify, so that what is counted here is what was verified.
+A policy decides the length of each. Drafts that a draft model has sent in time replace the index's proposals.
+Runs next to vLLM's scheduler, on the engine's thread, between two steps.
+Tokens set as a request's `spec_token_ids` are verified in the next step.
+Invariant: nothing here waits or changes a token (the exact sampler verifies by equality).
+A request gets no more drafts than vLLM will verify, so the counted drafts are the verified ones.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ from tailrace.policies.protocol.draft_methods import DraftMethod
 from tailrace.policies.protocol.step_cost import StepCost
 from tailrace.policies.protocol.views import DraftView
 
-if TYPE_CHECKING:  # the feed brings Ray, which nothing else here needs
+if TYPE_CHECKING:  # the feed imports Ray, which nothing else here needs
     from tailrace.deployments.context.context_client import ContextClient
     from tailrace.deployments.drafter.client import Drafters
     from tailrace.deployments.drafting.forks import Fork, Forks
 
 ALL_EVIDENCE = 8
-"""Samples of a step up to which each is drafted with all its evidence. With 64, an eighth of it each costs 0.7 % of the
-throughput by `bench budgets`, and saves half of the time that drafting takes."""
+"""Maximum samples in a step at which each is drafted with all its evidence.
+
+With 64 samples, each uses an eighth of its evidence. By `bench budgets` that costs 0.7 % of the throughput and saves
+half of the drafting time.
+"""
 
 LOOK_S = 0.25
-"""Between two looks at how large the indexes are: the engine reports after every step, and there can be thousands."""
+"""Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
 
 FADE = 0.99
-"""Of the replica's acceptance: a verification 70 ago weighs one half."""
+"""Decay of the replica's acceptance: a verification 70 ago weighs one half."""
 
 NO_MODEL = DraftMode(0, True)
-"""Of chunks that draft by a part of the index: no drafter hears of them, and they wait for none."""
+"""Mode of chunks that draft from a part of the index: they are sent to no drafter, and they wait for none."""
 
 
 @dataclass(slots=True)
 class DraftedTokens:
-    """A chunk that drafts: its request inside vLLM, and how its drafts went."""
+    """A chunk that drafts: its request inside vLLM, and the results of its drafts."""
 
     chunk: ChunkRequest
     request: object  # vLLM's scheduler-side Request
@@ -60,12 +64,15 @@ class DraftedTokens:
     generated: int  # answer tokens so far
     until: int  # answer tokens at which the chunk ends
     report: DraftReport
-    draft: Proposal  # that is being verified, or was in the step that has just ended
-    accepted: int = 0  # of it
+    draft: Proposal  # in verification now, or verified in the step that has just ended
+    accepted: int = 0  # accepted tokens of `draft`
 
 
 class EngineDrafts:
-    """`feed`: what mates elsewhere write; None: only this engine's own samples are known. `model`: draft models."""
+    """The drafts of one engine. `model`: draft models.
+
+    `feed`: tokens of mates on other engines. Without it, only this engine's own samples are known.
+    """
 
     def __init__(
         self, config: DraftConfig, max_model_len: int, feed: ContextClient | None, model: Drafters | None = None
@@ -74,21 +81,21 @@ class EngineDrafts:
         self._indexed = config.method == "group"
         self._groups, self._feed, self._model = GroupIndexes(config, feed), feed, model
         self._running: dict[str, DraftedTokens] = {}  # by chunk id
-        self._fresh: list[DraftedTokens] = []  # those that have made tokens in this step
+        self._fresh: list[DraftedTokens] = []  # those with new tokens in this step
         self._free: list[int] = []
         self._policy = self._memory = None
         self._times = StepCostEstimator()
-        self._accepted, self._drafted = 0.5, 1.0  # faded; the guess counts as much as one draft token
+        self._accepted, self._drafted = 0.5, 1.0  # decayed; the first guess weighs one draft token
         self._counts: Counter[str] = Counter()
         self._spent_s = 0.0
         self._sizes: dict[str, int] = {}
         self._looked_s = -LOOK_S
         warm_up()
 
-    # ---- what the stepper tells it -----------------------------------------------------------------
+    # ---- calls of the stepper ----------------------------------------------------------------------
 
     def open(self, chunk: ChunkRequest, request) -> None:
-        """A chunk has been added; without a plan it does not draft."""
+        """Takes an added chunk; a chunk without a plan does not draft."""
         plan = chunk.draft
         if plan is None:
             return
@@ -113,11 +120,11 @@ class EngineDrafts:
             self._policy, self._memory = plan.policy, None
 
     def settle(self) -> None:
-        """Wait for the histories of open groups; an engine never does, a replay on a modelled clock does."""
+        """Waits for the histories of open groups; only for replays on a modelled clock, never in an engine."""
         self._groups.settle()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
-        """A step has emitted these tokens of a chunk: the accepted part of its draft, and one more."""
+        """Takes the tokens of a chunk that a step has emitted: the accepted part of its draft, and one more."""
         drafted = self._running.get(chunk_id)
         if drafted is None or not tokens:
             return
@@ -139,7 +146,7 @@ class EngineDrafts:
         self._spent_s += time.perf_counter() - began_s
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
-        """A chunk has ended: how its drafts went; None when it had no plan. `goes_on`: its sample may do so here."""
+        """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
         drafted = self._running.pop(chunk_id, None)
         if drafted is None:
             return None
@@ -153,25 +160,25 @@ class EngineDrafts:
         return drafted.report
 
     def timed(self, tokens: int, took_s: float) -> None:
-        """A step that verified `tokens` tokens, and prefilled none, took so long."""
+        """Records the time of a step that verified `tokens` tokens and prefilled none."""
         self._times.record(tokens, took_s)
 
-    # ---- what it does ------------------------------------------------------------------------------
+    # ---- proposals ---------------------------------------------------------------------------------
 
     def heard(self, chunk: ChunkRequest, start: int, tokens: list[int]) -> None:
-        """A copy of the chunk has made these tokens: the chunk will too."""
+        """Takes tokens that a copy of the chunk has made: the chunk will make them too."""
         if (drafted := self._running.get(chunk.chunk_id)) is not None and tokens:
             self._spread(drafted, start, tokens)
 
     def _spread(self, drafted: DraftedTokens, start: int, tokens: list[int]) -> None:
-        """To the index here, and to the mates elsewhere."""
+        """Gives new tokens to the index here and to the mates on other engines."""
         plan = drafted.chunk.draft
         drafted.group.index.extend(plan.sample_index, start, tokens)
         if self._feed is not None:
             self._feed.append(plan.group, plan.sample_index, start, tokens)
 
     def propose(self, forks: Forks | None = None) -> None:
-        """After a step: give every request that continues its draft for the next one, its forks the other branches."""
+        """Sets drafts after a step: the next draft on each continuing request, the other branches on its forks."""
         began_s = time.perf_counter()
         self._groups.receive()
         fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
@@ -188,7 +195,7 @@ class EngineDrafts:
         self._spent_s += time.perf_counter() - began_s
 
     def _apart(self, fresh: list[DraftedTokens]) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
-        """Those in the next step, and those that sit it out: they and their draft models take turns."""
+        """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models."""
         if self._model is None:
             return fresh, []
         self._model.exchange()
@@ -200,7 +207,7 @@ class EngineDrafts:
         return parts
 
     def _proposals(self, fresh: list[DraftedTokens], cost: StepCost) -> list[Proposal]:
-        """Of each, group by group: one call of the index serves all samples of a group."""
+        """Returns each chunk's proposal, group by group: one call of the index serves all samples of a group."""
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
         most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
         proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
@@ -221,27 +228,30 @@ class EngineDrafts:
         return proposals
 
     def _within(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
-        """What may be drafted of a guess for what follows all that the index knows of the sample."""
+        """Returns the usable part of a guess, which follows the last token that the index knows of the sample."""
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
-        if index.known(sample_index) > drafted.generated:  # a copy has made more, or a chunk that was lost
+        if index.known(sample_index) > drafted.generated:  # a copy, or a lost chunk, has made more
             known = index.ahead(sample_index, drafted.generated, most)
             guess = cut(behind(known, guess), most) if len(known) else NOTHING
         room = self._room(drafted)
         return guess if len(guess.tokens) <= room else cut(guess, max(0, room))
 
     def _room(self, drafted: DraftedTokens) -> int:
-        """The last token of a chunk is the bonus token, and vLLM computes no position behind its context."""
+        """Returns the maximum draft tokens of a chunk.
+
+        The last token of a chunk is the bonus token, and vLLM computes no position after its context.
+        """
         return min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
 
     def _from_model(self, drafted: DraftedTokens, most: int) -> Proposal:
-        """What a draft model has sent, unless the index knows what comes (see `_within`)."""
+        """Returns the draft model's tokens, unless the index knows the next tokens (see `_within`)."""
         plan, index = drafted.chunk.draft, drafted.group.index
         if self._model is None or index.known(plan.sample_index) > drafted.generated:
             return NOTHING
         return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
 
     def _branch(self, drafted: DraftedTokens, forks: list[Fork], budget: int) -> None:
-        """Each fork catches up with what is known of the sample, and continues along a branch of its own."""
+        """Sets each fork's draft: the known tokens that it lacks, then its own branch."""
         if not forks:
             return
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
@@ -280,12 +290,12 @@ class EngineDrafts:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """By which chunks can draft now (`DraftPlan.method`), first what one drafts by that names none."""
+        """The draft methods available now (`DraftPlan.method`); the first is the default of plans without a method."""
         model = (DraftMethod.MODEL,) if self._model is not None and self._model.reached else ()
         return model + (tuple(EVIDENCE) if self._indexed else ())
 
     def counts(self) -> dict[str, int]:
-        """Since the start: tokens drafted and accepted by source, microseconds spent here; what the indexes hold."""
+        """Returns drafted and accepted tokens by source, microseconds spent (since the start), and index sizes."""
         now_s = time.monotonic()
         if now_s - self._looked_s > LOOK_S:
             self._looked_s = now_s
@@ -297,7 +307,7 @@ class EngineDrafts:
         return dict(self._counts) | {"draft_us": int(self._spent_s * 1e6)} | self._sizes | model
 
     def step_cost(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """What a step costs by its tokens, as measured: (tokens, seconds); None before two sizes were seen."""
+        """Returns the measured cost of a step by its tokens, (tokens, seconds), or None before two sizes were seen."""
         cost = self._times.cost()
         return None if cost is None else (cost.tokens, cost.seconds)
 

@@ -1,8 +1,9 @@
 """Copies of a chunk that verify other branches of its draft in the same step (multi-path drafts, Seer 4.4).
 
-vLLM verifies one path for each request. A fork is one more request with the sample's own noise: it shares the KV of the
-full blocks before it, and whatever it accepts the sample will write too, so its tokens go into the group's index and
-become the chunk's next draft. Invariant: forks never add to a result, and never hold KV that a chunk has reserved.
+vLLM verifies one path for each request. A fork is one more request with the sample's own noise.
+It shares the KV of the full blocks before it. The sample will write each token that the fork accepts.
+The fork's tokens therefore go into the group's index and become the chunk's next draft.
+Invariant: forks never add to a result, and never hold KV that a chunk has reserved.
 Off unless `draft.paths` is above 1; owned by the stepper, on the engine's thread.
 """
 
@@ -30,7 +31,7 @@ class Fork:
 
 
 class Forks:
-    """`limits`: as in EngineStats. `forget`: told of every fork that has ended, by vLLM's own id."""
+    """The forks of one engine. `limits`: as in EngineStats. `forget`: called with vLLM's own id of each ended fork."""
 
     def __init__(
         self,
@@ -49,8 +50,10 @@ class Forks:
         self._started = 0
 
     def take(self, name: str, token_ids: list[int], finished: bool) -> tuple[ChunkRequest, int] | None:
-        """A step's output under this name: the fork's chunk, and the answer position at which these tokens begin; None
-        when it is no fork's."""
+        """Takes a step's output under this name.
+
+        Returns the fork's chunk and the answer position at which these tokens begin, or None if it is no fork.
+        """
         fork = self._forks.get(name)
         if fork is None:
             return None
@@ -61,14 +64,14 @@ class Forks:
         return fork.chunk, start
 
     def fresh(self, chunk_id: str) -> list[Fork]:
-        """The forks of a chunk that take a draft now; each is given out once a step."""
+        """Returns the forks of a chunk that take a draft now; each is returned once a step."""
         found = [fork for fork in self._forks.values() if fork.fresh and fork.chunk.chunk_id == chunk_id]
         for fork in found:
             fork.fresh = False
         return found
 
     def fit(self, running: dict[str, ChunkRequest]) -> None:
-        """Before a step: stop the forks of chunks that have ended, and all of them where more chunks have come."""
+        """Stops forks before a step: those of ended chunks, and all of them when new chunks leave no room."""
         room = self._room(running)
         for name, fork in list(self._forks.items()):
             if not room or fork.chunk.chunk_id not in running:
@@ -79,7 +82,7 @@ class Forks:
         self._forget(self._forks.pop(name).request.request_id)
 
     def branch(self, chunk: ChunkRequest, answer: list[int], running: dict[str, ChunkRequest]) -> int:
-        """Give a chunk that decodes its forks, where it has none yet and there is room; how many there ever were."""
+        """Starts the forks of a decoding chunk if it has none and there is room. Returns the forks started so far."""
         left = len(chunk.token_ids) - chunk.prompt_tokens + chunk.max_tokens - len(answer)
         has_some = any(fork.chunk.chunk_id == chunk.chunk_id for fork in self._forks.values())
         if left < 2 * self._draft_tokens or has_some or not self._room(running):
@@ -93,7 +96,7 @@ class Forks:
         return self._started
 
     def _room(self, running: dict[str, ChunkRequest]) -> bool:
-        """Whether all these chunks may have all their forks: nothing of what the core has reserved is touched."""
+        """Returns whether all these chunks may have all their forks without KV that the core has reserved."""
         if len(running) > self._most_running or len(running) * self._paths > self._max_running:
             return False
         blocks = sum(

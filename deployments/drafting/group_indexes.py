@@ -1,8 +1,9 @@
-"""The draft indexes of the groups that an engine runs, or ran a moment ago: what mates and earlier epochs wrote.
+"""The draft indexes of the groups that an engine runs or ran recently: tokens of mates and of earlier epochs.
 
-Invariant: an index that a running chunk uses is never given up; the others go, least recently used first, when all
-together take more than `index_mib`. Histories are indexed on a thread of their own and attached when they are ready.
-Owned by `Drafts`, on the engine's thread.
+Invariant: an index that a running chunk uses is never dropped.
+When all indexes together exceed `index_mib`, the others are dropped, those unused for the longest time first.
+Histories are indexed on a separate thread and attached when they are ready.
+Owned by `EngineDrafts`, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from tailrace.deployments.draft_index.scorer import CandidateScorer
 from tailrace.deployments.messages.context import GroupRef, PastAnswer
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 
-if TYPE_CHECKING:  # it brings Ray, which nothing else here needs
+if TYPE_CHECKING:  # it imports Ray, which nothing else here needs
     from tailrace.deployments.context.context_client import ContextClient
 
 
 class IndexedGroup:
-    """A group here; `running` counts its chunks."""
+    """A group on this engine; `running` counts its chunks."""
 
     __slots__ = ("epoch", "index", "prompt", "ref", "running")
 
@@ -33,7 +34,10 @@ class IndexedGroup:
 
 
 class GroupIndexes:
-    """`feed`: what other replicas and earlier epochs wrote; None: only this engine's own samples are known."""
+    """The indexes by group.
+
+    `feed`: tokens of other replicas and earlier epochs. Without it, only this engine's own samples are known.
+    """
 
     def __init__(self, config: DraftConfig, feed: ContextClient | None):
         self._settings, self._most_bytes = config.index, config.index_mib << 20
@@ -45,7 +49,7 @@ class GroupIndexes:
         self.failed_builds = 0
 
     def open(self, ref: GroupRef, epoch: int, prompt: np.ndarray) -> IndexedGroup:
-        """The group, for one more chunk of it."""
+        """Returns the group and counts one more running chunk."""
         group = self._groups.get(ref)
         if group is None:
             self._make_room()
@@ -57,13 +61,13 @@ class GroupIndexes:
         return group
 
     def close(self, group: IndexedGroup) -> None:
-        """One chunk of it less."""
+        """Counts one running chunk less."""
         group.running -= 1
         if not group.running and self._feed is not None:
             self._feed.rest(group.ref)
 
     def receive(self) -> None:
-        """Take in what the feed has brought, and the histories that have been indexed since."""
+        """Adds tokens from the feed, and attaches histories whose indexes are ready."""
         for fetched in self._feed.take() if self._feed is not None else ():
             group = self._groups.get(fetched.group)
             if group is None:
@@ -79,7 +83,7 @@ class GroupIndexes:
                 self._attach(ref, future)
 
     def settle(self) -> None:
-        """Wait until every history that has come is indexed, and attach it: a replay repeats itself only so."""
+        """Waits until every received history is indexed, and attaches it. Repeatable replays need this wait."""
         self.receive()
         for _, future in self._building:
             future.exception()
@@ -113,5 +117,5 @@ class GroupIndexes:
         return sum(group.index.nbytes for group in self._groups.values())
 
     def close_all(self) -> None:
-        """Stop the thread; what it still builds is dropped."""
+        """Stops the thread; unfinished histories are dropped."""
         self._builder.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""Pieces of drafts: a proposal cut short, appended to what is known, or compared with what came.
+"""Operations on drafts: cut a proposal, append it to known tokens, compare it with the emitted tokens.
 
-Called by `Drafts`; plain functions of arrays.
+Called by `EngineDrafts`; plain functions of arrays.
 """
 
 import numpy as np
@@ -9,13 +9,13 @@ from tailrace.deployments.draft_index.proposal import Proposal
 from tailrace.deployments.messages.context import Source
 
 CERTAIN = 0.999
-"""That a token which a copy of the sample has made comes here too: copies share their noise; floating point remains."""
+"""Probability that the sample emits a token of its copy: copies share their noise, but floating point may differ."""
 
 NOTHING = Proposal(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8), 0)
 
 
 def behind(known: np.ndarray, guess: Proposal) -> Proposal:
-    """A proposal for what follows known tokens, with them before it."""
+    """Returns a proposal with known tokens placed before the guess that follows them."""
     count = len(known)
     return Proposal(
         tokens=np.concatenate([known, guess.tokens]),
@@ -26,14 +26,14 @@ def behind(known: np.ndarray, guess: Proposal) -> Proposal:
 
 
 def cut(proposal: Proposal, tokens: int) -> Proposal:
-    """Its first this many tokens."""
+    """Returns a proposal's first `tokens` tokens."""
     return proposal._replace(
         tokens=proposal.tokens[:tokens], right=proposal.right[:tokens], sources=proposal.sources[:tokens]
     )
 
 
 def agreed(draft: list[int], tokens: list[int]) -> int:
-    """How many tokens of a draft are those that came. Behind a stop token vLLM cuts the rest, the bonus token too."""
+    """Returns the number of correct draft tokens. After a stop token vLLM cuts all tokens, the bonus token too."""
     for place, (guess, token) in enumerate(zip(draft, tokens, strict=False)):
         if guess != token:
             return place

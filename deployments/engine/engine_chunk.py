@@ -1,4 +1,4 @@
-"""A chunk inside the engine: when it came, what it has made, and the result that it ends with. Owned by the stepper."""
+"""A chunk inside the engine: its times, its tokens and its result. Owned by the stepper."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ class EngineChunk:
 
     chunk: ChunkRequest
     request_id: str  # vLLM's own
-    request: object  # vLLM's scheduler-side Request: how far it is computed, how often it was preempted
+    request: object  # vLLM's scheduler-side Request: its computed tokens and its preemptions
     submitted_s: float
     scheduled_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int = 0
-    verifications: int = 0  # steps that made tokens
+    verifications: int = 0  # steps that emitted tokens
     token_ids: list[int] = field(default_factory=list)
 
     def result(self, end: ChunkEnd, record: tuple, drafts: DraftReport | None) -> ChunkResult:
-        """As of now. `record`: see `Records.take`, of the tokens made."""
+        """Returns the chunk's result as of now. `record` comes from `LogprobStore.take`, for the tokens made."""
         now_s = time.monotonic()
         logprobs, raw_logprobs, drafted, accepted = record
         scheduled_s = self.scheduled_s or now_s

@@ -1,7 +1,8 @@
-"""One engine's link to the pool: what a chunk asks of the connector, and what the connector says became of its KV.
+"""One engine's client of the pool: requests of chunks to the connector, and its reports about their KV.
 
-Invariant: a held result is released exactly once, when its saves have ended or at the save deadline, so that whoever
-continues with the sample finds its KV in the pool, and a dead pool costs a bounded wait. Owned by the stepper.
+Invariant: a held result is released exactly once, when its saves have ended or at the save deadline.
+The next engine of the sample therefore finds the KV in the pool, and a dead pool costs a bounded wait.
+Owned by the stepper.
 """
 
 import time
@@ -14,16 +15,16 @@ from tailrace.kvpool.counts import Counts
 from tailrace.kvpool.worker import layout, probe
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 
-CAUSE_OF_NEW = "new"  # a first chunk: nobody had computed this context
+CAUSE_OF_NEW = "new"  # a first chunk: its context was not computed before
 
 
 class PoolClient:
-    """`engine`: vLLM's LLMEngine, built with `kvpool.connector`. `save_deadline_s`: longest wait for saves."""
+    """`engine`: vLLM's LLMEngine, built with `kvpool.connector`. `save_deadline_s`: maximum wait for saves."""
 
     def __init__(self, engine, save_deadline_s: float, speeds: SpeedEstimator):
         self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
         self._save_deadline_s, self._speeds = save_deadline_s, speeds
-        self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; held since when
+        self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; float: time of `hold`
         self._counts: Counter[str] = Counter()
         self._waits = Counts()
         layouts = engine.collective_rpc(layout)
@@ -33,7 +34,7 @@ class PoolClient:
             speeds.pull(tokens, took_s)
 
     def wish(self, chunk: ChunkRequest) -> dict:
-        """vLLM's `kv_transfer_params` of a chunk. Saving can be called off later, see `forgo`."""
+        """Returns vLLM's `kv_transfer_params` of a chunk. `forgo` can cancel the save later."""
         plan = chunk.kv or KvPlan(chunk.weights_version, None, save=False)
         return {
             "version": plan.version,
@@ -43,7 +44,7 @@ class PoolClient:
         }
 
     def forgo(self, request_id: str) -> None:
-        """Nobody will continue with this request: do not save it when it ends."""
+        """Cancels the save of a request whose sample has no further chunk."""
         self._connector.forgo(request_id)
 
     @property
@@ -51,15 +52,15 @@ class PoolClient:
         return bool(self._held)
 
     def hold(self, request_id: str, chunk: ChunkRequest, result: ChunkResult) -> None:
-        """Take a result that is ready but for its saves."""
+        """Takes a result that is complete except for its saves."""
         self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
 
     def forget(self, request_id: str) -> None:
-        """The request has failed: there is no result to complete."""
+        """Drops the connector's record of a failed request, which has no result."""
         self._connector.take(request_id)
 
     def release(self) -> list[tuple[str, ChunkResult]]:
-        """The held results, by chunk id, whose saves have ended or are late."""
+        """Returns the held results, by chunk id, whose saves have ended or are late."""
         now_s = time.monotonic()
         ready = [
             chunk_id
@@ -74,7 +75,7 @@ class PoolClient:
         return released
 
     def after_step(self, took_s: float, decodes: bool) -> None:
-        """`decodes`: no chunk was at its prompt or waited for KV."""
+        """Records a step's time. `decodes`: no chunk was at its prompt or waited for KV."""
         self._waits.took("step", took_s)
         tokens, chunks = self._connector.scheduled
         if chunks:
@@ -83,7 +84,7 @@ class PoolClient:
             self._speeds.pull(pulled_tokens, pull_s)
 
     def counts(self) -> dict[str, int]:
-        """Everything counted so far, by WHAT.CAUSE: on the way to the pool, and tokens by where their KV came from."""
+        """Returns all counts so far, by COUNTER.CAUSE: transfers to the pool, and tokens by the source of their KV."""
         self._counts += self._waits.take()
         return dict(self._connector.counts + self._counts)
 

@@ -1,7 +1,8 @@
 """The engine as a Serve deployment: a thin asyncio shell around one EngineRunner.
 
-Invariant: a call ends when its chunk ends; a call that is cancelled aborts its chunk, so nobody generates for a
-caller that is gone. Address a replica by `handle.options(session_id=replica_id)`, see deployments/router.py.
+Invariant: a call ends when its chunk ends, and a cancelled call aborts its chunk.
+No tokens are therefore generated for a caller that has left.
+`handle.options(session_id=replica_id)` addresses a replica, see deployments/router.py.
 Called by the coordinator. A broken engine fails the health check, and Serve replaces the replica.
 """
 
@@ -34,14 +35,14 @@ from tailrace.kvpool.status import PoolDown
 
 
 @serve.deployment(
-    # Admission is the coordinator's: a call that waits in Serve would look like a slow chunk. 2^16 is "no limit".
+    # The coordinator admits chunks: a call that waits in Serve would look like a slow chunk. 2^16 is "no limit".
     max_ongoing_requests=65_536,
     health_check_period_s=2,
-    graceful_shutdown_wait_loop_s=0.2,  # somebody waits for its core; Serve would look every 2 s
+    graceful_shutdown_wait_loop_s=0.2,  # another replica waits for its core; Serve's default is 2 s
     request_router_config=RequestRouterConfig(request_router_class="tailrace.deployments.router:AddressedRouter"),
 )
 class Engine:
-    """`otlp`: export spans to the collector that the OTEL_* variables of the replica's process name.
+    """One engine replica. `otlp`: export spans to the collector in the OTEL_* variables of the replica's process.
 
     `drafter`, `drafters`: draft models, and the handle of their deployment.
     """
@@ -85,17 +86,17 @@ class Engine:
         self._telemetry = Telemetry("tailrace-engine", otlp)
 
     def reconfigure(self, user_config: None, rank: ReplicaRank) -> None:
-        """Called by Serve: a replica that stays may get the rank of one that was stopped."""
+        """Takes a new rank from Serve: a remaining replica may get the rank of a stopped one."""
         rebind(self._config, self._rank, rank.local_rank)
         self._rank = rank.local_rank
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
-        """Runs a chunk to its end; ValueError when it is refused, EngineDown when the engine breaks."""
+        """Runs a chunk to its end. Raises ValueError when it is refused, EngineDown when the engine breaks."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ChunkResult] = loop.create_future()
 
         def settle(result: ChunkResult | Exception) -> None:
-            if answer.done():  # the caller went away in the meantime
+            if answer.done():  # the caller has left in the meantime
                 return
             if isinstance(result, Exception):
                 answer.set_exception(result)
@@ -114,33 +115,33 @@ class Engine:
         return result
 
     async def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
-        """Ends a chunk at the next token; its own call returns what it has. Unknown ids are ignored."""
+        """Ends a chunk at the next token; its own call returns the tokens so far. Unknown ids are ignored."""
         self._runner.abort(chunk_id, keep_kv)
 
     async def load_weights(self, version: int, source: str) -> None:
-        """Loads a folder's safetensors in place, when no chunk runs; ValueError, one line, when they do not fit."""
+        """Loads a folder's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
         await asyncio.wrap_future(self._runner.load_weights(version, source))
 
     async def weights_refusal(self, source: str) -> str | None:
-        """Why these weights cannot be loaded here, or None."""
+        """Returns the reason why these weights cannot be loaded here, or None if they can."""
         return await asyncio.wrap_future(self._runner.weights_refusal(source))
 
     async def reset_cache(self) -> bool:
-        """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
+        """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
         return await asyncio.wrap_future(self._runner.reset_cache())
 
     async def stats(self) -> EngineStats:
-        """The latest snapshot; raises when the engine is down, so that nobody counts on this replica."""
+        """Returns the latest snapshot. Raises when the engine is down, so that no caller relies on this replica."""
         self.check_health()
         here = {"node_id": self._node_id, "started_at": self._started_at, "pool_problem": self._pool_problem}
         return replace(self._runner.stats(), **here)
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
-        """The spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""
+        """Returns the spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""
         return self._telemetry.take(trace_id)
 
     def check_health(self) -> None:
-        """Called by Serve; raising replaces the replica."""
+        """Raises when the engine is down. Called by Serve, which then replaces the replica."""
         if not self._runner.healthy:
             raise RuntimeError("the engine is down")
 
@@ -185,7 +186,7 @@ class Engine:
 
 
 def drafts_of(report: DraftReport | None) -> dict[str, int]:
-    """A span's attributes: drafted and accepted tokens by source."""
+    """Returns a span's attributes: drafted and accepted tokens by source."""
     if report is None:
         return {}
     drafted, accepted = by_source(report.drafted), by_source(report.accepted)

@@ -1,7 +1,8 @@
-"""Runs one engine on a thread of its own: an inbox of commands, and steps while there is work.
+"""Runs one engine on its own thread: an inbox of commands, and steps while there is work.
 
-Invariant: every submitted chunk is answered exactly once, by one call of its `on_done` on this thread, with a
-ChunkResult or an exception; a bad chunk fails alone, a failed step fails all and leaves `healthy` False.
+Invariant: every submitted chunk is answered exactly once, by one call of its `on_done` on this thread.
+The answer is a ChunkResult or an exception.
+A bad chunk fails alone. A failed step fails all chunks and leaves `healthy` False.
 Called by the engine replica (deployments/engine/replica.py) and by tests; safe from any thread.
 """
 
@@ -22,14 +23,14 @@ from tailrace.kvpool.config import PoolEndpoint
 
 OnDone = Callable[[ChunkResult | Exception], None]
 
-# An idle engine's snapshot is renewed this often, so that it does not look stale to whoever reads `observed_at`.
+# Seconds between snapshots of an idle engine, so that `observed_at` does not look stale.
 IDLE_SNAPSHOT_S = 0.25
 
 
 class EngineRunner:
-    """`rank` is this replica's number on its node; it decides which cores are its own.
+    """One engine and its thread. `rank` is this replica's number on its node; it selects the replica's cores.
 
-    Construction returns when the engine can serve (5 to 10 s for a small model) and raises what vLLM raises.
+    Construction returns when the engine can serve (5 to 10 s for a small model). It passes on vLLM's exceptions.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class EngineRunner:
     ):
         self._inbox: SimpleQueue[tuple] = SimpleQueue()
         self._on_done: dict[str, OnDone] = {}
-        self._behind: deque[tuple] = deque()  # a load of weights waiting for the chunks in flight, and what came after
-        self._lock = threading.Lock()  # between `submit` and the end of the thread, which answers what is left
+        self._behind: deque[tuple] = deque()  # a load of weights that waits for running chunks, and later commands
+        self._lock = threading.Lock()  # between `submit` and the end of the thread, which answers the remaining calls
         self._down: EngineDown | None = None
         started: Future[EngineStats] = Future()
         arguments = (started, config, replica_id, weights_version, rank, pool, feed, model)
@@ -65,35 +66,36 @@ class EngineRunner:
     def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
         """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored.
 
-        `keep_kv`: somebody will continue with the sample, so its KV is worth saving.
+        `keep_kv`: the sample will continue elsewhere, so its KV is worth saving.
         """
         self._inbox.put((self._abort, chunk_id, keep_kv))
 
     def reset_cache(self) -> Future[bool]:
-        """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
+        """Drops the KV of chunks that have ended. Gives False, and drops nothing, while chunks are running."""
         return self._ask(self._reset_cache)
 
     def load_weights(self, version: int, source: str) -> Future[None]:
         """Puts the weights in folder `source` into the running model, as `version`, after the chunks in flight.
 
-        Chunks submitted before this call end under the old version. Those submitted after it wait behind it and are
-        then checked against the version that is there: the new one, or the old one when the load was refused. The
-        future gets ValueError when the folder does not fit (the old weights continue), EngineDown when the engine stops
-        first; a failure half-way ends the engine. Takes seconds, during which `stats` shows what was before.
+        Chunks submitted before this call end under the old version. Chunks submitted after it wait for the load.
+        They are then checked against the current version: the new one, or the old one when the load was refused.
+        The future gets ValueError when the folder does not fit (the old weights continue).
+        It gets EngineDown when the engine stops first. A failure half-way ends the engine.
+        Takes seconds, during which `stats` shows the snapshot from before the load.
         """
         return self._ask(self._load, version, source)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
-        """Why `load_weights` would refuse this folder, in one line, or None; changes nothing, at any time."""
+        """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
         return self._ask(self._refusal, source)
 
     def stats(self) -> EngineStats:
-        """The latest snapshot, made after a step; costs nothing."""
+        """Returns the latest snapshot, made after a step; costs nothing."""
         return self._stats
 
     @property
     def healthy(self) -> bool:
-        """False once the engine is stopped or broken; it does not come back."""
+        """Returns False once the engine is stopped or broken, which is final."""
         return self._down is None and self._thread.is_alive()
 
     def stop(self) -> None:
@@ -125,14 +127,14 @@ class EngineRunner:
                         self._on_done.pop(chunk_id)(result)
                 self._catch_up()
                 self._stats = self._stepper.stats()
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: every chunk gets it, Serve restarts
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: every chunk gets the error, Serve restarts
             with self._lock:
                 self._down = EngineDown(f"engine {self._stats.replica_id}: a step failed: {error!r}")
         self._answer_all(self._down)
         self._stepper.close()
 
     def _obey(self) -> None:
-        """Does what is in the inbox; waits for it when there is nothing to step."""
+        """Runs the commands in the inbox; waits for one when there is nothing to step."""
         try:
             command, *args = self._inbox.get(timeout=0 if self._stepper.busy else IDLE_SNAPSHOT_S)
             while True:
@@ -145,7 +147,7 @@ class EngineRunner:
             return
 
     def _waits(self, command: Callable, args: list) -> bool:
-        """A load of weights waits for the chunks in flight; the chunks that came after it, and their aborts, for it."""
+        """Returns whether a command waits: a load for chunks in flight; later chunks and their aborts for the load."""
         if command == self._load:
             return bool(self._behind or self._on_done)
         later = command == self._add or (command == self._abort and args[0] not in self._on_done)
@@ -159,7 +161,7 @@ class EngineRunner:
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
         try:
             self._stepper.add(chunk, submitted_s)
-        except ValueError as refusal:  # the edge between one caller's mistake and everybody's engine
+        except ValueError as refusal:  # the edge between one caller's mistake and the shared engine
             on_done(refusal)
         else:
             self._on_done[chunk.chunk_id] = on_done
@@ -170,7 +172,7 @@ class EngineRunner:
     def _load(self, version: int, source: str, loaded: Future[None]) -> None:
         try:
             self._stepper.load_weights(version, source)
-        except Exception as error:  # the future gets it, whatever it is; a refusal harms nobody else
+        except Exception as error:  # the future gets any error; a refusal harms no other chunk
             loaded.set_exception(error)
             if not isinstance(error, ValueError):
                 raise

@@ -1,7 +1,7 @@
 """One vLLM engine and the chunks it is running; a plain object for a single thread (the runner's).
 
-Invariant: a chunk that was added ends exactly once, by `step`, by `abort` or by the death of the engine; a
-refused chunk changes nothing. Tokens are collected step by step, so an abort loses none that was drawn.
+Invariant: an added chunk ends exactly once, by `step`, by `abort` or by the end of the engine.
+A refused chunk changes nothing. Tokens are collected after each step, so an abort loses no drawn token.
 """
 
 import time
@@ -24,7 +24,7 @@ ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
 
 class Stepper:
-    """Builds the engine on construction (5 to 10 s); raises what vLLM raises on a bad model folder."""
+    """Builds the engine on construction (5 to 10 s). Passes on vLLM's exceptions about a bad model folder."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Stepper:
         self._speeds = SpeedEstimator()
         self._link = None
         if pool is not None:
-            # After `launch`, which imports vLLM once its settings are made; whoever only knows of engines needs none.
+            # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
             from tailrace.deployments.engine.pool_client import PoolClient
 
             self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         self._drafts = None
         if config.draft.is_ours:
-            # After `launch`: numba counts threads when it is loaded; two on one core wait 1.4 s a step for each other.
+            # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
             self._drafts = EngineDrafts(config.draft, settings.model_config.max_model_len, feed, model)
@@ -87,18 +87,18 @@ class Stepper:
         self._work = dict.fromkeys(self._work, 0)
 
     def draft_for_all(self, token_ids: list[int]) -> None:
-        """Give every chunk that decodes this draft for the next step."""
+        """Sets this draft for the next step on every chunk that decodes."""
         for running in self._running.values():
             if running.first_token_s is not None:
                 running.request.spec_token_ids = list(token_ids)
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do something: run chunks, or let go of finished ones."""
+        """Returns whether a step has work: chunks to run, or finished ones to release."""
         return bool(self._ended) or self._scheduler.has_requests() or (self._link is not None and self._link.busy)
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
-        """Queues a chunk inside vLLM; ValueError, one line, when it cannot be run here."""
+        """Queues a chunk inside vLLM. Raises ValueError, one line, when it cannot be run here."""
         refusal = "already running here" if chunk.chunk_id in self._running else self._requests.refusal(chunk)
         if chunk.weights_version != self.weights_version:
             refusal = f"wants weights version {chunk.weights_version}, this is {self.weights_version}"
@@ -111,7 +111,7 @@ class Stepper:
             self._drafts.open(chunk, request)
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
-        """Ends a chunk, if it runs, with the tokens it has; `step` hands out its result, after the saves of its KV."""
+        """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
         if chunk_id not in self._running:
             return
         running = self._running[chunk_id]
@@ -121,7 +121,7 @@ class Stepper:
         self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
-        """One engine step; the chunks that ended since the last one, by chunk id."""
+        """Runs one engine step. Returns the chunks that ended since the previous one, by chunk id."""
         verified_tokens = self._to_verify()
         if self._forks is not None:
             self._forks.fit(self._chunks())
@@ -145,7 +145,7 @@ class Stepper:
             if output.finished:
                 self._finish(output.request_id, output.outputs[0].finish_reason)
         if not outputs:
-            time.sleep(0.001)  # waiting for KV from elsewhere: leave the interpreter to the other threads
+            time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
             if verified_tokens:
                 self._drafts.timed(verified_tokens, ended_s - began_s)
@@ -159,7 +159,7 @@ class Stepper:
         return ended
 
     def _to_verify(self) -> int:
-        """Tokens of the coming step, drafts included, if every chunk only decodes in it; else 0."""
+        """Returns the tokens of the next step, drafts included, if every chunk only decodes in it; else 0."""
         tokens = 0
         for running in self._running.values():
             if running.first_token_s is None:
@@ -169,7 +169,7 @@ class Stepper:
         return tokens
 
     def _is_forks(self, output) -> bool:
-        """Whether it was a fork that made these tokens; then its chunk is drafted from them."""
+        """Returns whether a fork made these tokens; its chunk then drafts from them."""
         token_ids = output.outputs[0].token_ids
         taken = self._forks.take(output.request_id, token_ids, output.finished)
         if taken is not None:
@@ -187,7 +187,7 @@ class Stepper:
         return {chunk_id: running.chunk for chunk_id, running in self._running.items()}
 
     def _forget(self, request_id: str) -> None:
-        """A request that is no chunk's has ended: nobody takes what is kept for it."""
+        """Drops the records of an ended request that is no chunk (a fork)."""
         self._engine.collective_rpc("take_record", args=(request_id, 0, 0))
         if self._link is not None:
             self._link.forget(request_id)
@@ -212,31 +212,31 @@ class Stepper:
             self._hand_over(running, result)
 
     def _hand_over(self, running: EngineChunk, result: ChunkResult) -> None:
-        """To whoever calls `step`; with a pool, once the saves of its KV have ended."""
+        """Gives a result to the caller of `step`; with a pool, once the saves of its KV have ended."""
         if self._link is None:
             self._ended.append((result.chunk_id, result))
         else:
             self._link.hold(running.request_id, running.chunk, result)
 
     def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult:
-        """`goes_on`: the sample may have another chunk here."""
+        """Closes a chunk and returns its result. `goes_on`: the sample may have another chunk here."""
         running = self._running.pop(chunk_id)
         self._past_preemptions += running.request.num_preemptions
-        # Every tensor-parallel rank keeps the same records; the first one's count.
+        # Every tensor-parallel rank keeps the same records; those of the first are used.
         wanted = (running.request_id, len(running.chunk.token_ids), len(running.token_ids))
         record = self._engine.collective_rpc("take_record", args=wanted)[0]
         drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
         return running.result(end, record, drafts)
 
     def reset_cache(self) -> bool:
-        """Forgets the KV of chunks that have ended; False, and nothing is forgotten, while chunks are running."""
+        """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
         return self._engine.reset_prefix_cache()
 
     def load_weights(self, version: int, source: str) -> None:
-        """Puts the safetensors of folder `source` into the running model; they are `version` from now on.
+        """Puts the safetensors of folder `source` into the running model as weights `version`.
 
         Raises ValueError, one line, when they do not fit, and RuntimeError while chunks run; both change nothing.
-        Any other error leaves the model half loaded. KV is not forgotten: its keys carry the version.
+        Any other error leaves the model half loaded. KV is kept: its keys carry the version.
         """
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
@@ -247,12 +247,12 @@ class Stepper:
         self._constant |= {"weights_version": version, "weights_source": source}
 
     def weights_refusal(self, source: str) -> str | None:
-        """Why the weights in this folder cannot be loaded, in one line, or None. Every rank looks, none changes."""
+        """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
         reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
         return next((reason for reason in reasons if reason is not None), None)
 
     def stats(self) -> EngineStats:
-        """A snapshot as of now."""
+        """Returns a snapshot as of now."""
         running = self._running
         return EngineStats(
             **self._constant,
@@ -268,7 +268,7 @@ class Stepper:
         )
 
     def close(self) -> None:
-        """Ends vLLM's workers, and what the drafts need."""
+        """Ends vLLM's workers, and the threads and clients of the drafts."""
         if self._drafts is not None:
             self._drafts.stop()
         self._engine.engine_core.shutdown()

@@ -1,8 +1,9 @@
-"""What an engine does before its first chunk, so that nobody's chunk is the one that waits for it.
+"""Warm-up of an engine before its first chunk, so that no chunk waits for it.
 
-Small chunks have kernels compiled (10 s once per machine) and tell how fast prompts are computed; an engine that drafts
-also verifies wrong drafts of several lengths, so that its drafting policy knows from the start what a step costs.
-Called by the stepper, once; about a second.
+Small chunks compile the kernels (10 s once per machine) and measure the speed of prompts.
+An engine that drafts also verifies wrong drafts of several lengths.
+Its drafting policy therefore knows the cost of a step from the start.
+Called by the stepper, once; takes about a second.
 """
 
 import time
@@ -13,18 +14,18 @@ from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.rollout import SamplingParams
 
 CONTEXT_TOKENS = (8, 192)
-"""A small step, and one that tells how fast prompts are computed."""
+"""Context lengths: a small step, and one that measures the speed of prompts."""
 
 VERIFIED = ((1, 0), (1, 1), (1, 3), (1, 7), (1, 15), (4, 3), (4, 7), (4, 15))
-"""Chunks, and draft tokens of each: steps of 1 to 64 tokens. What costs more is learned at work."""
+"""Chunks, and draft tokens of each: steps of 1 to 64 tokens. Costs of larger steps are learned from real chunks."""
 
 STEPS = 4
 ANSWER, WRONG = 1, 2
-"""Tokens that a rehearsed chunk is made to emit, and of its drafts: never the same."""
+"""The forced token of a rehearsed chunk, and the token of its drafts, which always differs."""
 
 
 def warm_up(stepper) -> None:
-    """Compile, and measure prompts. `stepper`: an idle Stepper."""
+    """Compiles the kernels and measures prompts. `stepper`: an idle Stepper."""
     for tokens in CONTEXT_TOKENS:
         stepper.add(chunk_of("warm-up", tokens, 2, stepper.weights_version), time.monotonic())
         while stepper.busy:
@@ -32,7 +33,7 @@ def warm_up(stepper) -> None:
 
 
 def rehearse(stepper, max_running: int, draft_tokens: int) -> None:
-    """Verify wrong drafts; the stepper files what each step took."""
+    """Verifies wrong drafts; the stepper records the time of each step."""
     for chunks, drafts in VERIFIED:
         for number in range(min(chunks, max_running)):
             chunk = chunk_of(f"rehearsal-{number}", CONTEXT_TOKENS[0], STEPS + 1, stepper.weights_version)
@@ -43,7 +44,7 @@ def rehearse(stepper, max_running: int, draft_tokens: int) -> None:
 
 
 def chunk_of(name: str, context_tokens: int, max_tokens: int, version: int = 0, first_token: int = 0) -> ChunkRequest:
-    """A chunk that answers ANSWER to a context of `first_token` and others, and does not end before `max_tokens`."""
+    """Returns a chunk that answers ANSWER to a context that begins with `first_token`; it ends at `max_tokens`."""
     context = np.full(context_tokens, WRONG, np.int32)
     context[0] = first_token
     forced = np.full(max_tokens, ANSWER, np.int32)

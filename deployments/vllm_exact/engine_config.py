@@ -1,4 +1,4 @@
-"""Knobs of one engine replica. Every CPU choice is a value here; `serve.gpu.yaml` sets the GPU ones."""
+"""Settings of one engine replica. The defaults are for CPUs; `serve.gpu.yaml` sets the values for GPUs."""
 
 from typing import Any, Literal
 
@@ -8,28 +8,31 @@ from tailrace.deployments.draft_index.settings import IndexSettings
 
 
 class DraftConfig(BaseModel):
-    """What proposes draft tokens: `group`, the index of the sample's group, and a draft model where there is one;
-    `model`, that alone; `ngram` and `suffix` are vLLM's own."""
+    """The source of draft tokens.
+
+    `group` is the index of the sample's group, with a draft model where there is one. `model` is the draft model alone.
+    `ngram` and `suffix` are vLLM's own methods.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["off", "ngram", "suffix", "group", "model"] = "group"
-    draft_tokens: int = Field(16, ge=1, le=64, description="most draft tokens per verification")
+    draft_tokens: int = Field(16, ge=1, le=64, description="maximum draft tokens per verification")
     lookup_max: int = Field(4, ge=1, description="ngram: longest n-gram looked up")
     lookup_min: int = Field(2, ge=1, description="ngram: shortest n-gram looked up")
     paths: int = Field(1, ge=1, le=8, description="group: branches of a draft verified at once, by copies of the chunk")
-    fork_running: int = Field(2, ge=1, description="group: branches only while at most so many chunks run here")
+    fork_running: int = Field(2, ge=1, description="group: maximum running chunks at which branches are verified")
     index: IndexSettings = IndexSettings()
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
 
     @property
     def is_ours(self) -> bool:
-        """Whether drafts are made beside vLLM's scheduler (`drafts.py`), and not by vLLM."""
+        """Returns whether Tailrace makes the drafts (`drafts.py`), and not vLLM."""
         return self.method in ("group", "model")
 
 
 class EngineConfig(BaseModel):
-    """One vLLM engine: its model, its memory, its device."""
+    """Settings of one vLLM engine: its model, its memory, its device."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,8 +40,8 @@ class EngineConfig(BaseModel):
     device: Literal["cpu", "gpu"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: int = Field(4096, ge=16, description="longest prompt plus answer, in tokens")
-    max_running: int = Field(16, ge=1, description="most chunks in one engine step (vLLM max_num_seqs)")
-    max_batched_tokens: int = Field(2048, ge=16, description="most tokens computed in one engine step")
+    max_running: int = Field(16, ge=1, description="maximum chunks in one engine step (vLLM max_num_seqs)")
+    max_batched_tokens: int = Field(2048, ge=16, description="maximum tokens computed in one engine step")
     kv_cache_gib: float | None = Field(2.0, gt=0, description="KV cache size; null: vLLM decides")
     block_tokens: int = Field(32, ge=1, description="tokens per KV block")
     cores: int | None = Field(1, ge=1, description="CPU cores this replica binds to; null: no binding")

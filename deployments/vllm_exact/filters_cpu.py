@@ -1,9 +1,10 @@
 """min_p, top_k and top_p as one number per row: the smallest logit that is kept (numba).
 
-Every filter keeps a token by how likely it is, so it keeps the logits above some floor, ties at it included.
-Invariant: masses are summed as integers (2**-44 of the likeliest token's weight), so the floor depends on no order
-of summation and no vector width. No sort of the row: the floor is bracketed and bisected, and only the last few
-values are sorted. Called by kernel_cpu.py.
+Every filter keeps a token by its probability, so it keeps the logits above a floor, ties at the floor included.
+Invariant: masses are summed as integers, in units of 2**-44 of the likeliest token's weight.
+The floor therefore depends neither on the order of summation nor on the vector width.
+The row is not sorted: the floor is bracketed and bisected, and only the last few values are sorted.
+Called by kernel_cpu.py.
 """
 
 from math import ceil, log
@@ -13,14 +14,14 @@ from numba import njit
 
 from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW, MASS_UNITS
 
-BAND = 128  # this few values are sorted instead of bisected further
-BISECTIONS = 48  # enough to part any two float32 values of one bracket; equal values cannot be parted
-LOWEST = np.float32(np.finfo(np.float32).min)  # a logit of -inf is masked out: it is no token
+BAND = 128  # at this count, values are sorted instead of bisected further
+BISECTIONS = 48  # enough to separate any two float32 values of one bracket; equal values cannot be separated
+LOWEST = np.float32(np.finfo(np.float32).min)  # a logit of -inf is masked out: its token cannot be drawn
 
 
 @njit(nogil=True)
 def _exp64(x):
-    """exp(x), x <= 0, relative error below 1e-15; 0 below -44, far under one unit. Vectorises (no library call)."""
+    """Returns exp(x), x <= 0, relative error below 1e-15; 0 units below -44. Vectorises (no library call)."""
     x = x if x > -700.0 else -700.0
     n = np.floor(x * 1.4426950408889634074 + 0.5)
     r = x - n * 6.93145751953125e-1
@@ -42,7 +43,7 @@ def _exp64(x):
 
 @njit(nogil=True)
 def _units(row, peak, floor, inv_t, units):
-    """Fill units with each kept token's weight in integer units."""
+    """Fills units with each kept token's weight in integer units."""
     for i in range(row.size):
         weight = _exp64((np.float64(row[i]) - np.float64(peak)) * inv_t) * MASS_UNITS
         units[i] = np.int64(weight) if row[i] >= floor else np.int64(0)
@@ -56,7 +57,7 @@ def _ones(row, floor, units):
 
 @njit(nogil=True)
 def _above(values, units, bar):
-    """The units of the values strictly above bar."""
+    """Returns the units of the values strictly above bar."""
     total = np.int64(0)
     for i in range(values.size):
         total += units[i] if values[i] > bar else np.int64(0)
@@ -65,7 +66,7 @@ def _above(values, units, bar):
 
 @njit(nogil=True)
 def _gather(values, units, low, high, out_values, out_units):
-    """Move the entries with low < value <= high to the front of the outputs (which may be the inputs); how many."""
+    """Moves entries with low < value <= high to the front of the outputs, which may be the inputs; returns a count."""
     count = 0
     for i in range(values.size):
         out_values[count], out_units[count] = values[i], units[i]
@@ -75,8 +76,9 @@ def _gather(values, units, low, high, out_values, out_units):
 
 @njit(nogil=True)
 def cut(row, units, target, peak, reach):
-    """The floor: a value is kept when the units strictly above it are fewer than target (1 <= target <= their sum).
+    """Returns the floor: a value is kept if the units strictly above it are fewer than target.
 
+    1 <= target <= the sum of the units.
     Bracket: the units above `low` reach the target, those above `high` do not. `reach` is a first guess of the width.
     """
     high, over_high, low = peak, np.int64(0), np.float32(peak - reach)
@@ -130,7 +132,7 @@ def _floor(row, peak, temperature, top_p, top_k, min_p):
 
 @njit(nogil=True, cache=True)
 def floors(logits, tops, temperature, top_p, top_k, min_p, out):
-    """Fill out f32[n] with each row's smallest kept logit after min_p, then top_k, then top_p; -inf: all are kept.
+    """Fills out f32[n] with each row's smallest kept logit after min_p, then top_k, then top_p; -inf: all are kept.
 
     logits f32[n, V] contiguous, tops i64[n] (each row's argmax), temperature, top_p, min_p f32[n], top_k i32[n]
     (0: off). The likeliest token always stays.

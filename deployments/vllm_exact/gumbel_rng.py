@@ -1,10 +1,10 @@
-"""Counter-based noise: which random numbers belong to the token at one position of one sample.
+"""Counter-based noise: the random numbers of the token at one position of one sample.
 
 The numbers of position `t` of the sample with 64-bit key `k` are a SplitMix64 stream (Steele, Lea, Flood 2014,
 "Fast splittable pseudorandom number generators") seeded by output `t` of the SplitMix64 stream seeded by `k`.
 Invariant: they depend on (key, position, vocabulary index) only, and both kernels make the same integers.
-This file is the reference in plain Python; kernel_cpu.py and kernel_gpu.py repeat it in numba and torch. It also
-holds the two other numbers the kernels must share.
+This file is the reference in plain Python; kernel_cpu.py and kernel_gpu.py repeat it in numba and torch.
+It also holds the two other numbers that the kernels share.
 """
 
 from math import log
@@ -23,27 +23,27 @@ MASS_UNITS = 2.0**44  # filters sum weights as integers, so any order of summati
 
 
 def finalise(z: int) -> int:
-    """SplitMix64's output function (Stafford's variant 13): a bijection of 64-bit integers."""
+    """Applies SplitMix64's output function (Stafford's variant 13): a bijection of 64-bit integers."""
     z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
     z = ((z ^ (z >> 27)) * MIX_2) & MASK_64
     return z ^ (z >> 31)
 
 
 def output(seed: int, index: int) -> int:
-    """Output `index` (from 0) of the SplitMix64 stream with this seed."""
+    """Returns output `index` (from 0) of the SplitMix64 stream with this seed."""
     return finalise((seed + (index + 1) * GAMMA) & MASK_64)
 
 
 def row_key(key: int, position: int) -> int:
-    """The seed of the noise for the token at absolute `position` of the sample with `key`."""
+    """Returns the noise seed for the token at absolute `position` of the sample with `key`."""
     return output(key, position)
 
 
 def uniform(hashed: int) -> float:
-    """A number strictly between 0 and 1, exact in float64, from 64 hashed bits."""
+    """Returns a number strictly between 0 and 1, exact in float64, from 64 hashed bits."""
     return ((hashed >> UNIFORM_SHIFT) + 0.5) * UNIFORM_STEP
 
 
 def exponential(key: int, position: int, index: int) -> float:
-    """The unit exponential variate of vocabulary `index` at `position`: -log(u)."""
+    """Returns the unit exponential variate of vocabulary `index` at `position`: -log(u)."""
     return -log(uniform(output(row_key(key, position), index)))

@@ -1,9 +1,11 @@
-"""Draw tokens on the CPU (numba): the exponential race of noise.py over each row of logits.
+"""Draws tokens on the CPU (numba): the exponential race of gumbel_rng.py over each row of logits.
 
-Owns `sample_rows`. Invariant: a row's token depends on that row's inputs alone: not on the other rows, nor on the
-machine's vector width. The winner is argmin(E_i / p_i), p_i = exp((logit_i - max) / T). Since E = -log(u) >= 1 - u,
-an element can only win if 1 - u_i < best * p_i; that bound is tested in float32 over whole blocks, and the few that
-pass are scored in float64, so the bound's rounding never decides. Called by sampler.py; kernel_gpu.py is its twin.
+Owns `sample_rows`. Invariant: a row's token depends on that row's inputs alone.
+It depends neither on the other rows nor on the machine's vector width.
+The winner is argmin(E_i / p_i), p_i = exp((logit_i - max) / T).
+Since E = -log(u) >= 1 - u, an element can only win if 1 - u_i < best * p_i.
+That bound is tested in float32 over whole blocks. The few elements that pass are scored in float64.
+The bound's rounding therefore never decides. Called by sampler.py; kernel_gpu.py is its twin.
 """
 
 from math import exp, log
@@ -14,8 +16,8 @@ from numba import njit
 from tailrace.deployments.vllm_exact.filters_cpu import floors
 from tailrace.deployments.vllm_exact.gumbel_rng import GAMMA, GREEDY_BELOW, MIX_1, MIX_2, UNIFORM_SHIFT, UNIFORM_STEP
 
-# numba's disk cache notices changes of the file it compiles and of no other: what is compiled together stays in one
-# file, and filters_cpu.py is entered through its own cached function.
+# numba's disk cache notices changes of the compiled file only. Functions compiled together therefore share one file,
+# and filters_cpu.py is entered through its own cached function.
 BLOCK = 512  # elements per block: its buffers stay in the first-level cache
 BOUND_SLACK = 1.0002  # the float32 exponential is right within 1e-5, argument rounding included
 NO_FLOOR = np.float32(-np.inf)
@@ -43,13 +45,13 @@ def _exponential(seed, index):
 
 @njit(nogil=True)
 def hashed(key, position, index):
-    """The hashed bits (u64) of one vocabulary index; for the test that all implementations agree."""
+    """Returns the hashed bits (u64) of one vocabulary index; for the test that all implementations agree."""
     return _output(_output(key, position), index)
 
 
 @njit(nogil=True)
 def _exp32(x):
-    """exp(x), x <= 0, relative error below 2e-7; constant under -80. numba without SVML vectorises no library exp."""
+    """Returns exp(x), x <= 0, relative error below 2e-7; constant under -80. Without SVML numba vectorises no exp."""
     x = np.float32(-80.0) if x < np.float32(-80.0) else x  # NaN stays NaN
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)  # ln 2 in two parts
@@ -65,7 +67,7 @@ def _exp32(x):
 
 @njit(nogil=True)
 def _order(x):
-    """A float32 as an int32 of the same order: integer maxima vectorise, float ones only if NaN may be ignored."""
+    """Returns a float32 as an int32 of the same order. Integer maxima vectorise; float ones only if NaN is ignored."""
     bits = np.float32(x + np.float32(0.0)).view(np.int32)  # -0.0 becomes 0.0
     return bits ^ ((bits >> _SIGN) & _ABS)
 
@@ -80,7 +82,7 @@ def _block_max(part):
 
 @njit(nogil=True)
 def _argmax(row):
-    """The smallest index of the largest element; some index if NaN is in the row."""
+    """Returns the smallest index of the largest element; an arbitrary index if the row holds NaN."""
     most, at = np.int32(-0x80000000), 0
     for begin in range(0, row.size, BLOCK):
         here = _block_max(row[begin : begin + BLOCK])
@@ -100,7 +102,7 @@ def _argmaxes(logits, tops):
 
 @njit(nogil=True, fastmath={"reassoc"})
 def _weigh(part, peak, floor, inv_t, weights):
-    """Fill weights with exp((logit - peak) / T), 0 under the floor; return their sum. Only logprobs see the sum."""
+    """Fills weights with exp((logit - peak) / T), 0 under the floor; returns their sum, which only logprobs use."""
     total = np.float32(0.0)
     for i in range(part.size):
         p = _exp32((part[i] - peak) * inv_t)
@@ -112,7 +114,7 @@ def _weigh(part, peak, floor, inv_t, weights):
 
 @njit(nogil=True)
 def _may_win(seed, weights, best):
-    """Does any element of the block pass the bound? `seed` is that of the block's first element."""
+    """Returns whether an element of the block passes the bound. `seed` is that of the block's first element."""
     found = np.int32(0)
     for i in range(weights.size):
         short = np.float32(np.int32(_output(seed, i) >> _S40)) * np.float32(2.0**-24)  # at most 2**-24 below u
@@ -122,7 +124,7 @@ def _may_win(seed, weights, best):
 
 @njit(nogil=True)
 def _race(row, top, floor, inv_t, seed):
-    """(token, mass): the winner among logits >= floor, and the sum of their weights exp((logit - peak) / T)."""
+    """Returns (token, mass): the winner among logits >= floor, and the sum of their weights exp((logit - peak) / T)."""
     peak, inv_t32 = row[top], np.float32(inv_t)
     weights = np.empty(min(BLOCK, row.size), np.float32)
     best, token, mass = _exponential(seed, top), top, 0.0
@@ -155,7 +157,7 @@ def _mass(row, peak, floor, inv_t):
 
 @njit(nogil=True)
 def _draw(row, top, seed, temperature, floor, forced):
-    """(token, logprob, raw logprob) of one row."""
+    """Returns (token, logprob, raw logprob) of one row."""
     peak = row[top]
     if temperature < GREEDY_BELOW:
         token = forced if forced >= 0 else top
@@ -184,14 +186,16 @@ def _draw_rows(logits, tops, keys, positions, temperature, floor, forced, tokens
 
 
 def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, forced):
-    """Draw one token per row; a row with forced[i] >= 0 emits that token and reports its logprobs.
+    """Draws one token per row; a row with forced[i] >= 0 emits that token and reports its logprobs.
 
     logits f32[n, V] (array or CPU tensor), keys u64[n], positions i64[n], temperature, top_p, min_p f32[n],
-    top_k i32[n] (0: off), forced i32[n] (-1: none). Returns (tokens i32[n], logprobs f32[n], raw_logprobs f32[n]):
-    nats, under the sampling distribution (0 if greedy; of the unfiltered tempered one for a forced token that the
-    filters drop) and under softmax(logits). A row that is no distribution (NaN, nothing finite) reports NaN.
+    top_k i32[n] (0: off), forced i32[n] (-1: none).
+    Returns (tokens i32[n], logprobs f32[n], raw_logprobs f32[n]). Logprobs are in nats.
+    `logprobs` are under the sampling distribution, and 0 if greedy.
+    For a forced token that the filters drop, they are under the unfiltered tempered distribution.
+    `raw_logprobs` are under softmax(logits). A row that is no distribution (NaN, nothing finite) reports NaN.
     Raises ValueError if a forced token is outside the vocabulary. Source: the Gumbel-max trick in its exponential form.
-    One thread: a row of 49,152 takes some 0.03 ms, less than handing rows to a second thread would save.
+    One thread: a row of 49,152 takes about 0.03 ms, less than a second thread would save.
     """
     logits = np.ascontiguousarray(logits, np.float32)
     rows, vocab = logits.shape

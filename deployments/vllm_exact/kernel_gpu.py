@@ -1,7 +1,8 @@
-"""Draw tokens with torch on any device: the twin of kernel_cpu.py in batched float64 tensor operations.
+"""Draws tokens with torch on any device: the twin of kernel_cpu.py in batched float64 tensor operations.
 
-Owns `sample_rows`. Invariant: the same integers of noise and the same definition of every filter as the CPU kernel,
-hence the same tokens from the same logits. One synchronisation per call, at its end. Called by sampler.py on GPUs.
+Owns `sample_rows`. Invariant: the noise integers and the filters are those of the CPU kernel.
+The same logits therefore give the same tokens.
+One synchronisation per call, at its end. Called by sampler.py on GPUs.
 """
 
 import numpy as np
@@ -22,12 +23,12 @@ ELEMENTS_AT_ONCE = 1 << 24  # bounds the float64 temporaries to about 1 GiB
 
 
 def _signed(value: int) -> int:
-    """The int64 with these 64 bits: torch multiplies and adds int64 modulo 2**64, but lacks most of uint64."""
+    """Returns the int64 with these 64 bits: torch computes int64 modulo 2**64, but lacks many uint64 operations."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift(z, bits):
-    """A logical right shift of int64."""
+    """Applies a logical right shift to int64."""
     return (z >> bits) & (MASK_64 >> bits)
 
 
@@ -42,19 +43,19 @@ def _outputs(seeds, indexes):
 
 
 def hashes(keys, positions, vocab):
-    """i64[n, vocab]: the hashed bits of every vocabulary index for int64 keys [n] at positions [n]."""
+    """Returns i64[n, vocab]: the hashed bits of every vocabulary index for int64 keys [n] at positions [n]."""
     seeds = _outputs(keys, positions)
     return _outputs(seeds[:, None], torch.arange(vocab, device=keys.device)[None, :])
 
 
 def exponentials(keys, positions, vocab):
-    """f64[n, vocab]: unit exponential noise, -log(u)."""
+    """Returns f64[n, vocab]: unit exponential noise, -log(u)."""
     bits = _shift(hashes(keys, positions, vocab), UNIFORM_SHIFT)
     return -torch.log((bits.to(torch.float64) + 0.5) * UNIFORM_STEP)
 
 
 def _cut(ordered, units, target):
-    """f32[n, 1]: the smallest logit with fewer units strictly above it than target; rows of `ordered` fall."""
+    """Returns f32[n, 1]: the smallest logit with fewer units strictly above it than target; rows of `ordered` fall."""
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     place = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
@@ -65,7 +66,7 @@ def _cut(ordered, units, target):
 
 
 def _floors(logits, peak, temperature, top_p, top_k, min_p):
-    """f32[n, 1]: the smallest kept logit after min_p, top_k, top_p; -inf: all are kept."""
+    """Returns f32[n, 1]: the smallest kept logit after min_p, top_k, top_p; -inf: all are kept."""
     bar = peak.double() + torch.log(min_p.double()) * temperature
     floor = bar.float()
     floor = torch.where(floor.double() < bar, torch.nextafter(floor, torch.full_like(floor, torch.inf)), floor)
@@ -80,7 +81,7 @@ def _floors(logits, peak, temperature, top_p, top_k, min_p):
 
 
 def _draw(logits, noise, temperature, filters, forced):
-    """f64[3, n]: tokens and both logprobs. The per-row columns are [n, 1]; filters is None or (top_p, top_k, min_p)."""
+    """Returns f64[3, n]: tokens, both logprobs. Columns per row are [n, 1]; filters: None or (top_p, top_k, min_p)."""
     greedy = temperature < GREEDY_BELOW
     heat = torch.where(greedy, 1.0, temperature).double()
     peak, top = logits.max(dim=1, keepdim=True)
@@ -100,8 +101,10 @@ def _draw(logits, noise, temperature, filters, forced):
 
 
 def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, forced):
-    """As `kernel_cpu.sample_rows`, for a tensor of logits on any device; the other arguments and the results are
-    numpy arrays on the host. Raises ValueError if a forced token is outside the vocabulary.
+    """Does the same as `kernel_cpu.sample_rows` for a tensor of logits on any device.
+
+    The other arguments and the results are numpy arrays on the host.
+    Raises ValueError if a forced token is outside the vocabulary.
     """
     rows, vocab = logits.shape
     if rows and forced.max() >= vocab:

@@ -1,8 +1,9 @@
 """Starts vLLM: its process-wide settings, its cores, its arguments.
 
-Invariant: everything is set before vLLM is imported, and what exactness rests on (dtype aside: see
-EngineConfig) cannot be overridden by `vllm_args`. Called once per process, by the stepper, on the thread
-that will step the engine: on Linux cores are bound per thread, and OpenMP's threads inherit the binding.
+Invariant: everything is set before vLLM is imported.
+`vllm_args` cannot override a setting that exactness needs (except dtype: see EngineConfig).
+Called once per process, by the stepper, on the thread that will step the engine.
+On Linux, cores are bound per thread, and OpenMP's threads inherit the binding.
 """
 
 import json
@@ -24,30 +25,31 @@ WORKERS = {
 
 
 def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
-    """The `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
+    """Returns the `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
     return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
 
 
 def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
-    """Binds the threads of this process that are bound to one rank's cores to another's.
+    """Moves this process's threads that are bound to one rank's cores to another rank's cores.
 
-    For a replica whose rank Serve changes: it hands the lowest ones to those that stay, and theirs to who comes next,
-    who would else share a core. To be called on a thread that is not bound. Workers of tensor parallelism stay.
+    For a replica whose rank Serve changes: Serve gives the lowest ranks to the remaining replicas.
+    It gives their former ranks to new replicas, which would otherwise share a core with them.
+    The calling thread must not be bound. Workers of tensor parallelism keep their cores.
     """
     if old_rank == new_rank or config.device != "cpu" or config.cores is None:
         return
     available, count = sorted(os.sched_getaffinity(0)), config.cores * config.tensor_parallel
     old, new = (set(core_ids(rank, count, available)) for rank in (old_rank, new_rank))
     for thread in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended in the meantime
             if os.sched_getaffinity(thread) == old:
                 os.sched_setaffinity(thread, new)
 
 
 def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
-    """vLLM's LLMEngine, in this process (workers are processes of their own when tensor parallel).
+    """Starts vLLM's LLMEngine in this process (tensor-parallel workers are separate processes).
 
-    Raises what vLLM raises on a bad model folder, and ValueError on a `vllm_args` key that is not free.
+    Passes on vLLM's exceptions about a bad model folder. Raises ValueError on a reserved `vllm_args` key.
     """
     arguments = engine_arguments(config)
     cores = None
@@ -60,7 +62,7 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     import torch
 
     if cores is not None:
-        # OMP_NUM_THREADS alone comes too late when torch was loaded before.
+        # OMP_NUM_THREADS alone has no effect when torch was loaded before.
         torch.set_num_threads(max(1, len(cores) // config.tensor_parallel))
     if config.device == "cpu":
         make_llvmlite_scannable()
@@ -80,10 +82,10 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
 
 
 def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str, str]:
-    """Environment variables that vLLM and the libraries below it read."""
+    """Returns environment variables for vLLM and the libraries below it."""
     settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: quick start, no second hop
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # ExactSampler plugs into the model runner that has `sampler`
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process: quick start, no second hop
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # ExactSampler needs the model runner that has `sampler`
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # a model is a local folder; never wait for a hub
@@ -95,14 +97,14 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
     if cores is not None:
         each = max(1, len(cores) // config.tensor_parallel)
         ranks = [cores[i : i + each] for i in range(0, len(cores), each)]
-        # Read by vLLM for worker processes only; in one process the thread's own binding does it (vLLM 0.32).
+        # vLLM reads it for worker processes only; in one process the thread's own binding applies (vLLM 0.32).
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in ranks)
         settings["OMP_NUM_THREADS"] = str(each)
     return settings
 
 
 def engine_arguments(config: EngineConfig) -> dict:
-    """Keyword arguments for vLLM's EngineArgs."""
+    """Returns keyword arguments for vLLM's EngineArgs."""
     ours = {
         "model": config.model,
         "dtype": config.dtype,
@@ -130,7 +132,7 @@ def engine_arguments(config: EngineConfig) -> dict:
 
 
 def speculative_config(draft: DraftConfig) -> dict | None:
-    """vLLM's, of its own methods as they come, and of ours so that it verifies what is set on its requests."""
+    """Returns vLLM's speculative settings. With Tailrace's methods, vLLM verifies the drafts set on its requests."""
     most = {"method": draft.method, "num_speculative_tokens": draft.draft_tokens}
     match draft.method:
         case "off":
@@ -144,7 +146,7 @@ def speculative_config(draft: DraftConfig) -> dict | None:
 
 
 def transfer_config(config: EngineConfig, pool: PoolEndpoint):
-    """vLLM's KVTransferConfig: our connector, its deadlines, a name space that no other model shares."""
+    """Returns vLLM's KVTransferConfig: Tailrace's connector, its deadlines, a name space for this model only."""
     from vllm.config import KVTransferConfig
 
     shape = (config.dtype, config.block_tokens, config.tensor_parallel)
@@ -165,20 +167,20 @@ def transfer_config(config: EngineConfig, pool: PoolEndpoint):
 
 
 def pool_settings(pool: PoolEndpoint, file: str) -> dict[str, str]:
-    """Environment variables of Mooncake's client in this process and in its workers; `file`: see `pool_file`."""
+    """Returns environment variables of Mooncake's client in this process and its workers; `file`: see `pool_file`."""
     return {
         "MOONCAKE_CONFIG_PATH": file,
         "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": pool.host,
         "MC_TCP_BIND_ADDRESS": pool.host,
-        "MC_LOG_LEVEL": "ERROR",  # else Mooncake's client tells of every connection
+        "MC_LOG_LEVEL": "ERROR",  # at other levels Mooncake's client logs every connection
     }
 
 
 @contextmanager
 def pool_file(pool: PoolEndpoint) -> Iterator[str]:
-    """The JSON file that vLLM's Mooncake worker reads while it is built."""
+    """Writes the JSON file that vLLM's Mooncake worker reads during construction; yields its path."""
     settings = {
-        "mode": "standalone-store",  # memory of a replica's own would go with the replica
+        "mode": "standalone-store",  # memory of a replica would end with the replica
         "global_segment_size": 0,
         "local_buffer_size": pool.config.buffer_mib << 20,
         "metadata_server": "P2PHANDSHAKE",

@@ -1,8 +1,8 @@
-"""What is known about each drawn token besides its id: logprobs, and whether it was drafted.
+"""Records of each drawn token besides its id: logprobs, and whether it was drafted.
 
-Invariant: entries are addressed by (request, absolute position) and the last write wins, so a row that vLLM samples,
-throws away (partial prefill) and samples again later leaves no trace. `sampler.py` writes; the engine replica takes
-each request's entries exactly once, after vLLM has dropped it from its batch.
+Invariant: entries are addressed by (request, absolute position) and the last write wins.
+A row that vLLM samples, discards (partial prefill) and samples again therefore leaves no trace.
+`sampler.py` writes. The engine replica takes each request's entries exactly once, after vLLM has dropped it.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ FIELDS = {"logprobs": np.float32, "raw_logprobs": np.float32, "drafted": np.int1
 
 
 class LogprobStore:
-    """One row of arrays per open request, from the first position drawn for it; rows are used again."""
+    """One row of arrays per open request, from the first position drawn for it; rows are reused."""
 
     def __init__(self, requests: int = 8, tokens: int = 256):
         self._slot_of: dict[str, int] = {}
@@ -23,14 +23,14 @@ class LogprobStore:
         return len(self._slot_of)
 
     def slots(self, req_ids: list[str], positions: np.ndarray) -> np.ndarray:
-        """i64[n]: where each request's entries lie, opening those not seen before at their positions i64[n]."""
+        """Returns i64[n]: the row of each request's entries. Opens rows for new requests at their positions i64[n]."""
         for req_id, position in zip(req_ids, positions, strict=True):
             if req_id not in self._slot_of:
                 self._open(req_id, int(position))
         return np.array([self._slot_of[req_id] for req_id in req_ids], np.int64)
 
     def write(self, slots, positions, logprobs, raw_logprobs, drafted=0, accepted=0):
-        """Write one entry per (slot, position), all i64[m]; the values are arrays [m] or one number.
+        """Writes one entry per (slot, position), all i64[m]; the values are arrays [m] or one number.
 
         drafted: draft tokens verified in the step that begins at this position. accepted: 1 if this token was drafted.
         Raises ValueError for a position before the request's first one.
@@ -45,9 +45,9 @@ class LogprobStore:
             self._fields[name][slots, places] = values
 
     def take(self, req_id: str, start: int, count: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """(logprobs f32[count], raw_logprobs f32[count], drafted, accepted) of positions [start, start + count).
+        """Returns (logprobs f32[count], raw_logprobs f32[count], drafted, accepted) from position `start`.
 
-        Forgets the request. vLLM may cut tokens behind a stop token; they and their drafts are not counted.
+        Drops the request. vLLM may cut tokens after a stop token; they and their drafts are not counted.
         Logprobs of positions never drawn are NaN. A request never sampled has no entries: KeyError unless count is 0.
         """
         if req_id not in self._slot_of and count == 0:

@@ -1,20 +1,20 @@
-"""Leaves a request of vLLM out of the coming steps, with its KV kept, and lets it back in.
+"""Pauses a request of vLLM for the next steps, with its KV kept, and resumes it.
 
-vLLM has no call for it, but its scheduler passes over running requests until the step that they name (vLLM 0.32,
-`Scheduler.schedule`, `next_decode_eligible_step`; its async schedulers set it, which Tailrace never uses). Called on
-the engine's thread, between two steps.
+vLLM has no call for it. Its scheduler skips a running request until the step in `next_decode_eligible_step`
+(vLLM 0.32, `Scheduler.schedule`). Only its async schedulers set that field, and Tailrace never uses them.
+Called on the engine's thread, between two steps.
 """
 
 NEVER = 1 << 62
 
 
 def pause(request) -> None:
-    """No step computes anything of it until it is let go; it must have been computed up to its last token."""
+    """Excludes the request from steps until `resume`. It must have been computed up to its last token."""
     request.next_decode_eligible_step = NEVER
 
 
 def resume(request) -> None:
-    """The next step continues with it."""
+    """Includes the request in the next step."""
     request.next_decode_eligible_step = 0
 
 

@@ -1,8 +1,8 @@
 """The proposer that vLLM builds when Tailrace drafts: it proposes nothing.
 
-Drafts are made beside vLLM's scheduler (`drafts.py`), because only there samples have names and everything that is
-known of their groups is at hand; they travel to all tensor-parallel ranks in the scheduler's output, so the ranks need
-not agree on anything. What vLLM needs this class for is to verify drafts at all. Loaded by vLLM, by dotted path.
+Tailrace makes drafts next to vLLM's scheduler (`drafts.py`): only there samples have names and groups have indexes.
+The scheduler's output takes the drafts to all tensor-parallel ranks, so the ranks need no agreement.
+vLLM verifies no drafts without such a class. Loaded by vLLM, by dotted path.
 """
 
 
@@ -13,8 +13,8 @@ class NoDrafts:
         pass
 
     def load_model(self, *_args, **_kwargs) -> None:
-        """There is no model."""
+        """Loads nothing: there is no model."""
 
     def propose(self, sampled_token_ids: list[list[int]], *_args, **_kwargs) -> list[list[int]]:
-        """One empty draft for each request of the step."""
+        """Returns one empty draft for each request of the step."""
         return [[] for _ in sampled_token_ids]

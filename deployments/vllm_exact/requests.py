@@ -1,4 +1,4 @@
-"""Chunks as requests inside vLLM. Invariant: whatever it is given, a refusal is one line and changes nothing.
+"""Chunks as requests inside vLLM. Invariant: for any input, a refusal is one line and changes nothing.
 
 Called by the stepper, and by its forks, on the engine's thread.
 """
@@ -10,7 +10,7 @@ from tailrace.kvpool.keys import cache_salt
 
 
 class Requests:
-    """`engine`: vLLM's LLMEngine in this process."""
+    """The requests of one engine. `engine`: vLLM's LLMEngine in this process."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -23,7 +23,7 @@ class Requests:
         self.kv_blocks = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
     def refusal(self, chunk: ChunkRequest) -> str | None:
-        """Why a chunk cannot run on this model, in a few words; None when it can."""
+        """Returns the reason, in a few words, why a chunk cannot run on this model, or None if it can."""
         context = len(chunk.token_ids)
         if not 1 <= context < self._max_model_len:
             return f"context of {context} tokens, max_model_len is {self._max_model_len}"
@@ -32,15 +32,14 @@ class Requests:
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
         if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
-            # Inside a step it would fail everybody's chunks; vLLM itself checks the context only.
+            # Inside a step it would fail all chunks; vLLM itself checks the context only.
             return f"forced has a token outside the vocabulary of {self._vocabulary}"
         return None
 
     def add(self, name: str, chunk: ChunkRequest, token_ids: np.ndarray, max_tokens: int, kv: dict | None):
-        """vLLM's scheduler-side Request that continues with `token_ids` (int32) as `chunk` says; `kv`: see
-        PoolLink.wish.
+        """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
-        Outputs come under `name`. Raises ValueError, one line.
+        `kv`: see PoolClient.wish. Outputs have the id `name`. Raises ValueError, one line.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
@@ -63,10 +62,10 @@ class Requests:
         prompt = tokens_input(token_ids.tolist(), cache_salt=cache_salt(kv_version))
         try:
             request_id = self._engine.add_request(name, prompt, params)
-        except VLLMClientError as error:  # the edge to vLLM: its refusals are of several kinds
+        except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
             raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
         return self._scheduler.requests[request_id]
 
     def abort(self, request_id: str) -> None:
-        """Stop a request, by vLLM's own id, after the step in progress."""
+        """Stops a request, by vLLM's own id, after the step in progress."""
         self._engine.abort_request([request_id], internal=True)

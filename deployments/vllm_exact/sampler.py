@@ -1,9 +1,11 @@
-"""vLLM's two samplers, replaced by exact ones: the token at (sample key, position) is drawn, and drafts only guess it.
+"""Exact replacements of vLLM's two samplers: the token at (sample key, position) is drawn, and drafts only guess it.
 
-Invariant: what is emitted at a position is `sample_rows` of that position's logits and nothing else. Drafts are
-verified by equality with it (drafter-invariant speculative decoding, Daliri, Musco, Suresh 2024, arXiv 2408.07978).
-The engine's worker puts these in place of the model runner's `sampler` and `rejection_sampler`; the engine replica
-fills `SamplingParams.extra_args["tailrace"]` with `extra_args` and takes logprobs from `ExactSampler.records`.
+Invariant: the token emitted at a position is `sample_rows` of that position's logits and nothing else.
+Drafts are verified by equality with it
+(drafter-invariant speculative decoding, Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+The engine's worker replaces the model runner's `sampler` and `rejection_sampler` with these.
+The engine replica fills `SamplingParams.extra_args["tailrace"]` with `extra_args`.
+It takes logprobs from `ExactSampler.records`.
 """
 
 from dataclasses import dataclass
@@ -16,13 +18,13 @@ from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
-# Rows of no request, or of one without our arguments, are vLLM's own warm-up: greedy, and nobody reads them.
+# Rows of no request, or of one without Tailrace's arguments, are vLLM's own warm-up: greedy, and never read.
 WARM_UP = {"key": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "forced": None}
 COLUMNS = {"key": np.uint64, "temperature": np.float32, "top_p": np.float32, "top_k": np.int32, "min_p": np.float32}
 
 
 def extra_args(chunk: ChunkRequest, eos_token_id: int) -> dict:
-    """`SamplingParams.extra_args["tailrace"]` of a chunk: plain numbers and lists, so that it may cross processes."""
+    """Returns a chunk's `SamplingParams.extra_args["tailrace"]`: plain numbers and lists, which may cross processes."""
     sampling = chunk.sampling
     return {
         "key": int(chunk.sample_key),
@@ -37,9 +39,9 @@ def extra_args(chunk: ChunkRequest, eos_token_id: int) -> dict:
 
 
 def verify(drawn: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(emitted i32[n, w], accepted i64[n]): the draws up to and including the first that differs from its draft.
+    """Returns (emitted i32[n, w], accepted i64[n]): the draws up to and including the first unlike its draft.
 
-    drawn i32[n, w], drafts i32[n, w - 1], of which counts[n] per row are real; what is not emitted is -1.
+    drawn i32[n, w], drafts i32[n, w - 1], of which counts[n] per row are real; positions without a token are -1.
     """
     column = np.arange(drawn.shape[1])
     agrees = (drawn[:, :-1] == drafts) & (column[:-1] < counts[:, None])
@@ -58,7 +60,7 @@ class _Batch:
 
 
 class ExactSampler:
-    """Called as vLLM's `Sampler`. `kernel` is the module kernel_cpu or kernel_gpu."""
+    """A replacement of vLLM's `Sampler`. `kernel` is the module kernel_cpu or kernel_gpu."""
 
     logprobs_mode = "raw_logprobs"  # read by vLLM's warm-up
 
@@ -76,14 +78,14 @@ class ExactSampler:
         return output(drawn[0][:, None], logits.device)
 
     def batch(self, count: int) -> tuple[_Batch, np.ndarray]:
-        """The step's `count` requests and the absolute position i64[count] of each one's next token."""
+        """Returns the step's `count` requests and the absolute position i64[count] of each one's next token."""
         held = self._runner.input_batch
         if held.num_reqs != count:
             return _Batch([], _columns([WARM_UP] * count), {}, None), np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = [self._runner.requests[req_id] for req_id in held.req_ids]
         known = self._batch
-        # A batch mostly stays as it was for many steps; its requests' state objects say so, ids may be used again.
+        # A batch is often unchanged for many steps. State objects are compared, because ids may be used again.
         if known and len(known.states) == count and all(a is b for a, b in zip(known.states, states, strict=True)):
             return known, positions
         args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
@@ -93,7 +95,7 @@ class ExactSampler:
         return self._batch, positions
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
-        """`sample_rows` of logits [m, V], row r being `positions[r]` of the batch's request `owner[r]`."""
+        """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`."""
         forced = np.full(len(owner), NOTHING, np.int32)
         if batch.replays:
             for row, (i, position) in enumerate(zip(owner.tolist(), positions.tolist(), strict=True)):
@@ -104,7 +106,7 @@ class ExactSampler:
 
 
 class ExactRejectionSampler:
-    """Called as vLLM's `RejectionSampler`; shares requests and records with the ExactSampler it is given."""
+    """A replacement of vLLM's `RejectionSampler`; shares requests and records with its ExactSampler."""
 
     def __init__(self, sampler: ExactSampler):
         self._sampler = sampler
@@ -127,7 +129,7 @@ class ExactRejectionSampler:
 
 
 def layout(metadata, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows i64[n, w], drafts i32[n, w - 1]): the row of logits of request i's token j, and its draft; -1: none.
+    """Returns (rows i64[n, w], drafts i32[n, w - 1]): the logits row of request i's token j, and its draft; -1: none.
 
     metadata is vLLM's SpecDecodeMetadata; token counts[i] of request i is its bonus token, which has no draft.
     """
@@ -142,13 +144,13 @@ def layout(metadata, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def forced_token(args: dict, position: int) -> int:
-    """What a replayed sample emits at `position`: the next token of its list, then end of sequence."""
+    """Returns the token of a replayed sample at `position`: the next one of its list, then end of sequence."""
     place = position - args["prompt_tokens"]
     return args["forced"][place] if place < len(args["forced"]) else args["eos"]
 
 
 def output(tokens: np.ndarray, device):
-    """vLLM's SamplerOutput of int32 tokens [n, w]. Logprobs travel in Records: vLLM's would cost a sort per row."""
+    """Returns vLLM's SamplerOutput of int32 tokens [n, w]. LogprobStore has logprobs: vLLM's cost a sort per row."""
     from vllm.v1.outputs import SamplerOutput
 
     return SamplerOutput(sampled_token_ids=torch.from_numpy(tokens).to(device), logprobs_tensors=None)

@@ -1,21 +1,21 @@
-"""Whether a drafter's tokens mean what the target's do: draft tokens travel as ids, and nothing translates them.
+"""Compares the vocabularies of a drafter and its target: drafts are sent as token ids, without translation.
 
-Owns the comparison of two model folders. Invariant: where nothing is refused, every id that the drafter can propose is
-the same token of the target's. Called by whatever puts a draft model beside a target, before it starts.
+Owns the comparison of two model folders. Invariant: without a refusal, every id that the drafter can propose is
+the same token in the target. Called before a draft model is started for a target.
 """
 
 import json
 from pathlib import Path
 
 SPECIAL = ("bos_token", "eos_token")
-"""Where a sequence begins and ends. Padding is left out: no sample holds any."""
+"""Tokens at the start and end of a sequence. Padding is left out: no sample holds any."""
 
 
 def vocabulary_refusal(target: Path, drafter: Path) -> str | None:
-    """One line that says what differs between the vocabularies of two Hugging Face folders; None: nothing does.
+    """Returns the difference between two Hugging Face folders' vocabularies, in one line, or None if there is none.
 
-    A drafter may have fewer outputs than the target if the tokens agree (both may be padded), never more. Raises
-    OSError or ValueError where a folder has no tokenizer or no config.json.
+    A drafter may have fewer outputs than the target if the tokens agree (both may be padded), never more.
+    Raises OSError or ValueError where a folder has no tokenizer or no config.json.
     """
     (known, ours), (drafted, theirs) = _tokens(target), _tokens(drafter)
     said = f"the drafter {drafter.name} does not share the vocabulary of {target.name}: "
@@ -33,11 +33,11 @@ def vocabulary_refusal(target: Path, drafter: Path) -> str | None:
 
 
 def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, str | None]]:
-    """Ids of all tokens, and the SPECIAL ones by name."""
+    """Returns the ids of all tokens, and the SPECIAL tokens by name."""
     from tokenizers import Tokenizer
 
     whole, named = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if not (whole.is_file() and named.is_file()):  # an older format: transformers, which takes seconds, knows them all
+    if not (whole.is_file() and named.is_file()):  # an older format: transformers reads them all, but takes seconds
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -49,7 +49,7 @@ def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, str | None]]:
 
 
 def outputs(folder: Path) -> int:
-    """How many ids a model folder's model knows; those behind the tokenizer's are padding. Raises as above."""
+    """Returns the number of a model's output ids; ids above the tokenizer's are padding. Raises as above."""
     config = json.loads((folder / "config.json").read_text())
     try:
         return int(config.get("text_config", config)["vocab_size"])

@@ -1,7 +1,7 @@
-"""Other weights for a model that is already running: checked against what it was started on, then put in place.
+"""New weights for a running model: checked against the tensors it was started with, then loaded in place.
 
-Invariant: nothing is changed before the whole folder is known to hold the same tensors in the same shapes; once
-loading has begun the model is neither the old one nor the new one until it ends, so a failure then is the engine's.
+Invariant: nothing is changed before the whole folder is known to hold the same tensors in the same shapes.
+During loading the model is neither the old one nor the new one, so a failure then ends the engine.
 Safetensors only: other formats can run code while they are read. Called by the worker, on the engine's thread.
 """
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Types that vLLM casts into one another as it loads; any other change of type is a different format of weights."""
+"""Types that vLLM casts into one another on loading; any other change of type is a different format of weights."""
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
-"""By name: shape, and type as safetensors calls it (`float` for each of FLOATS)."""
+"""Shape and type by name; the type is safetensors' own name (`float` for each of FLOATS)."""
 
 
 def tensors_of(folder: str) -> Tensors:
-    """What the safetensors of a Hugging Face folder hold, from their headers (a cut-off file is noticed by them).
+    """Returns the tensors in the safetensors of a Hugging Face folder, from their headers.
 
-    Raises ValueError, one line that names the folder.
+    The headers also show a cut-off file. Raises ValueError, one line that names the folder.
     """
     found = {}
     for path in _files(folder):
@@ -40,7 +40,7 @@ def tensors_of(folder: str) -> Tensors:
 
 
 def refusal(folder: str, loaded: Tensors) -> str | None:
-    """Why the folder's weights cannot replace `loaded`, in one line; None when they can."""
+    """Returns the reason, in one line, why the folder's weights cannot replace `loaded`, or None if they can."""
     try:
         found = tensors_of(folder)
     except ValueError as error:
@@ -57,27 +57,27 @@ def refusal(folder: str, loaded: Tensors) -> str | None:
 
 
 def load_in_place(model_runner, folder: str) -> None:
-    """Puts the folder's weights into the running model, layer by layer: one layer at a time is there twice.
+    """Puts the folder's weights into the running model, layer by layer: one layer at a time exists twice.
 
-    Raises RuntimeError when it fails on the way; the model must not be used any more.
+    Raises RuntimeError when it fails half-way; the model must then not be used any more.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-    # It warns of layers that have nothing to load: rotary embeddings, and an output layer tied to the input's.
+    # It warns of layers with nothing to load: rotary embeddings, and an output layer tied to the input's.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     try:
         model_runner.reload_weights(weights_iterator=_read(folder))
         for layer in model_runner.get_model().modules():
-            # A CPU multiplies by a repacked copy of a weight. vLLM 0.32 repacks the layers it loaded something into; an
-            # output layer that shares the input embedding's weight would continue with the copy of the old one.
+            # A CPU multiplies by a repacked copy of a weight. vLLM 0.32 repacks only the layers with loaded tensors.
+            # An output layer that shares the input embedding's weight would keep the copy of the old one.
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                 layer.quant_method.process_weights_after_loading(layer)
-    except Exception as error:  # whatever it was, the model is half loaded and the engine cannot continue
+    except Exception as error:  # after any error the model is half loaded and the engine cannot continue
         raise RuntimeError(f"weights folder {folder}: loading broke off half-way: {error!r}") from error
 
 
 def _files(folder: str) -> list[Path]:
-    """The safetensors that count: those an index names, where there is one (a folder may hold a second copy)."""
+    """Returns the safetensors to load: those in the index file, if there is one (a folder may hold a second copy)."""
     index = Path(folder) / "model.safetensors.index.json"
     if not index.parent.is_dir():
         raise ValueError(f"weights folder {folder}: no such folder on this machine")
@@ -92,7 +92,7 @@ def _files(folder: str) -> list[Path]:
 
 
 def _read(folder: str) -> Iterator[tuple[str, object]]:
-    """Tensors by name, each a view of its mapped file until vLLM has copied it."""
+    """Yields tensors by name, each a view of its mapped file until vLLM has copied it."""
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict

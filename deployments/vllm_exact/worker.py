@@ -1,6 +1,6 @@
-"""The vLLM worker whose tokens are drawn exactly. Loaded by vLLM itself, by dotted path (`worker_cls`).
+"""The vLLM worker with exact sampling. Loaded by vLLM itself, by dotted path (`worker_cls`).
 
-Invariant: whatever model runner vLLM builds, every token comes from ExactSampler or ExactRejectionSampler.
+Invariant: with any model runner of vLLM, every token comes from ExactSampler or ExactRejectionSampler.
 Only the class of this machine's platform exists here, because importing the other one's base can fail.
 """
 
@@ -12,7 +12,7 @@ from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_plac
 
 
 class ExactWorker:
-    """Mixin before a vLLM worker class."""
+    """A mixin, placed before a vLLM worker class."""
 
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
@@ -23,19 +23,19 @@ class ExactWorker:
         self._tensors: Tensors = tensors_of(self.model_config.model)  # now: a trainer may write into that folder again
 
     def weights_refusal(self, folder: str) -> str | None:
-        """Why this folder's weights cannot replace the model's, in one line; None when they can."""
+        """Returns the reason, in one line, why this folder's weights cannot replace the model's, or None."""
         return refusal(folder, self._tensors)
 
     def load_weights_from(self, folder: str) -> None:
         """Puts a folder's safetensors, not refused, into the running model; no request may be in flight.
 
-        Raises RuntimeError when it broke off half-way.
+        Raises RuntimeError when it fails half-way.
         """
         with set_current_vllm_config(self.vllm_config):  # as vLLM's own `Worker.reload_weights`
             load_in_place(self.model_runner, folder)
 
     def take_record(self, req_id: str, start: int, count: int):
-        """`Records.take` by `collective_rpc`: (logprobs, raw_logprobs, drafted, accepted) of one request."""
+        """Calls `LogprobStore.take` for an RPC: (logprobs, raw_logprobs, drafted, accepted) of one request."""
         return self.model_runner.sampler.records.take(req_id, start, count)
 
 
