@@ -86,12 +86,12 @@ def moved() -> list[GroupResult]:
     [
         ("chunks_of_64", done(rollout()), "drafted", done(drafted())),
         ("raced", done(drafted(), note="killed"), "raced", done(drafted(), note="killed", races=1)),
-        ("raced", done(drafted(), races=1), "was to happen", done(drafted(), note="killed", races=1)),
+        ("raced", done(drafted(), races=1), "did not happen", done(drafted(), note="killed", races=1)),
         ("scaled_down", done(drafted(), note="2 became 1"), "no sample moved", done(moved(), note="2 became 1")),
-        ("scaled_down", done(moved()), "was to happen", done(moved(), note="2 became 1")),
+        ("scaled_down", done(moved()), "did not happen", done(moved(), note="2 became 1")),
         ("replica_killed", done(drafted(), note="killed"), "pulled", done(drafted(), note="killed", pulled_tokens=9)),
         ("decoupled", done(drafted()), "draft model's", done(drafted("model"))),
-        ("drafter_killed", done(drafted("model")), "was to happen", done(drafted("model"), note="killed")),
+        ("drafter_killed", done(drafted("model")), "did not happen", done(drafted("model"), note="killed")),
     ],
 )
 def test_a_run_that_has_not_shown_what_it_is_there_for_fails(name, short, lacks, whole):

@@ -282,7 +282,7 @@ def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, len
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
 def draft(samples, told, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, done, xs, seen):
     """Drafts for each sample from the places found by `follow`. A path ends where the probability that all of it is
-    right falls below the bound. Fills tokens, right and origin with paths, lengths with their lengths, done with counts.
+    right falls below the bound. Fills tokens, right, origin with paths, lengths with their lengths, done with counts.
     `xs` and `seen` get the first path's features and candidates, for `learn`; seen[k, -1] = number of candidates.
     """
     most, room = tokens.shape[1:], found.shape[1]
