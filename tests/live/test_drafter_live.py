@@ -141,7 +141,7 @@ async def drafting_again(client: RolloutClient, expected) -> int:
 
 def test_chunks_are_drafted_as_the_planner_says_and_it_hears_what_came_of_it(client, expected):
     """By figures of a fast drafter, then of one that is too slow for all; no token changes."""
-    fixed, planned = {"type": "fixed", "tokens": 8}, {"type": "planned", "acceptance": 0.9, "most_window": WINDOW}
+    fixed, planned = {"type": "fixed", "tokens": 8}, {"type": "planned", "acceptance": 0.9, "max_window": WINDOW}
 
     async def work():
         for turn in range(TURNS):
