@@ -9,10 +9,10 @@ DASHBOARD_PORT ?= 8265
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test package lint bench serve lock docs clean
+.PHONY: help setup demo test test-long package lint bench serve lock docs clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: ## system libraries (as root), .venv, pinned packages, demo model
 	@PYTHON=$(PYTHON) scripts/setup.sh
@@ -23,6 +23,9 @@ demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
 
 test: setup ## all tests: pure, then live, then gpu
 	@$(PY) -m pytest
+
+test-long: setup ## the tests marked long: races, draft models and the certificate at length (minutes)
+	@$(PY) -m pytest --long -m long
 
 package: setup ## the wheel, built and installed in fresh environments (minutes; needs a package index)
 	@$(PY) -m pytest tests/packaging

@@ -1,5 +1,7 @@
 """Three tiers by marker, run in this order: pure (no marker), live (Ray, vLLM, the demo model), gpu.
 
+Tests marked `long` are left out unless `--long` is given; `make test-long` runs them alone.
+
 Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
 are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. What was
 imported for the live tier (those packages, and our own modules that came with them) is put aside in the pure one.
@@ -68,7 +70,14 @@ def pytest_make_collect_report(collector):
     return report
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
         if tier_of(item) == "live":
             item.add_marker("live")

@@ -19,6 +19,7 @@ FILES = {
     "tests/test_mixed.py": "import pytest\n@pytest.mark.live\ndef test_late():\n    import ray, tailrace.heavy\n"
     "def test_light():\n    pass\n",
     "tests/test_top.py": "import tailrace.heavy\ndef test_never():\n    pass\n",
+    "tests/test_long.py": "import pytest\n@pytest.mark.long\ndef test_an_hour():\n    pass\n",
 }
 
 
@@ -29,12 +30,12 @@ def project(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     shutil.copy(Path(__file__).parent / "conftest.py", tmp_path / "tests")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = live\n    gpu\npythonpath = .\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = live\n    gpu\n    long\npythonpath = .\n")
     return tmp_path
 
 
-def outcomes(project):
-    """Of a run that goes on without the file that cannot be imported."""
+def outcomes(project, *options):
+    """Of a run that continues without the file that cannot be imported."""
     command = (
         sys.executable,
         "-m",
@@ -44,6 +45,7 @@ def outcomes(project):
         "no:cacheprovider",
         "--continue-on-collection-errors",
         "tests",
+        *options,
     )
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # the outer run's choice
     own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to load than all this to run
@@ -66,3 +68,8 @@ def test_pure_tests_cannot_import_ray_and_run_first(project):
     refused = out.partition("ERROR collecting tests/test_top.py")[2].partition("FAILURES")[0]
     assert "a pure test must not import ray" in refused, "at a pure file's top"
     assert out.count("ERROR collecting") == 1
+
+
+def test_long_tests_run_where_they_are_asked_for(project):
+    ran, out = outcomes(project, "--long", "-m", "long")
+    assert ran == [("test_an_hour", "PASSED")], out

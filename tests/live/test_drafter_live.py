@@ -75,6 +75,7 @@ def drafter_of(drafter: Path) -> DrafterConfig:
     return DrafterConfig(model=str(drafter), window=WINDOW, mode="coupled", patience_s=PATIENT_S, kv_cache_gib=0.25)
 
 
+@pytest.mark.long
 def test_coupled_decoupled_and_with_other_noise_the_tokens_are_the_same_and_the_waste_is_bounded(models):
     target, drafter = models
     prompts = [np.arange(1000 + 50 * i, 1020 + 50 * i, dtype=np.int32) for i in range(3)]

@@ -17,6 +17,7 @@ from tailrace.app.verification.tokens import compare, copies
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
+pytestmark = pytest.mark.long
 PROMPT_COUNT, SAMPLES, MAX_TOKENS = 13, 16, 24
 STOPS = (",", ".", ":", " the", " a", " of", " and", " is", "\n")
 """One token in five of the demo model's, so that answers of all lengths end within few tokens."""
