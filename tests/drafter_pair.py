@@ -12,12 +12,12 @@ import numpy as np
 import zmq
 from test_drafter_wire import Clock
 
+from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.server import Address
 from tailrace.deployments.drafter.sessions import Sessions
 from tailrace.deployments.drafter.wire import Confirm, Open, Unknown, decode, encode
-from tailrace.deployments.drafting.guesses import agreed
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan
@@ -173,7 +173,7 @@ class Pair:
         chunk, at = self.chunks[chunk_id], self.made[chunk_id]
         end = len(chunk.token_ids) + chunk.max_tokens
         draft = self.drafters.proposal(chunk_id).tokens.tolist()[: max(0, end - at - 1)]
-        right = agreed(draft, context(at + len(draft))[at:])
+        right = accepted_tokens(draft, context(at + len(draft))[at:])
         assert right == len(draft), "the model knows what comes"
         self.accepted[chunk_id] += right
         self.made[chunk_id] += right + 1

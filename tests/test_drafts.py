@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.drafts import EngineDrafts
-from tailrace.deployments.drafting.guesses import agreed
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import GroupRef, Source
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
@@ -53,7 +53,7 @@ class Engine:
             at = request.num_tokens - len(PROMPT)
             draft, request.spec_token_ids = request.spec_token_ids, []
             verified[chunk_id] = draft
-            tokens = ANSWER[at : at + agreed(draft, ANSWER[at:]) + 1]
+            tokens = ANSWER[at : at + accepted_tokens(draft, ANSWER[at:]) + 1]
             assert at + len(tokens) <= until
             request.num_tokens += len(tokens)
             self.drafts.made(chunk_id, tokens)
@@ -152,9 +152,9 @@ def test_reports_of_a_samples_chunks_add_up():
 
 
 def test_behind_a_stop_token_the_bonus_token_is_missing():
-    assert agreed([5, 6, 7], [5, 6]) == 2
-    assert agreed([5, 6, 7], [5, 9]) == 1
-    assert agreed([], [5]) == 0
+    assert accepted_tokens([5, 6, 7], [5, 6]) == 2
+    assert accepted_tokens([5, 6, 7], [5, 9]) == 1
+    assert accepted_tokens([], [5]) == 0
 
 
 def test_slots_are_used_again_and_never_shared(drafts):

@@ -18,9 +18,9 @@ from tailrace.app.replay.wire import Wire, WireEnd
 from tailrace.app.simulator.chunks import SimulatedChunk
 from tailrace.app.simulator.speculation import Pace
 from tailrace.app.simulator.types import StepModel, Workload
+from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.drafting.drafts import EngineDrafts
-from tailrace.deployments.drafting.guesses import agreed
 from tailrace.deployments.engine.warmup import VERIFIED
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import GroupRef
@@ -54,7 +54,7 @@ class _Running:
         """Tokens that the next step makes: of the draft those that are right, and one."""
         draft = self.request.spec_token_ids
         end = min(self.end, self.at + len(draft) + 1)
-        return min(agreed(draft, self.answer[self.at : end]) + 1, end - self.at)
+        return min(accepted_tokens(draft, self.answer[self.at : end]) + 1, end - self.at)
 
 
 class Replayed:

@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.drafting.drafts import Rollouts
 from tailrace.app.errors import BadInput
 from tailrace.app.step_profile import CONTEXTS
+from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.drafting.drafts import EngineDrafts
-from tailrace.deployments.drafting.guesses import agreed
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer
 from tailrace.deployments.messages.drafts import DraftPlan
@@ -158,7 +158,7 @@ class Replica:
         for chunk_id, (request, chunk) in list(self._running.items()):
             rest = chunk.forced[request.num_tokens - chunk.prompt_tokens :]
             draft, request.spec_token_ids = request.spec_token_ids, []
-            hit = agreed(draft, rest.tolist())
+            hit = accepted_tokens(draft, rest.tolist())
             tokens = rest[: hit + 1].tolist()
             request.num_tokens += len(tokens)
             new, right = new + len(tokens), right + min(hit, len(tokens))

@@ -1,8 +1,13 @@
-"""The draft type of group indexes and drafters. Separate from both, because it imports neither."""
+"""The draft type of group indexes and drafters, and its operations. Separate from both, because it imports neither."""
 
 from typing import NamedTuple
 
 import numpy as np
+
+from tailrace.deployments.messages.context import Source
+
+CERTAIN = 0.999
+"""Probability that the sample emits a token of its copy: copies share their noise, but floating point may differ."""
 
 
 class Proposal(NamedTuple):
@@ -15,3 +20,28 @@ class Proposal(NamedTuple):
     right: np.ndarray
     sources: np.ndarray
     match_tokens: int
+
+    def first(self, count: int) -> "Proposal":
+        """Returns the first `count` tokens."""
+        return self._replace(tokens=self.tokens[:count], right=self.right[:count], sources=self.sources[:count])
+
+    def after(self, known: np.ndarray) -> "Proposal":
+        """Returns the proposal with the tokens `known`, i32[k], of the sample's own copy before it."""
+        count = len(known)
+        return Proposal(
+            tokens=np.concatenate([known, self.tokens]),
+            right=np.concatenate([np.full(count, CERTAIN, np.float32), self.right]),
+            sources=np.concatenate([np.full(count, Source.OWN, np.uint8), self.sources]),
+            match_tokens=count + self.match_tokens,
+        )
+
+
+NOTHING = Proposal(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8), 0)
+
+
+def accepted_tokens(draft: list[int], tokens: list[int]) -> int:
+    """Returns the number of correct draft tokens. After a stop token vLLM cuts all tokens, the bonus token too."""
+    for place, (guess, token) in enumerate(zip(draft, tokens, strict=False)):
+        if guess != token:
+            return place
+    return min(len(draft), len(tokens))

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.deployments.draft_index.group_index import warm_up
-from tailrace.deployments.draft_index.proposal import Proposal
+from tailrace.deployments.draft_index.proposal import NOTHING, Proposal, accepted_tokens
 from tailrace.deployments.drafting.group_indexes import GroupIndexes, IndexedGroup
-from tailrace.deployments.drafting.guesses import NOTHING, agreed, behind, cut
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
 from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
@@ -132,7 +131,7 @@ class EngineDrafts:
         start = drafted.generated
         drafted.generated += len(tokens)
         draft = drafted.draft
-        drafted.accepted = accepted = agreed(draft.tokens.tolist(), tokens) if len(draft.tokens) else 0
+        drafted.accepted = accepted = accepted_tokens(draft.tokens.tolist(), tokens) if len(draft.tokens) else 0
         drafted.report.count(draft.sources, accepted)
         if len(draft.tokens):
             self._accepted = FADE * self._accepted + accepted
@@ -188,7 +187,7 @@ class EngineDrafts:
             proposals = self._proposals(fresh, cost)
             budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
-                drafted.draft = cut(proposal, budget)
+                drafted.draft = proposal.first(budget)
                 drafted.request.spec_token_ids = drafted.draft.tokens.tolist() if budget else []
                 if forks is not None and budget:
                     self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
@@ -232,9 +231,9 @@ class EngineDrafts:
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
         if index.known(sample_index) > drafted.generated:  # a copy, or a lost chunk, has made more
             known = index.ahead(sample_index, drafted.generated, most)
-            guess = cut(behind(known, guess), most) if len(known) else NOTHING
+            guess = guess.after(known).first(most) if len(known) else NOTHING
         room = self._room(drafted)
-        return guess if len(guess.tokens) <= room else cut(guess, max(0, room))
+        return guess if len(guess.tokens) <= room else guess.first(max(0, room))
 
     def _room(self, drafted: DraftedTokens) -> int:
         """Returns the maximum draft tokens of a chunk.
@@ -248,7 +247,7 @@ class EngineDrafts:
         plan, index = drafted.chunk.draft, drafted.group.index
         if self._model is None or index.known(plan.sample_index) > drafted.generated:
             return NOTHING
-        return cut(self._model.proposal(drafted.chunk.chunk_id), max(0, min(most, self._room(drafted))))
+        return self._model.proposal(drafted.chunk.chunk_id).first(max(0, min(most, self._room(drafted))))
 
     def _branch(self, drafted: DraftedTokens, forks: list[Fork], budget: int) -> None:
         """Sets each fork's draft: the known tokens that it lacks, then its own branch."""
