@@ -17,6 +17,7 @@ COMMANDS = {
     "compare": "Compare two simulations, system by system.",
     "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
     "drafts": "Inspect what drafts are made from.",
+    "fuzz": "Run the live shell under random faults, on a virtual clock.",
     "history": "Import, list and forget the answers of earlier epochs.",
     "model": "Make the demo model (SmolLM2-135M-Instruct).",
     "policies": "List policy families, their members and knobs.",

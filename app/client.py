@@ -2,18 +2,25 @@
 
     async for group in client.rollout(batch): ...        or        for group in client.rollout_blocking(batch): ...
 
-Groups come as they finish. Dropping the iterator cancels the batch. Every call has a blocking twin, `NAME_blocking`.
-Raises RolloutRejected if the service refuses the batch, and Ray's errors if the service itself is lost.
+Groups come as they finish. Closing the iterator cancels the batch, and so does a driver that is gone for a minute.
+Every call has a blocking twin, `NAME_blocking`. Raises RolloutRejected if the service refuses the batch, and Ray's
+errors if the service itself stays lost.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from uuid import uuid4
 
 from tailrace.app.blocking import blocking, blocking_iterator
 from tailrace.app.config import otlp_wanted
-from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.app.resume import Heartbeat, Interrupted, Patience, lost_service
+from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
 from tailrace.policies.families.registry import Policies
+
+READER_S = 20.0
+"""Seconds for which a batch id that another driver reads is asked for: that driver may be gone."""
 
 
 class RolloutRejected(ValueError):
@@ -25,32 +32,81 @@ class WeightsRejected(ValueError):
 
 
 class RolloutClient:
-    """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to."""
+    """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
-    def __init__(self, app_name: str = "tailrace", telemetry: Telemetry | None = None):
-        from ray import serve
+    `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.
+    `handle`: the application's handle, if it is at hand; its name does not count then.
+    """
 
-        self._handle = serve.get_app_handle(app_name)
+    def __init__(
+        self,
+        app_name: str = "tailrace",
+        telemetry: Telemetry | None = None,
+        resume_s: float = 600.0,
+        handle=None,
+        heartbeat: type[Heartbeat] = Heartbeat,
+    ):
+        if handle is None:
+            from ray import serve
+
+            handle = serve.get_app_handle(app_name)
+        self._handle, self._resume_s, self._heartbeat = handle, resume_s, heartbeat
         self._stream = self._handle.options(stream=True)
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
+        self._driver = uuid4().hex
+        self._weights: tuple[int, str] | None = None  # version and folder of this client's last update
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
-        """Roll out a batch. Yields each group as it finishes, in any order."""
+        """Roll out a batch. Yields each group as it finishes, in any order.
+
+        Continues after the coordinator was lost: missing groups are made again, with the same tokens. A batch
+        is never rolled out under a lower weights version than this client's last update.
+        """
         attributes = {"batch_id": batch.batch_id, "groups": len(batch.groups), "step": batch.step}
         span = self._telemetry.span("driver", batch.traceparent, attributes=attributes, keep=batch.keep_trace)
         if batch.keep_trace:
             self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
         sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
+        have: list[str] = []
+        patience = Patience(self._resume_s)
+        heartbeat = self._heartbeat(lambda: self._handle.renew.remote(batch.batch_id, self._driver))
         try:
-            async for item in self._stream.rollout.remote(sent):
-                if isinstance(item, Rejected):
-                    raise RolloutRejected(item.reason)
-                yield item
+            while len(have) < len(batch.groups):
+                try:
+                    async with aclosing(self._groups(sent, have)) as groups:
+                        async for group in groups:
+                            have.append(group.prompt_id)
+                            patience.renew()
+                            yield group
+                except Interrupted as lost:
+                    await patience.wait(lost)
         finally:
+            heartbeat.stop()
             span.end()
 
     rollout_blocking = blocking_iterator(rollout)
+
+    async def _groups(self, batch: RolloutBatch, have: list[str]) -> AsyncIterator[GroupResult]:
+        """The groups of one stream. Raises Interrupted where another stream may give the rest."""
+        version = self._weights[0] if self._weights else 0
+        sent = batch.model_copy(update={"min_weights_version": max(batch.min_weights_version, version)})
+        stream = self._stream.rollout.remote(sent, self._driver, have)
+        try:
+            async for item in stream:
+                if not isinstance(item, Rejected):
+                    yield item
+                elif item.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
+                    await self.update_weights(*self._weights)  # the service was restarted
+                    raise Interrupted(RolloutRejected(item.reason))
+                elif item.by is RejectedBy.READER:
+                    raise Interrupted(RolloutRejected(item.reason), READER_S)
+                else:
+                    raise RolloutRejected(item.reason)
+        except lost_service() as error:
+            raise Interrupted(error) from error
+        finally:
+            stream.cancel()  # else the batch would run to its end without a reader
 
     async def cancel(self, batch_id: str) -> bool:
         """End a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in flight."""
@@ -61,11 +117,19 @@ class RolloutClient:
     async def update_weights(self, version: int, source: str) -> WeightsLoaded:
         """Load the safetensors folder `source` on every replica. Samples in flight continue under `version`.
 
-        `version` must be above the current one. Raises WeightsRejected, with the reason, if the update failed.
+        `version` must not be below the current one; the current one again, with the same content, is done already, so a
+        call may be repeated. Raises WeightsRejected, with the reason, if the update failed.
         """
-        answer = await self._handle.update_weights.remote(version, source)
+        patience = Patience(self._resume_s)
+        while True:
+            try:
+                answer = await self._handle.update_weights.remote(version, source)
+                break
+            except lost_service() as error:
+                await patience.wait(Interrupted(error))
         if isinstance(answer, Rejected):
             raise WeightsRejected(answer.reason)
+        self._weights = version, source
         return answer
 
     update_weights_blocking = blocking(update_weights)

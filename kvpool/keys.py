@@ -6,6 +6,7 @@ engine, the connector and the coordinator.
 """
 
 import re
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,9 +18,12 @@ NAME_BYTES = VERSION_BYTES + 32  # vLLM hashes blocks with SHA-256
 SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
-def cache_salt(kv_version: int) -> str:
-    """vLLM's per-request `cache_salt`: it enters the hash of the first block and so of every block."""
-    return f"weights-{kv_version}"
+def cache_salt(kv_version: int, digest: str = "") -> str:
+    """vLLM's per-request `cache_salt`: it enters the hash of the first block and so of every block.
+
+    `digest`: names the content of the weights, so that KV of two contents under one version is never mixed up.
+    """
+    return f"weights-{kv_version}-{digest}"
 
 
 def block_name(kv_version: int, block_hash: bytes) -> bytes:
@@ -51,8 +55,13 @@ def fingerprint(model: str, *settings: object) -> str:
     Reads the folder's weight files at SAMPLES evenly spaced places each (name and time say nothing across nodes, the
     whole of a large model takes minutes): a trained model differs from its start almost everywhere.
     """
+    return digest_of_files(sorted(Path(model).glob("*.safetensors")), *settings)
+
+
+def digest_of_files(paths: Iterable[Path], *settings: object) -> str:
+    """16 hex digits of files, by their names, sizes and SAMPLES places each, and of settings."""
     digest = blake2b(repr(settings).encode(), digest_size=8, person=b"tailrace-model")
-    for path in sorted(Path(model).glob("*.safetensors")):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:

@@ -26,13 +26,13 @@ TABLE = (
     ("running", "ChunkFinished", "tokens remain, batch cancelled", "ended", "EndSample(cancelled)"),
     ("running", "ChunkFinished", "a copy was first, or another copy continues", "running", ""),
     ("running", "ChunkFailed", "a copy continues", "running", ""),
-    ("running", "ChunkFailed", "fewer than 5 failures in a row", "waiting", ""),
-    ("running", "ChunkFailed", "fifth failure in a row", "ended", "EndSample(failed)"),
-    ("running", "ChunkFailed", "fewer than 5 failures, batch cancelled", "ended", "EndSample(cancelled)"),
+    ("running", "ChunkFailed", "the replica or the sample may be to blame", "waiting", "both may pause"),
+    ("running", "ChunkFailed", "the sample is to blame", "ended", "EndSample(failed)"),
+    ("running", "ChunkFailed", "the sample is not given up, batch cancelled", "ended", "EndSample(cancelled)"),
     ("running", "ReplicaLeft", "a copy continues elsewhere", "running", ""),
-    ("running", "ReplicaLeft", "fewer than 5 failures in a row", "waiting", ""),
-    ("running", "ReplicaLeft", "fifth failure in a row", "ended", "EndSample(failed)"),
-    ("running", "ReplicaLeft", "fewer than 5 failures, batch cancelled", "ended", "EndSample(cancelled)"),
+    ("running", "ReplicaLeft", "fewer than 5 replicas in a row failed or left", "waiting", ""),
+    ("running", "ReplicaLeft", "the fifth replica in a row", "ended", "EndSample(failed)"),
+    ("running", "ReplicaLeft", "fewer than 5 replicas, batch cancelled", "ended", "EndSample(cancelled)"),
 )
 
 

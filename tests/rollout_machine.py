@@ -259,6 +259,7 @@ class Player:
             self.feed(rejoined(self.ledger.replicas[replica_id].join, self.now, self.ledger.version))
         tokens = sum(spec.max_tokens for spec in self.ledger.specs.values())
         for _ in range(2 + tokens):  # far more than any rollout takes: a chunk has a token at least
+            self.now += 1000.0  # pauses after failures are over
             self.feed(ev.Tick(self.now))
             if not self.ledger.running or any(s.max_tokens < 1 for s in self.ledger.running.values()):
                 return
@@ -277,6 +278,7 @@ class Player:
             sample_id: self.key(sample)
             for sample_id, sample in self.play.core._buffer.samples.items()
             if sample.state is State.WAITING and self.kv.own_tokens(sample_id)
+            and not self.play.core._failures.is_paused(sample)
         }
         for sample_id in sorted(waiting, key=waiting.get, reverse=True):
             if left > 0:
@@ -314,7 +316,7 @@ class Player:
         if not any(room > 0 for room in rooms.values()):  # as every sample needs some
             return
         for sample in core._buffer.samples.values():
-            if sample.state is State.WAITING:
+            if sample.state is State.WAITING and not core._failures.is_paused(sample):
                 need = -(-self._need_tokens(sample.sample_id) // STEP_TOKENS) * STEP_TOKENS
                 for replica_id, room in rooms.items():
                     if sample.home in (None, replica_id) and need <= room:

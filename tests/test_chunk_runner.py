@@ -1,6 +1,7 @@
 """Every `StartChunk` gives one event, whatever the engine client does."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,13 +51,16 @@ class Script:
 def batch() -> LiveBatch:
     group = PromptGroup(prompt_id="p", token_ids=(1, 2, 3), samples=1, max_tokens=8)
     message = RolloutBatch(batch_id="b", groups=(group,), keep_trace=True)
-    made = LiveBatch(message, [Prepared(group, (1, 2, 3), 8, "key")], {}, 10.0)
+    made = LiveBatch(
+        message=message, core_id="b", delivery=None, prepared=[Prepared(group, (1, 2, 3), 8, "key")], past={},
+        submitted_s=10.0,
+    )  # fmt: skip
     made.open_spans(Telemetry("test"))
     return made
 
 
 def run(answer, of: LiveBatch | None = None):
-    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S)
+    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"})
     return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
 
 
@@ -100,11 +104,53 @@ def test_a_request_that_cannot_be_made_fails_the_chunk():
 
 def test_a_cancelled_call_stays_cancelled():
     """The coordinator ends: nothing is left to report to."""
+
+    class Slow:
+        async def generate(self, replica_id, chunk):
+            await asyncio.sleep(60.0)
+
+    async def cancelled():
+        runner = ChunkRunner(Slow(), Telemetry("test"), lambda: NOW_S, {})
+        running = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
+        await asyncio.sleep(0)
+        running.cancel()
+        await running
+
     with pytest.raises(asyncio.CancelledError):
-        run(asyncio.CancelledError())
+        asyncio.run(cancelled())
+
+
+def test_a_call_that_serve_has_cancelled_fails_the_chunk():
+    """Serve raises CancelledError for a callee whose task was cancelled; nobody has cancelled this one."""
+    event, write = run(asyncio.CancelledError())
+    assert event == ChunkFailed(NOW_S, START.chunk_id, "CancelledError: no message") and write is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"chunk_id": "b/p#0@1"}, "it is of b/p#0@1"),
+        ({"weights_version": 4}, "weights 4 made it, not 3"),
+        ({"token_ids": np.arange(3, dtype=np.int32)}, "3 tokens, asked for at most 2"),
+        ({"logprobs": np.zeros(1, np.float32)}, "2 tokens, 1 and 2 logprobs"),
+        ({"token_ids": np.array([4, -1], np.int32)}, "token -1"),
+        ({"raw_logprobs": np.array([0, np.nan], np.float32)}, "a logprob is not a number"),
+    ],
+)
+def test_an_impossible_result_fails_the_chunk(changes, problem):
+    event, write = run(replace(RESULT, **changes))
+    assert isinstance(event, ChunkFailed) and problem in event.error and write is None
+
+
+def test_the_segment_names_the_content_of_the_weights():
+    of = batch()
+    _, write = run(RESULT, of)
+    write()
+    (segment,) = of.samples["b/p#0"].segments
+    assert (segment.weights_version, segment.weights_digest) == (3, "digest")
 
 
 @pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
 def test_an_abort_that_comes_too_late_is_no_error(answer):
-    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S)
+    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"})
     assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None

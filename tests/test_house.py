@@ -13,6 +13,7 @@ from test_imports import CHAIN, EVERY, ROOT, names_of, offences, sources, tree_o
 MAX_LINES = 300
 ONE_NOUN = {
     "policies/core/rollout.py": "`RolloutCore`, the state machine",
+    "deployments/coordinator/rollouts.py": "`Rollouts`, the loops of the live shell",
     "deployments/drafting/drafts.py": "`EngineDrafts`, the drafts of one engine",
     "app/simulator/host.py": "the simulated shell",
     "app/simulator/hardware.py": "published figures of GPUs and models, a table",

@@ -44,6 +44,7 @@ ROOMS = (
     "app/timeline",
     "app/replay",
     "app/verification",
+    "app/fuzz",
     "app/commands",
 )
 """The rooms of the product, lowest first: a room imports lower rooms alone."""

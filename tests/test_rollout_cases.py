@@ -3,7 +3,8 @@
 import pytest
 from rollout_machine import ORDERINGS, policies_of
 
-from tailrace.policies.core.rollout import MAX_ATTEMPTS, RolloutCore
+from tailrace.policies.core.failures import MAX_ATTEMPTS, MAX_DOUBTFUL_ATTEMPTS, SAMPLE_PAUSE_S
+from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
@@ -28,8 +29,8 @@ def submit(core: RolloutCore, *groups: ev.GroupSpec, batch_id: str = "b") -> Non
     core.observe(ev.SamplesSubmitted(0.0, batch_id, groups))
 
 
-def tick(core: RolloutCore) -> tuple:
-    return core.decide(ev.Tick(0.0))
+def tick(core: RolloutCore, now: float = 0.0) -> tuple:
+    return core.decide(ev.Tick(now))
 
 
 def finish(core: RolloutCore, start: StartChunk) -> None:
@@ -71,22 +72,24 @@ def test_it_waits_for_a_replica_that_may_come_back_with_these_weights():
 def test_a_sample_whose_chunks_fail_in_a_row_ends_with_the_last_error():
     core = core_of(r=20)
     submit(core, ev.GroupSpec("g", 10, 1, 10))
-    for attempt in range(MAX_ATTEMPTS):
-        (start,) = tick(core)
-        core.observe(ev.ChunkFailed(0.0, start.chunk_id, f"error {attempt}"))
+    for attempt in range(MAX_DOUBTFUL_ATTEMPTS):  # nothing else runs that could show whether the replica is sound
+        now = attempt * SAMPLE_PAUSE_S[1]
+        (start,) = tick(core, now)
+        core.observe(ev.ChunkFailed(now, start.chunk_id, f"error {attempt}"))
     end, _ = tick(core)
     assert end.end is SampleEnd.FAILED
-    assert end.error == f"{MAX_ATTEMPTS} chunks in a row failed; the last: error {MAX_ATTEMPTS - 1}"
+    assert end.error == f"{MAX_DOUBTFUL_ATTEMPTS} chunks in a row failed; the last: error {MAX_DOUBTFUL_ATTEMPTS - 1}"
 
 
 def test_a_good_chunk_forgives_the_failures_before_it():
     core = core_of(chunk_tokens=10, r=20)
     submit(core, ev.GroupSpec("g", 10, 1, 30))
     for _ in range(2):
-        for _ in range(MAX_ATTEMPTS - 1):
-            (start,) = tick(core)
-            core.observe(ev.ChunkFailed(0.0, start.chunk_id, "error"))
-        (start,) = tick(core)
+        for attempt in range(MAX_DOUBTFUL_ATTEMPTS - 1):
+            now = attempt * SAMPLE_PAUSE_S[1]
+            (start,) = tick(core, now)
+            core.observe(ev.ChunkFailed(now, start.chunk_id, "error"))
+        (start,) = tick(core, MAX_DOUBTFUL_ATTEMPTS * SAMPLE_PAUSE_S[1])
         finish(core, start)
     (start,) = tick(core)
     assert (start.start, start.max_tokens) == (20, 10)

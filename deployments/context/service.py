@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from tailrace.deployments.context.archive import shard_of
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, PastLength
 from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.errors import is_own_cancel
 
 CALL_S = 10.0
 """Longest wait for an actor's answer; after it the actor counts as away."""
@@ -76,7 +76,9 @@ class ContextService:
         self._counts[what] += 1
         try:
             return await asyncio.wait_for(work, seconds)
-        except (RayError, TimeoutError) as error:
+        except (Exception, asyncio.CancelledError) as error:  # nothing here may fail a rollout
+            if isinstance(error, asyncio.CancelledError) and is_own_cancel():
+                raise
             self._counts[f"{what}_failed.{type(error).__name__}"] += 1
             return None
 

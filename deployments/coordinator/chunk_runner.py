@@ -4,17 +4,19 @@ Invariant: every `StartChunk` gives exactly one event, whatever happens to its r
 `Rollouts`.
 """
 
+import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
 from tailrace.deployments.coordinator.ledger import SampleRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
-from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, one_line
+from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, is_own_cancel, one_line
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
@@ -27,10 +29,12 @@ Write = Callable[[], None] | None
 
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds."""
+    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version."""
 
-    def __init__(self, engines: "EngineClient", telemetry: Telemetry, now: Callable[[], float]):
-        self._engines, self._telemetry, self._now = engines, telemetry, now
+    def __init__(
+        self, engines: "EngineClient", telemetry: Telemetry, now: Callable[[], float], digests: Mapping[int, str]
+    ):
+        self._engines, self._telemetry, self._now, self._digests = engines, telemetry, now, digests
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
         """Returns ChunkFinished and the function that writes its tokens down; or ChunkFailed or ReplicaLeft, and None.
@@ -43,21 +47,27 @@ class ChunkRunner:
             sample = batch.samples[start.sample_id]
             if sample.started_s is None:
                 sample.started_s = self._now() - batch.submitted_s
-            result = await self._engines.generate(start.replica_id, batch.request(sample, start, span, drafting))
-            event, write = self._finished(start, sample, result)
+            request = batch.request(sample, start, span, drafting, self._digests)
+            result = await self._engines.generate(start.replica_id, request)
+            event, write = self._finished(start, sample, result, request.weights_digest)
             span.set_attribute("new_tokens", event.new_tokens)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error))
         except ChunkError as error:
             event = ChunkFailed(self._now(), start.chunk_id, str(error))
-        except Exception as error:  # noqa: BLE001 - the edge of the task: the core must hear of every chunk's end
+        except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end
+            if isinstance(error, asyncio.CancelledError) and is_own_cancel():
+                raise
             event, write = ChunkFailed(self._now(), start.chunk_id, one_line(error)), None
         if write is None:
             span.set_status(StatusCode.ERROR, event.error)
         span.end()
         return event, write
 
-    def _finished(self, start: StartChunk, sample: SampleRecord, result: ChunkResult) -> tuple[ChunkFinished, Write]:
+    def _finished(
+        self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digest: str
+    ) -> tuple[ChunkFinished, Write]:
+        check_result(start, result)
         drafts = result.drafts
         event = ChunkFinished(
             now=self._now(),
@@ -71,9 +81,28 @@ class ChunkRunner:
             model_tested=drafts.model_tested if drafts else 0,
             model_accepted=drafts.model_accepted if drafts else 0,
         )
-        return event, partial(sample.append, start.start, result, start.replica_id)
+        return event, partial(sample.append, start.start, result, start.replica_id, digest)
 
     async def abort(self, action: AbortChunk) -> None:
         """Asks a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""
-        with contextlib.suppress(ReplicaLost, ChunkError):
+        with contextlib.suppress(Exception):  # the replica may be gone, or Ray in trouble
             await self._engines.abort(action.replica_id, action.chunk_id, action.keep_kv)
+
+
+def check_result(start: StartChunk, result: ChunkResult) -> None:
+    """Raises ValueError, one line, if an answer cannot be of this chunk: its tokens must not reach a sample."""
+    tokens, problem = result.token_ids, None
+    if result.chunk_id != start.chunk_id:
+        problem = f"it is of {result.chunk_id}"
+    elif result.weights_version != start.weights_version:
+        problem = f"weights {result.weights_version} made it, not {start.weights_version}"
+    elif len(tokens) > start.max_tokens:
+        problem = f"{len(tokens)} tokens, asked for at most {start.max_tokens}"
+    elif not len(tokens) == len(result.logprobs) == len(result.raw_logprobs):
+        problem = f"{len(tokens)} tokens, {len(result.logprobs)} and {len(result.raw_logprobs)} logprobs"
+    elif len(tokens) and tokens.min() < 0:
+        problem = f"token {tokens.min()}"
+    elif np.isnan(result.logprobs).any() or np.isnan(result.raw_logprobs).any():
+        problem = "a logprob is not a number: the model's weights are broken"
+    if problem is not None:
+        raise ValueError(f"chunk {start.chunk_id}: the answer of {start.replica_id} is refused: {problem}")

@@ -5,6 +5,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from secrets import token_hex
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -42,21 +44,34 @@ class Coordinator:
         context: ContextConfig | None = None,
     ):
         app_name = serve.get_replica_context().app_name
-        telemetry = Telemetry("tailrace-coordinator", otlp)
-        self._kv_pool_manager = kv_pool_manager = None
-        if pool is not None:
-            self._kv_pool_manager = kv_pool_manager = KvPoolManager(ensure_pool(pool, app_name))
-        self._context = None
-        if context is not None:
-            self._context = ContextService(ensure_context(context, app_name), context)
-        prompts = Prompts(model, max_model_len)
-        self._rollouts = Rollouts(
+        self._start(
             engines=EngineClient(engines),
+            prompts=Prompts(model, max_model_len),
+            telemetry=Telemetry("tailrace-coordinator", otlp),
+            kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
+            context=None if context is None else ContextService(ensure_context(context, app_name), context),
+            nonce=token_hex(3),
+        )
+
+    def _start(
+        self,
+        engines: EngineClient,
+        prompts: Prompts,
+        telemetry: Telemetry,
+        kv_pool_manager: KvPoolManager | None,
+        context: ContextService | None,
+        nonce: str,
+    ) -> None:
+        """Start the loops of a coordinator with these collaborators."""
+        self._kv_pool_manager, self._context = kv_pool_manager, context
+        self._rollouts = Rollouts(
+            engines=engines,
             prompts=prompts,
             policies=Policies(),
             telemetry=telemetry,
             kv_pool_manager=kv_pool_manager,
-            context=self._context,
+            context=context,
+            nonce=nonce,
         )
         loops = [self._rollouts.run(), self._rollouts.poll()]
         if kv_pool_manager is not None:
@@ -79,12 +94,20 @@ class Coordinator:
     async def reserve(self, replicas: int) -> None:
         self._rollouts.reserve(replicas)
 
-    async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
-        async for group in self._rollouts.rollout(message):
-            yield group
+    async def rollout(
+        self, message: RolloutBatch, driver: str, have: list[str]
+    ) -> AsyncIterator[GroupResult | Rejected]:
+        async with aclosing(
+            self._rollouts.rollout(message, driver, have)
+        ) as items:  # a stream that ends, ends there too
+            async for item in items:
+                yield item
+
+    async def renew(self, batch_id: str, driver: str) -> None:
+        self._rollouts.deliveries.renew(batch_id, driver)
 
     async def cancel(self, batch_id: str) -> bool:
-        return await self._rollouts.cancel(batch_id)
+        return self._rollouts.deliveries.cancel(batch_id)
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
         return await self._rollouts.update_weights(version, source)
@@ -120,8 +143,11 @@ class Coordinator:
     async def reset_caches(self) -> None:
         await self._rollouts.reset_caches()
 
+    def ended_loops(self) -> list[asyncio.Task]:
+        """The loops that have ended, each by an exception; none of a healthy coordinator."""
+        return [loop for loop in self._loops if loop.done()]
+
     async def check_health(self) -> None:
         """A loop that has ended has raised: Serve replaces the coordinator, and the drivers' calls end in errors."""
-        for loop in self._loops:
-            if loop.done():
-                raise RuntimeError("the coordinator's loop has stopped") from loop.exception()
+        for loop in self.ended_loops():
+            raise RuntimeError("the coordinator's loop has stopped") from loop.exception()

@@ -38,6 +38,10 @@ class CoreHolder:
         if not self._due:
             return
         self._due = False
+        self.restart(joined)
+
+    def restart(self, joined: Iterable[ReplicaJoined]) -> None:
+        """Begin with a core that knows these replicas and no batch."""
         self.present = self._kind(self._policies, self.present.replicas.weights_version, self._limits)
         for event in joined:
             self.present.observe(event)

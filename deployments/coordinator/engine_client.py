@@ -16,8 +16,8 @@ from tailrace.deployments.router import ReplicaGone, poll_all
 POLL_TIMEOUT_S = 10.0
 """A replica answers from a snapshot; one that takes longer hangs, and Serve's health check will replace it."""
 
-CHECK_S = 60.0
-"""Reading the headers of large checkpoints from a network folder takes seconds."""
+CHECK_S = 600.0
+"""Longest check of new weights: every value is read, of large checkpoints from a network folder."""
 
 
 class EngineClient:
@@ -34,7 +34,7 @@ class EngineClient:
         """
         try:
             answers = await poll_all(self._handle, "stats", POLL_TIMEOUT_S)
-        except TimeoutError:
+        except Exception:  # noqa: BLE001 - a replica hangs, or Ray is in trouble: the others are still to be heard
             answers = await asyncio.gather(*map(self._stats_of, self._known), return_exceptions=True)
         reports = [answer for answer in answers if isinstance(answer, EngineStats)]
         self._known = [report.replica_id for report in reports]
@@ -50,14 +50,20 @@ class EngineClient:
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         await self._call(replica_id, "abort", chunk_id, keep_kv)
 
-    async def load_weights(self, replica_id: str, version: int, source: str) -> None:
+    async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
         """Returns when the replica holds them; ChunkError when it cannot."""
-        await self._call(replica_id, "load_weights", version, source)
+        await self._call(replica_id, "load_weights", version, source, digest)
 
-    async def weights_refusals(self, source: str) -> list[str | None]:
-        """One entry per replica that answers: the reason why it cannot load these weights, or None if it can."""
-        answers = await poll_all(self._handle, "weights_refusal", CHECK_S, source)
-        return [one_line(answer) if isinstance(answer, Exception) else answer for answer in answers]
+    async def check_weights(self, source: str) -> set[str]:
+        """The digests of folder `source` on all replicas that answer; of a replica that is lost there is none.
+
+        Raises ChunkError, one line, if a replica cannot load them, and TimeoutError if one has not looked in CHECK_S.
+        """
+        answers = await poll_all(self._handle, "check_weights", CHECK_S, source)
+        for answer in answers:
+            if isinstance(answer, RayTaskError) and not isinstance(answer, EngineDown):
+                raise ChunkError(str(answer.cause or one_line(answer)))
+        return {answer for answer in answers if isinstance(answer, str)}
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         """Spans of a trace from every replica that answers."""

@@ -7,17 +7,15 @@ is reached through its KvMaster actor.
 """
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from ray.exceptions import RayActorError, RayTaskError
-
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.errors import is_own_cancel
 from tailrace.deployments.messages.status import PoolView
 from tailrace.kvpool.keys import ALL_BLOCKS, NAME_BYTES, version_pattern
-from tailrace.kvpool.status import PoolDown, PoolStatus
+from tailrace.kvpool.status import PoolStatus
 from tailrace.policies.protocol.actions import ReleaseKv
 from tailrace.policies.protocol.events import Event, KvLost, PoolReported
 
@@ -89,7 +87,7 @@ class KvPoolManager:
     def retire(self, weights_version: int) -> None:
         """Nothing of this version will be read again."""
         self._push("retire", [version_pattern(weights_version)])
-        self._later.append((time.monotonic() + AGAIN_S, "retire", [version_pattern(weights_version)]))
+        self._later.append((self._clock() + AGAIN_S, "retire", [version_pattern(weights_version)]))
 
     def rest(self, idle: bool) -> None:
         """Sweep the pool after two polls with nothing in flight: no block is read again. Called after each `poll`."""
@@ -100,8 +98,8 @@ class KvPoolManager:
 
     async def drain(self) -> int:
         """Forget every key; keys in use as soon as they are free. Returns the number of keys removed."""
-        removed, until_s = 0, time.monotonic() + DRAIN_S
-        while time.monotonic() < until_s:
+        removed, until_s = 0, self._clock() + DRAIN_S
+        while self._clock() < until_s:
             removed += await self._ask("retire", ALL_BLOCKS) or 0
             if not await self._ask("keys_by_version"):
                 break
@@ -122,12 +120,12 @@ class KvPoolManager:
                 if method == "release" and done is not None:
                     done, in_use = done
                     if in_use:
-                        self._later.append((time.monotonic() + AGAIN_S, method, [in_use]))
+                        self._later.append((self._clock() + AGAIN_S, method, [in_use]))
                 self._counts[f"{method}_failed" if done is None else f"{method}d_keys"] += 1 if done is None else done
 
     async def poll(self, now: float) -> list[Event]:
         """Events of the pool: how full it is, and whether it has lost blocks."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         due = [(method, arguments) for at_s, method, arguments in self._later if at_s <= now_s]
         self._later = [item for item in self._later if item[0] > now_s]
         for method, arguments in due:
@@ -168,6 +166,9 @@ class KvPoolManager:
 
     # ------------------------------------------------------------------------------------------------
 
+    def _clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _do(self, method: str, names: bytes, *rest) -> None:
         """Ask the master for something about blocks, by all keys under which each is kept."""
         hexes = [names[i : i + NAME_BYTES].hex() for i in range(0, len(names), NAME_BYTES)]
@@ -182,7 +183,9 @@ class KvPoolManager:
         """The master's answer; None when it has none to give, and `problem` says why."""
         try:
             answer = await asyncio.wait_for(getattr(self._master, method).remote(*arguments), CALL_S)
-        except (PoolDown, RayActorError, RayTaskError, TimeoutError) as error:
+        except (Exception, asyncio.CancelledError) as error:  # a cache, never a dependency, whatever goes wrong in it
+            if isinstance(error, asyncio.CancelledError) and is_own_cancel():
+                raise
             cause = getattr(error, "cause", None) or error
             self._problem = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
             return None

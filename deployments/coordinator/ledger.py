@@ -4,7 +4,7 @@ Invariant (law 1): a chunk is written once, at the position its `StartChunk` nam
 counts tokens, this ledger holds them. Called by the coordinator alone.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class SampleRecord:
         """Prompt and answer so far, int32."""
         return np.concatenate([self.group.prompt, *(part.token_ids for part in self.parts)])
 
-    def append(self, start: int, part: ChunkResult, replica_id: str) -> None:
+    def append(self, start: int, part: ChunkResult, replica_id: str, weights_digest: str = "") -> None:
         """Write a chunk that began at answer position `start`. Raises ValueError unless that is the next one."""
         if start != self.tokens:
             raise ValueError(f"chunk {part.chunk_id} begins at {start}, the sample has {self.tokens} tokens")
@@ -48,11 +48,17 @@ class SampleRecord:
             self.segments[-1] = last.model_copy(update={"end": end})
         elif end > start:
             self.segments.append(
-                Segment(weights_version=part.weights_version, replica_id=replica_id, start=start, end=end)
+                Segment(
+                    weights_version=part.weights_version,
+                    weights_digest=weights_digest,
+                    replica_id=replica_id,
+                    start=start,
+                    end=end,
+                )
             )
-        self.parts.append(part)
-        self.tokens = end
         self.kv_names = part.kv_names or self.kv_names
+        self.parts.append(replace(part, kv_names=b""))  # else each part would keep the names of its whole context
+        self.tokens = end
 
     def result(self, prompts: Prompts) -> SampleResult:
         """The ended sample as drivers get it."""

@@ -1,20 +1,20 @@
-"""One batch in flight: its groups' records, its spans, and the queue its driver reads.
+"""One submission of a batch that is in flight: its groups' records and its spans.
 
-Invariant: `ended` and `emitted` only grow, and the batch is over when every group has been emitted.
+Invariant: a group leaves with its samples when it is emitted, and the batch is over when none is left.
 Called by `Rollouts` alone.
 """
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
 from opentelemetry.trace import Span
 
 from tailrace.deployments.context.history import PastLength
+from tailrace.deployments.coordinator.deliveries import Delivery
 from tailrace.deployments.coordinator.ledger import GroupRecord, SampleRecord
 from tailrace.deployments.coordinator.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan
-from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
 from tailrace.policies.families.drafting import Drafting
@@ -29,15 +29,24 @@ class LiveBatch:
     """Records by group id; a sample's id is `GROUP_ID#INDEX`, as in the core."""
 
     def __init__(
-        self, message: RolloutBatch, prepared: list[Prepared], past: Mapping[str, list[PastLength]], submitted_s: float
+        self,
+        message: RolloutBatch,
+        core_id: str,
+        delivery: Delivery,
+        prepared: list[Prepared],
+        past: Mapping[str, list[PastLength]],
+        submitted_s: float,
     ):
-        """`past`: lengths of earlier epochs by prompt key, newest epoch first."""
-        self.message, self.submitted_s = message, submitted_s
+        """`core_id`: the batch's name in the core, which no other submission has or has had; so no late answer is
+        taken for that of a later batch of the same name. `past`: lengths of earlier epochs by prompt key, newest first.
+        """
+        self.message, self.core_id, self.submitted_s = message, core_id, submitted_s
+        self.delivery = delivery
         self.groups: dict[str, GroupRecord] = {}
         for one in prepared:
             name = one.group.prompt_id
             keys = [sample_key(message.seed, message.step, name, index) for index in range(one.group.samples)]
-            self.groups[f"{message.batch_id}/{name}"] = GroupRecord.of(message.batch_id, message.step, one, keys)
+            self.groups[f"{core_id}/{name}"] = GroupRecord.of(message.batch_id, message.step, one, keys)
         self.specs = tuple(
             GroupSpec(
                 group_id, len(one.token_ids), one.group.samples, one.max_tokens, by_epoch(past.get(one.prompt_key, []))
@@ -46,14 +55,30 @@ class LiveBatch:
         )
         self._max_tokens = {spec.group_id: spec.max_tokens for spec in self.specs}
         self.samples = {f"{group_id}#{s.index}": s for group_id, group in self.groups.items() for s in group.samples}
-        self.ready: asyncio.Queue = asyncio.Queue()
-        self.ended = self.emitted = 0
+        self._sizes = len(self.samples), len(self.groups)
+        self._emitted_tokens = 0
+        self.ended = 0
         self.span: Span | None = None
         self.group_spans: dict[str, Span] = {}
 
     @property
     def over(self) -> bool:
-        return self.emitted == len(self.groups)
+        return not self.groups
+
+    def emit(self, group_id: str) -> GroupRecord:
+        """Give the record of a group whose samples have ended, and forget it."""
+        group = self.groups.pop(group_id)
+        for sample in group.samples:
+            self._emitted_tokens += sample.tokens
+            del self.samples[f"{group_id}#{sample.index}"]
+        self.group_spans.pop(group_id).end()
+        return group
+
+    def fail(self, reason: str) -> None:
+        """End the batch without its remaining groups; its driver gets the reason."""
+        self.delivery.put(Rejected(reason=reason))
+        for span in (*self.group_spans.values(), self.span):
+            span.end()
 
     def true_lengths(self) -> dict[str, int]:
         """By sample id; known only of samples that replay a trace."""
@@ -81,8 +106,10 @@ class LiveBatch:
         } | ({"copy_of": start.copy_of, "method": start.method} if start.copy_of else {})
         return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
 
-    def request(self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting) -> ChunkRequest:
-        """The engine's request to continue `sample` at its present length."""
+    def request(
+        self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting, digests: Mapping[int, str]
+    ) -> ChunkRequest:
+        """The engine's request to continue `sample` at its present length. `digests`: of weights, by version."""
         plan = self._draft_plan(sample, start, drafting) if drafting.max_draft_tokens else None
         context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(
@@ -93,7 +120,8 @@ class LiveBatch:
             max_tokens=start.max_tokens,
             sampling=sample.group.group.sampling,
             weights_version=start.weights_version,
-            kv=self._kv_plan(start),
+            weights_digest=digests.get(start.weights_version, ""),
+            kv=self._kv_plan(start, digests.get(start.kv_version, "")),
             draft=plan,
             forced=sample.forced,
             traceparent=traceparent(span),
@@ -113,23 +141,24 @@ class LiveBatch:
             most_tokens=self._max_tokens[start.sample_id.rpartition("#")[0]],
         )
 
-    def _kv_plan(self, start: StartChunk) -> KvPlan:
+    def _kv_plan(self, start: StartChunk, digest: str) -> KvPlan:
         """Saving is worth it only if the sample may continue after this chunk."""
         goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
-        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on)
+        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on, digest)
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""
-        prefix = f"{self.message.batch_id}/"
+        prefix = f"{self.core_id}/"
+        samples, groups = self._sizes
         running = sum(tokens for chunk_id, tokens in streamed.items() if chunk_id.startswith(prefix))
         return BatchStatus(
             batch_id=self.message.batch_id,
-            samples=len(self.samples),
+            samples=samples,
             ended=self.ended,
-            groups=len(self.groups),
-            emitted=self.emitted,
-            tokens=running + sum(sample.tokens for sample in self.samples.values()),
-            tail=self.ended >= TAIL_SHARE * len(self.samples),
+            groups=groups,
+            emitted=groups - len(self.groups),
+            tokens=running + self._emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
+            tail=self.ended >= TAIL_SHARE * samples,
             seconds=now_s - self.submitted_s,
         )
 

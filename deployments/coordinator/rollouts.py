@@ -7,21 +7,25 @@ lost replica changes nothing. Driven by the coordinator deployment.
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.coordinator.core_holder import CoreHolder
+from tailrace.deployments.coordinator.deliveries import Deliveries, Delivery
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.live_batch import LiveBatch
+from tailrace.deployments.coordinator.live_batches import LiveBatches
 from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.status import replica_statuses, waits_for
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
@@ -35,7 +39,6 @@ from tailrace.policies.protocol.actions import (
     EndSample,
     Prefetch,
     ReleaseKv,
-    SampleEnd,
     SetReplicas,
     StartChunk,
 )
@@ -59,24 +62,28 @@ class Rollouts:
         telemetry: Telemetry,
         kv_pool_manager: KvPoolManager | None,
         context: ContextService | None,
+        nonce: str,
     ):
-        self._engines, self._prompts, self._telemetry = engines, prompts, telemetry
-        self._kv_pool_manager, self._context = kv_pool_manager, context
-        self._chunk_runner = ChunkRunner(engines, telemetry, self.now)
+        """`nonce`: no other coordinator of this application has or has had it."""
+        self._engines, self._telemetry, self._context = engines, telemetry, context
+        self._kv_pool_manager = kv_pool_manager
         self._weights = Weights(engines)
+        self._chunk_runner = ChunkRunner(engines, telemetry, self.now, self._weights.digests)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
-        self._wake = asyncio.Event()
-        self._batches: dict[str, LiveBatch] = {}
-        self._home: dict[str, LiveBatch] = {}  # id of a sample, until it has ended, or of a group -> its batch
+        self._wake, self._looked = asyncio.Event(), asyncio.Event()
+        self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
+        self._batches = LiveBatches(prompts, context, telemetry, nonce, self.now)
         self._tasks: set[asyncio.Task] = set()
-        self._began_s = time.monotonic()
+        self._calls: dict[str, asyncio.Task] = {}  # of running chunks, by chunk id
+        self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
+        self._began_s = asyncio.get_running_loop().time()
 
     def now(self) -> float:
         """Seconds since this object was made."""
-        return time.monotonic() - self._began_s
+        return asyncio.get_running_loop().time() - self._began_s
 
     @property
     def _core(self) -> RolloutCore:
@@ -84,28 +91,32 @@ class Rollouts:
 
     # ---- called by drivers -------------------------------------------------------------------------
 
-    async def rollout(self, message: RolloutBatch) -> AsyncIterator[GroupResult | Rejected]:
-        """Each group as it finishes; or one `Rejected`. A driver that goes away cancels its batch."""
-        batch = await self._submit(message)
-        if isinstance(batch, Rejected):
-            yield batch
-            return
-        try:
-            for _ in range(len(batch.groups)):
-                yield await batch.ready.get()
-        finally:
-            if not batch.over:
-                self._tell(ev.BatchCancelled(self.now(), message.batch_id))
+    def rollout(
+        self, message: RolloutBatch, driver: str = "", have: Collection[str] = ()
+    ) -> AsyncIterator[GroupResult | Rejected]:
+        """Each group as it finishes, but for the prompt ids in `have`; or one `Rejected`, as the last item.
 
-    async def cancel(self, batch_id: str) -> bool:
-        """End a batch: its groups come out at once, unfinished samples marked cancelled. False: no such batch."""
-        if batch_id not in self._batches:
-            return False
-        self._tell(ev.BatchCancelled(self.now(), batch_id))
-        return True
+        `driver`: the client's name. A stream that is closed cancels its batch; one that was lost may be opened again
+        for its missing groups, see `Delivery`.
+        """
+        return self.deliveries.read(message, driver, have)
+
+    async def _refusal(self, message: RolloutBatch) -> Rejected | None:
+        """Why a batch cannot run under the present weights, or None."""
+        await self._looked.wait()  # a coordinator that has just begun does not know the weights of its replicas yet
+        return self._weights.refusal(message)
+
+    def _cancel(self, delivery: Delivery) -> bool:
+        """Cancel a batch's samples in the core. Returns False if there are none."""
+        core_ids = self._batches.core_ids(delivery)
+        for core_id in core_ids:
+            self._tell(ev.BatchCancelled(self.now(), core_id))
+        return bool(core_ids)
 
     def reserve(self, replicas: int) -> None:
-        """Want `replicas` or more until the next batch has come."""
+        """Want `replicas` or more until the next batch has come. Raises ValueError unless that is an integer >= 0."""
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
+            raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
         self._tell(ev.ReplicasReserved(self.now(), replicas))
 
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
@@ -113,9 +124,10 @@ class Rollouts:
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """
+        await self._looked.wait()
         if (refusal := await self._weights.want(version, source)) is not None:
             return refusal
-        self._follow_weights(list(self._registry.reports.values()))
+        self._follow_weights()
         return await self._weights.loaded()
 
     def status(self) -> ServiceStatus:
@@ -126,15 +138,22 @@ class Rollouts:
         return ServiceStatus(
             waiting=counts["waiting"],
             running=counts["running"],
-            batches=tuple(batch.status(self.now(), streamed) for batch in self._batches.values()),
+            batches=self._batches.statuses(streamed),
             replicas=replica_statuses(self._core.replicas, self._registry.reports),
             observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
             waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem),
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
+            weights_digest=self._weights.digest,
             pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
+            contained=dict(self._contained),
         )
+
+    def books(self) -> dict[str, int]:
+        """Number of entries in each book that must be empty when nothing is in flight."""
+        here = {"deliveries": len(self.deliveries), "events": len(self._inbox), "tasks": len(self._tasks)}
+        return self._core.counts() | self._batches.counts() | here
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         """The spans of a trace that was to be kept, from here and from every replica."""
@@ -153,33 +172,64 @@ class Rollouts:
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
             self._wake.clear()
-            self._exchange_core()
-            self._observe()
-            self._act(self._core.decide(ev.Tick(self.now())))
+            try:
+                self._exchange_core()
+                self._observe()
+                self._act(self._core.decide(ev.Tick(self.now())))
+            except Exception as error:  # noqa: BLE001 - of a policy, or a defect: the core's books may be half written
+                self._restart_core("turn", error)
 
     async def poll(self) -> None:
         """Poll the replicas, for ever."""
-        while True:
-            asked_at = self.now()
-            reports = await self._engines.stats()
-            self._follow_weights(reports)
-            for event in self._registry.observe(reports, asked_at, self.now()):
-                self._tell(event)
-            self.replica_target.see(len(self._registry.joined))
-            await asyncio.sleep(POLL_S)
+        await self._for_ever(self._poll_replicas)
 
     async def poll_pool(self) -> None:
         """Poll the pool, and sweep it while nothing is in flight, for ever."""
+        await self._for_ever(self._poll_pool)
+
+    async def _for_ever(self, poll: Callable[[], Awaitable]) -> None:
         while True:
-            self._kv_pool_manager.learn(self._registry.reports.values())
-            for event in await self._kv_pool_manager.poll(self.now()):
-                self._tell(event)
-            self._kv_pool_manager.rest(idle=not self._batches)
+            try:
+                await poll()
+            except Exception as error:  # noqa: BLE001 - an odd report, or a trouble of the pool, must not end the service
+                self._note(poll.__name__.strip("_"), error)
             await asyncio.sleep(POLL_S)
 
-    def _follow_weights(self, reports: list[EngineStats]) -> None:
+    async def _poll_replicas(self) -> None:
+        asked_at = self.now()
+        reports = await self._engines.stats()
+        self._weights.observe(reports)
+        self._looked.set()
+        self._follow_weights()
+        known = list(map(self._weights.known, reports))
+        for event in self._registry.observe(known, asked_at, self.now()):
+            self._tell(event)
+        self.replica_target.see(len(self._registry.joined))
+        self._abort_orphans(reports)
+        if gone := self.deliveries.expire():
+            self._contained["drivers.silent"] += gone
+
+    def _abort_orphans(self, reports: list[EngineStats]) -> None:
+        """Stop chunks without a caller: of a coordinator before this one, or of a call that was lost."""
+        for report in reports:
+            for chunk_id in report.running.keys() - self._calls.keys():
+                abort = AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
+                self._spawn(self._chunk_runner.abort(abort))
+
+    async def _poll_pool(self) -> None:
+        self._kv_pool_manager.learn(self._registry.reports.values())
+        for event in await self._kv_pool_manager.poll(self.now()):
+            self._tell(event)
+        self._kv_pool_manager.rest(idle=not self._batches)
+
+    def _note(self, place: str, error: Exception) -> None:
+        """Count an error that was contained, and log it."""
+        self._contained[f"{place}.{type(error).__name__}"] += 1
+        logging.getLogger(__name__).error("contained in %s: %s", place, one_line(error), exc_info=error)
+
+    def _follow_weights(self) -> None:
         """Start the loads that are due, and notify the core of a new version."""
-        list(map(self._spawn, self._weights.observe(reports)))
+        list(map(self._spawn, self._weights.loads(asyncio.get_running_loop().time())))
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old:
             self._tell(ev.WeightsChanged(self.now(), new))
@@ -196,7 +246,13 @@ class Rollouts:
             if self._is_late(event):
                 continue
             counts = not isinstance(event, ev.ChunkFinished) or self._core.counts_tokens(event)
-            self._core.observe(event)
+            try:
+                self._core.observe(event)
+            except IllegalEvent as error:  # the core has not changed
+                self._note(type(event).__name__, error)
+                if isinstance(event, ev.ChunkFinished):
+                    self._core.observe(ev.ChunkFailed(event.now, event.chunk_id, one_line(error)))
+                continue
             if write is not None and counts:  # else another chunk has made, or will make, the same tokens
                 write()
 
@@ -208,76 +264,73 @@ class Rollouts:
             case ev.ReplicaLeft() | ev.ReplicaMeasured():
                 return event.replica_id not in self._core.replicas
             case ev.BatchCancelled():
-                return event.batch_id not in self._batches
+                return not self._core.knows_batch(event.batch_id)
         return False
 
     def _act(self, actions: tuple) -> None:
         for action in actions:
             match action:
                 case StartChunk():
-                    self._spawn(self._run_chunk(action, self._home[action.sample_id]))
+                    call = self._spawn(self._run_chunk(action, self._batches.of(action.sample_id)))
+                    self._calls[action.chunk_id] = call
+                    call.add_done_callback(lambda _, chunk_id=action.chunk_id: self._calls.pop(chunk_id))
                 case AbortChunk():
                     self._spawn(self._chunk_runner.abort(action))
                 case SetReplicas():
                     self.replica_target.want(action)
                 case EndSample():
-                    self._end(action)
+                    self._batches.end(action)
                 case EmitGroup():
-                    self._emit(action)
-                case ReleaseKv() if self._kv_pool_manager is not None:
-                    self._kv_pool_manager.release(self._home[action.group_id], action)
-                case Prefetch() if self._kv_pool_manager is not None:
-                    if report := self._registry.reports.get(action.replica_id):  # else lost since
-                        self._kv_pool_manager.prefetch(self._home[action.sample_id], action.sample_id, report.node_id)
+                    self._batches.emit(action)
+                case ReleaseKv() | Prefetch() if self._kv_pool_manager is not None:
+                    self._act_on_pool(action)
 
-    def _spawn(self, coroutine) -> None:
+    def _act_on_pool(self, action: ReleaseKv | Prefetch) -> None:
+        try:
+            if isinstance(action, ReleaseKv):
+                self._kv_pool_manager.release(self._batches.of(action.group_id), action)
+            elif report := self._registry.reports.get(action.replica_id):  # else lost since
+                batch = self._batches.of(action.sample_id)
+                self._kv_pool_manager.prefetch(batch, action.sample_id, report.node_id)
+        except Exception as error:  # noqa: BLE001 - the pool is a cache, never a dependency
+            self._note("pool", error)
+
+    def _spawn(self, coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- batches -----------------------------------------------------------------------------------
 
-    async def _submit(self, message: RolloutBatch) -> LiveBatch | Rejected:
-        prepared = await asyncio.to_thread(self._prompts.prepare, message)
-        if isinstance(prepared, Rejected):
-            return prepared
-        if message.batch_id in self._batches:
-            return Rejected(reason=f"batch_id {message.batch_id!r} is running already; give another")
-        keys = [one.prompt_key for one in prepared]
-        past = await self._context.lengths(keys) if self._context is not None else {}
-        batch = LiveBatch(message, prepared, past, self.now())
+    async def _submit(self, message: RolloutBatch, delivery: Delivery) -> Rejected | None:
+        """Give groups to the core. Returns why it does not take them, or None."""
+        batch = await self._batches.prepare(message, delivery)
+        if isinstance(batch, Rejected):
+            return batch
         self._exchange_core()
         try:
             if isinstance(self._core.policies.ordering, OracleLongestFirst):
                 self._core.observe(ev.LengthsRevealed(self.now(), batch.true_lengths()))
-            self._core.observe(ev.SamplesSubmitted(self.now(), message.batch_id, batch.specs))
+            self._core.observe(ev.SamplesSubmitted(self.now(), batch.core_id, batch.specs))
         except IllegalEvent as error:
             return Rejected(reason=str(error))
-        batch.open_spans(self._telemetry)
-        self._batches[message.batch_id] = batch
-        self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
+        except Exception as error:  # noqa: BLE001 - of a policy: the core's books may be half written
+            self._restart_core("submit", error)
+            return Rejected(reason=f"batch {message.batch_id!r} was ended by an error: {one_line(error)}")
+        self._batches.add(batch)
+        if delivery.is_over:  # its driver has left meanwhile
+            self._tell(ev.BatchCancelled(self.now(), batch.core_id))
         self._wake.set()
-        return batch
+        return None
 
-    def _end(self, action: EndSample) -> None:
-        batch = self._home.pop(action.sample_id)
-        sample = batch.samples[action.sample_id]
-        sample.end, sample.error = action.end, action.error
-        sample.finished_s = self.now() - batch.submitted_s
-        batch.ended += 1
-        if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
-            self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
-
-    def _emit(self, action: EmitGroup) -> None:
-        batch = self._home.pop(action.group_id)
-        batch.ready.put_nowait(batch.groups[action.group_id].result(self._prompts))
-        batch.group_spans[action.group_id].end()
-        if self._context is not None:
-            self._context.end(batch.groups[action.group_id].ref)
-        batch.emitted += 1
-        if batch.over:
-            batch.span.end()
-            del self._batches[action.batch_id]
+    def _restart_core(self, place: str, error: Exception) -> None:
+        """End every batch with a reason, and begin with a new core: the state of this one is unknown."""
+        self._note(place, error)
+        self._batches.fail(one_line(error))
+        for call in self._calls.values():
+            call.cancel()
+        self.core_holder.restart(self._registry.joined.values())
 
     def _exchange_core(self) -> None:
         if not self._batches:

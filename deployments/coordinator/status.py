@@ -19,7 +19,8 @@ def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) ->
             weights_version=view.weights_version,
             preemptions=reports[view.replica_id].preemptions if view.replica_id in reports else 0,
             work=reports[view.replica_id].work if view.replica_id in reports else {},
-            closing=not table.stays(view.replica_id),
+            closing=table.is_closing(view.replica_id),
+            aside=table.aside(view.replica_id),
             step_cost=reports[view.replica_id].step_cost if view.replica_id in reports else None,
         )
         for view in table.views()
@@ -30,5 +31,8 @@ def waits_for(table: ReplicaTable, batches: bool, problem: str | None) -> str | 
     """Reason why no chunk can run, or None if chunks can."""
     if not batches or table.ready():
         return None
-    why = f" ({problem})" if problem else ""
+    aside = [
+        f"{view.replica_id} is set aside: {why}" for view in table.views() if (why := table.aside(view.replica_id))
+    ]
+    why = f" ({'; '.join([problem, *aside] if problem else aside)})" if problem or aside else ""
     return f"an engine replica under weights version {table.weights_version}; none is ready{why}"

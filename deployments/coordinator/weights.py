@@ -1,75 +1,169 @@
 """Which weights the replicas are to hold, and the loads that bring them there.
 
-Invariant: versions only grow; a replica that reports another version than the wanted one is asked to load, once at a
-time, for as long as it does; so one that starts late comes to the current weights before the core routes to it.
-Used by `Rollouts`.
+Weights are a version and a digest of their content. Invariant: versions only grow, and a version has one digest, so
+two contents never pass for the same weights. A replica that reports others than the wanted ones is asked to load, once
+at a time and with a growing pause, for as long as it does; so one that starts late comes to the current weights before
+the core routes to it. Used by `Rollouts`.
 """
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.messages.chunk import EngineStats
-from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
-from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
+from tailrace.deployments.messages.errors import is_own_cancel, one_line
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
+
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
+    from tailrace.deployments.coordinator.engine_client import EngineClient
 
 LOAD_S = 600.0
 """Longest wait for new weights: a large model's are read from a network folder, after a chunk's next token."""
 
+MAX_VERSION = 2**32 - 1
+"""Keys of KV have four bytes for it."""
+
+OTHER_WEIGHTS = -1
+"""Version under which a replica joins that holds the wanted version with another content: nothing starts there."""
+
+PAUSE_S = (0.5, 30.0)
+"""Shortest and longest pause before a replica whose load has failed is asked again."""
+
 
 class Weights:
-    """Version 0 names the weights that the engines were started with."""
+    """Version 0 names the weights that the engines were started with. `digests`: by version, as far as known."""
 
-    def __init__(self, engines: EngineClient):
+    def __init__(self, engines: "EngineClient"):
         self.version, self.source = 0, ""
+        self.digests: dict[int, str] = {}
         self.problem: str | None = None  # why the last load of a replica failed
         self._engines = engines
         self._loading: set[str] = set()
-        self._held: dict[str, int] = {}  # replica -> version, as last reported
+        self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
+        self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
         self._changed = asyncio.Event()
 
+    @property
+    def digest(self) -> str:
+        """Of the wanted weights; empty until a replica has read them."""
+        return self.digests.get(self.version, "")
+
     async def want(self, version: int, source: str) -> Rejected | None:
-        """From now on this version; or why not, and nothing changes: it is old, or some replica cannot take it."""
-        if version <= self.version:
-            return Rejected(reason=f"weights version {version} is not above {self.version}; versions only grow")
-        for reason in await self._engines.weights_refusals(source):
-            if reason is not None:
-                return Rejected(reason=reason)
-        self._set(version, source)
+        """From now on these weights; or why not, and nothing changes.
+
+        The present version with the present content is no change, so an update may be repeated.
+        """
+        if (reason := invalid(version, source)) or (reason := self._too_old(version)):
+            return Rejected(reason=reason)
+        try:
+            found = await self._engines.check_weights(source)
+        except TimeoutError:
+            return Rejected(reason=f"weights folder {source}: a replica could not look at it in time")
+        except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's: nothing has changed
+            return Rejected(reason=str(error) or one_line(error))
+        if len(found) > 1:
+            return Rejected(reason=f"weights folder {source}: replicas read different contents ({sorted(found)})")
+        digest = next(iter(found), "")  # no replica is up: the first one to load it reports it
+        if reason := self._too_old(version) or self._other(version, source, digest):
+            return Rejected(reason=reason)
+        self._set(version, source, digest)
         return None
 
-    def _set(self, version: int, source: str) -> None:
-        self.version, self.source, self.problem = version, source, None
+    def _too_old(self, version: int) -> str | None:
+        if version < self.version:
+            return f"weights version {version} is below {self.version}; versions only grow"
+        return None
 
-    def observe(self, reports: list[EngineStats]) -> list[Coroutine]:
-        """Note the versions that replicas report. Returns the loads to start. Adopts versions above its own:
-        a new coordinator finds replicas that an earlier one has brought to other weights."""
+    def _other(self, version: int, source: str, digest: str) -> str | None:
+        """Why `version` cannot be this content: it is the present version, and has another one."""
+        if version != self.version or (digest and digest == self.digest) or source == self.source != "":
+            return None
+        return f"weights version {version} is taken by other weights ({self.digest or self.source}); versions only grow"
+
+    def _set(self, version: int, source: str, digest: str) -> None:
+        self.version, self.source, self.problem = version, source, None
+        self.digests[version] = self.digests.get(version) or digest
+        self._pauses.clear()
+
+    def observe(self, reports: list[EngineStats]) -> None:
+        """Note the weights of replicas. Adopts versions above its own: a new coordinator finds replicas that an earlier
+        one has brought to other weights."""
         for report in reports:
             if report.weights_version > self.version:
-                self._set(report.weights_version, report.weights_source)
-        self._held = {report.replica_id: report.weights_version for report in reports}
+                self._set(report.weights_version, report.weights_source, report.weights_digest)
+            elif report.weights_version == self.version and not self.digest:
+                self.digests[self.version] = report.weights_digest
+        self._held = {report.replica_id: (report.weights_version, report.weights_digest) for report in reports}
         self._changed.set()
-        late = [name for name, version in self._held.items() if version != self.version and name not in self._loading]
-        return [self._load(replica_id) for replica_id in late]
+        for known in set(self._pauses) - self._held.keys():
+            del self._pauses[known]
+
+    def loads(self, now: float) -> list[Coroutine]:
+        """The loads to start at `now`, seconds of the event loop's clock."""
+        return [self._load(name) for name in self._late() if self._is_due(name, now)]
+
+    def known(self, report: EngineStats) -> EngineStats:
+        """The report as the core is to take it: a content that is not the wanted one is no version of ours."""
+        if report.weights_version == self.version and report.weights_digest != self.digest:
+            return replace(report, weights_version=OTHER_WEIGHTS)
+        return report
+
+    def refusal(self, batch: RolloutBatch) -> Rejected | None:
+        """Why a batch must not run under the present version, or None."""
+        wanted = batch.weights_version
+        if self.version >= batch.min_weights_version and wanted in (None, self.version):
+            return None
+        wanted = batch.min_weights_version if wanted is None else wanted
+        reason = f"the service holds weights version {self.version}, the batch wants {wanted}; update the weights first"
+        return Rejected(reason=reason, by=RejectedBy.WEIGHTS)
 
     async def loaded(self) -> WeightsLoaded | Rejected:
-        """Wait up to LOAD_S until every replica that reports holds the wanted version."""
+        """Wait up to LOAD_S until every replica that reports holds the weights wanted now."""
+        version = self.version
         try:
             async with asyncio.timeout(LOAD_S):
-                while not self._held or set(self._held.values()) != {self.version}:
+                while self.version == version and self._late():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            late = sorted(name for name, version in self._held.items() if version != self.version)
             why = f"; {self.problem}" if self.problem else ""
-            return Rejected(reason=f"after {LOAD_S:.0f} s {late} do not hold weights {self.version} yet{why}")
-        return WeightsLoaded(version=self.version, replicas=tuple(sorted(self._held)))
+            reason = f"weights {version} are accepted, but after {LOAD_S:.0f} s {self._late()} do not hold them{why}"
+            return Rejected(reason=f"{reason}; call again to wait on")
+        if self.version != version:
+            return Rejected(reason=f"weights {version} were overtaken by {self.version}")
+        return WeightsLoaded(version=version, digest=self.digest, replicas=tuple(sorted(self._held)))
+
+    def _late(self) -> list[str]:
+        wanted = self.version, self.digest
+        return sorted(name for name, held in self._held.items() if held != wanted)
+
+    def _is_due(self, replica_id: str, now: float) -> bool:
+        return replica_id not in self._loading and self._pauses.get(replica_id, (now, 0.0))[0] <= now
 
     async def _load(self, replica_id: str) -> None:
+        version, now = self.version, asyncio.get_running_loop().time
         self._loading.add(replica_id)
         try:
-            await self._engines.load_weights(replica_id, self.version, self.source)
-        except (ReplicaLost, ChunkError) as error:
-            self.problem = f"{replica_id}: {error}"
+            if not self.source:
+                raise ValueError(f"it was started on other weights than version {version} of the service")
+            await self._engines.load_weights(replica_id, version, self.source, self.digest)
+            self._pauses.pop(replica_id, None)
+        except (Exception, asyncio.CancelledError) as error:  # of one replica; it is asked again
+            if isinstance(error, asyncio.CancelledError) and is_own_cancel():
+                raise
+            pause_s = min(PAUSE_S[1], 2 * self._pauses.get(replica_id, (0.0, PAUSE_S[0] / 2))[1])
+            self._pauses[replica_id] = now() + pause_s, pause_s
+            if version == self.version:
+                self.problem = f"{replica_id}: {error}"
         finally:
             self._loading.discard(replica_id)
+
+
+def invalid(version: object, source: object) -> str | None:
+    """Why these cannot name weights, in one line, or None if they can."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= MAX_VERSION:
+        return f"weights version is {version!r}; give an integer from 1 to {MAX_VERSION}"
+    if not isinstance(source, str) or not source:
+        return f"weights folder is {source!r}; give a path"
+    return None

@@ -118,13 +118,23 @@ class Engine:
         """Ends a chunk at the next token; its own call returns the tokens so far. Unknown ids are ignored."""
         self._runner.abort(chunk_id, keep_kv)
 
-    async def load_weights(self, version: int, source: str) -> None:
+    async def load_weights(self, version: int, source: str, digest: str) -> None:
         """Loads a folder's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
-        await asyncio.wrap_future(self._runner.load_weights(version, source))
+        await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
 
-    async def weights_refusal(self, source: str) -> str | None:
-        """Returns the reason why these weights cannot be loaded here, or None if they can."""
-        return await asyncio.wrap_future(self._runner.weights_refusal(source))
+    async def check_weights(self, source: str) -> str:
+        """Returns the digest of weights that can be loaded here. Raises ValueError, one line, if they cannot.
+
+        Engine steps continue meanwhile.
+        """
+        if (reason := await asyncio.wrap_future(self._runner.weights_refusal(source))) is not None:
+            raise ValueError(reason)
+        return await asyncio.to_thread(self._checked_digest, source)
+
+    def _checked_digest(self, source: str) -> str:
+        from tailrace.deployments.vllm_exact.weight_loading import checked_digest
+
+        return checked_digest(source)
 
     async def reset_cache(self) -> bool:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
@@ -141,9 +151,9 @@ class Engine:
         return self._telemetry.take(trace_id)
 
     def check_health(self) -> None:
-        """Raises when the engine is down. Called by Serve, which then replaces the replica."""
+        """Raises when the engine is down or a step does not end. Called by Serve, which then replaces the replica."""
         if not self._runner.healthy:
-            raise RuntimeError("the engine is down")
+            raise RuntimeError(f"the engine is down: {self._runner.problem}")
 
     def __del__(self):
         # Serve calls this after the calls in flight have ended; the constructor may have failed before.

@@ -16,6 +16,7 @@ from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.deployments.vllm_exact.requests import Requests
+from tailrace.deployments.vllm_exact.weight_loading import weights_digest
 from tailrace.kvpool.config import PoolEndpoint
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 from tailrace.policies.protocol.events import ChunkEnd
@@ -50,6 +51,7 @@ class Stepper:
         self._constant = {
             "replica_id": replica_id,
             "weights_version": weights_version,
+            "weights_digest": weights_digest(settings.model_config.model),
             "block_tokens": settings.cache_config.block_size,
             # vLLM keeps one block, the null block, for itself.
             "kv_capacity_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
@@ -102,6 +104,8 @@ class Stepper:
         refusal = "already running here" if chunk.chunk_id in self._running else self._requests.refusal(chunk)
         if chunk.weights_version != self.weights_version:
             refusal = f"wants weights version {chunk.weights_version}, this is {self.weights_version}"
+        elif chunk.weights_digest not in ("", self._constant["weights_digest"]):
+            refusal = f"wants weights {chunk.weights_digest}, this is {self._constant['weights_digest']}"
         if refusal is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
         kv = self._link.wish(chunk) if self._link is not None else None
@@ -232,19 +236,27 @@ class Stepper:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
         return self._engine.reset_prefix_cache()
 
-    def load_weights(self, version: int, source: str) -> None:
+    def load_weights(self, version: int, source: str, digest: str = "") -> None:
         """Puts the safetensors of folder `source` into the running model as weights `version`.
 
-        Raises ValueError, one line, when they do not fit, and RuntimeError while chunks run; both change nothing.
-        Any other error leaves the model half loaded. KV is kept: its keys carry the version.
+        `digest`: of the content that is meant; empty for any. Raises ValueError, one line, when the folder does not
+        fit or holds other content, and RuntimeError while chunks run; both change nothing.
+        Any other error leaves the model half loaded. KV is kept: its keys carry version and digest.
         """
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
         if (reason := self.weights_refusal(source)) is not None:
             raise ValueError(reason)
+        found = weights_digest(source)
+        if digest not in ("", found):
+            raise ValueError(
+                f"weights folder {source}: holds other weights ({found}) than version {version} ({digest})"
+            )
         self._engine.collective_rpc("load_weights_from", args=(source,))
+        if weights_digest(source) != found:
+            raise RuntimeError(f"weights folder {source}: it was written to while it was loaded")
         self.weights_version = version
-        self._constant |= {"weights_version": version, "weights_source": source}
+        self._constant |= {"weights_version": version, "weights_source": source, "weights_digest": found}
 
     def weights_refusal(self, source: str) -> str | None:
         """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""

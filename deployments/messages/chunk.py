@@ -26,11 +26,12 @@ def sample_key(seed: int, step: int, prompt_id: str, sample_index: int) -> Sampl
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     """Where a chunk's KV is read and whether it is saved. `min_pull_tokens`: minimum gain over the local cache that is
-    worth a pull, or None for no pull."""
+    worth a pull, or None for no pull. `digest`: of the weights `version`, whose KV is read and written."""
 
     version: int
     min_pull_tokens: int | None = 1
     save: bool = True  # at the chunk's end, for the sample's next chunk
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ChunkRequest:
     max_tokens: int
     sampling: SamplingParams
     weights_version: int
+    weights_digest: str = ""  # of `weights_version`; empty: any
     kv: KvPlan | None = None  # None for a replica without a pool
     draft: DraftPlan | None = None  # None for no drafting
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
@@ -89,6 +91,7 @@ class EngineStats:
     draft_tokens: int  # look-ahead slots a running chunk may need beyond its own tokens
     observed_at: float
     weights_source: str = ""  # the folder loaded last; empty: the one the engine was started on
+    weights_digest: str = ""  # names the content of the weights
     steps: int = 0
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far

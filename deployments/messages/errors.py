@@ -1,7 +1,9 @@
-"""Errors of calls to engine replicas, apart from the code that raises them: no room imports another for an exception.
+"""Errors of calls between processes, apart from the code that raises them: no room imports another for an exception.
 
 Imported by the engine (which raises EngineDown), by the coordinator's client of the engines, and by its callers.
 """
+
+import asyncio
 
 
 class EngineDown(RuntimeError):
@@ -14,6 +16,12 @@ class ReplicaLost(ConnectionError):
 
 class ChunkError(RuntimeError):
     """The replica refused or failed this chunk; the replica itself is alive."""
+
+
+def is_own_cancel() -> bool:
+    """Returns whether a CancelledError is meant for this task; Serve also raises it for a callee that was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def one_line(error: BaseException) -> str:

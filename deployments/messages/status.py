@@ -17,6 +17,7 @@ class ReplicaStatus(Message):
     preemptions: int
     work: dict[str, int] = Field(default_factory=dict)  # see EngineStats
     closing: bool = False  # it is to be given back, and takes no new chunks
+    aside: str = ""  # why nothing starts on it for a while: chunks of several samples failed there; empty: it is not
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
 
 
@@ -67,5 +68,7 @@ class ServiceStatus(Message):
     waits_for: str | None  # the reason why no chunk can run, if there is one
     policies: dict[str, Any]
     weights_version: int = 0
+    weights_digest: str = ""  # names their content; empty until a replica has read it
     pool: PoolView | None = None  # None if the service has none
     context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
+    contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND

@@ -58,8 +58,10 @@ class Requests:
         )
         if kv is not None:
             params.extra_args["kv_transfer_params"] = kv
-        kv_version = chunk.weights_version if chunk.kv is None else chunk.kv.version
-        prompt = tokens_input(token_ids.tolist(), cache_salt=cache_salt(kv_version))
+        salt = cache_salt(chunk.weights_version, chunk.weights_digest)
+        if chunk.kv is not None:
+            salt = cache_salt(chunk.kv.version, chunk.kv.digest)
+        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
         try:
             request_id = self._engine.add_request(name, prompt, params)
         except VLLMClientError as error:  # the edge to vLLM: its refusals have several types

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from tailrace.kvpool.keys import digest_of_files
+
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types that vLLM casts into one another on loading; any other change of type is a different format of weights."""
 
@@ -54,6 +56,38 @@ def refusal(folder: str, loaded: Tensors) -> str | None:
             (shape, kind), (old_shape, old_kind) = found[name], loaded[name]
             return f"weights folder {folder}: {name} is {kind} {shape}, in the running model {old_kind} {old_shape}"
     return None
+
+
+def weights_digest(folder: str) -> str:
+    """Returns 16 hex digits that name the content of a folder's safetensors. Raises ValueError, one line.
+
+    Every file is read at evenly spaced places (milliseconds): two states of training differ almost everywhere.
+    """
+    try:
+        return digest_of_files(_files(folder))
+    except OSError as error:
+        raise ValueError(f"weights folder {folder}: cannot be read: {error}") from error
+
+
+def checked_digest(folder: str) -> str:
+    """Returns the folder's digest once every value in it is a finite number. Raises ValueError, one line.
+
+    Reads the whole folder, which the load that follows then finds in the page cache.
+    """
+    digest = weights_digest(folder)
+    for name, tensor in _read(folder):
+        if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
+            raise ValueError(f"weights folder {folder}: {name} has a value that is not a finite number")
+    if weights_digest(folder) != digest:
+        raise ValueError(f"weights folder {folder}: it was written to meanwhile; update again once it is complete")
+    return digest
+
+
+def _is_finite(tensor) -> bool:
+    """Whether all values of a float tensor are finite. One pass: NaN is passed on by the extremes."""
+    extremes = tensor.float() if tensor.element_size() == 1 else tensor
+    low, high = extremes.aminmax()
+    return bool(low.isfinite() and high.isfinite())
 
 
 def load_in_place(model_runner, folder: str) -> None:

@@ -14,8 +14,8 @@ from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicaView
 
 
 class _ReplicaRow:
-    __slots__ = ("block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry", "free_blocks",
-                 "max_running", "methods", "node_id", "speeds", "version")  # fmt: skip
+    __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry",
+                 "free_blocks", "max_running", "methods", "node_id", "speeds", "version")  # fmt: skip
 
 
 class ReadOnlyReplicas:
@@ -53,6 +53,7 @@ class ReplicaTable:
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
             replica.node_id, replica.speeds, replica.closing = event.node_id, None, False
+            replica.aside = ""
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
             insort(self._ids, event.replica_id)
@@ -79,6 +80,21 @@ class ReplicaTable:
             self.staying += -1 if replica.closing else 1
             self._list(replica_id, replica)
         return sorted(i for i in changed if i in closing)
+
+    def set_aside(self, replica_id: str, reason: str) -> None:
+        """Start nothing on a replica until it is readmitted."""
+        replica = self._known(replica_id)
+        replica.aside = reason
+        self._list(replica_id, replica)
+
+    def readmit(self, replica_id: str) -> None:
+        replica = self._known(replica_id)
+        replica.aside = ""
+        self._list(replica_id, replica)
+
+    def aside(self, replica_id: str) -> str:
+        """Why a replica is set aside; empty if it is not."""
+        return self._known(replica_id).aside
 
     def stop_order(self) -> list[str]:
         """Ids in the order in which Serve stops replicas."""
@@ -140,22 +156,25 @@ class ReplicaTable:
         return None
 
     def ready(self) -> list[str]:
-        """Ids, in order, of the replicas that hold the current weights and are not closing."""
+        """Ids, in order, of the replicas that hold the current weights and are neither closing nor set aside."""
         return [i for i in self._ids if self._is_ready(self._replicas[i])]
 
     def is_ready(self, replica_id: str) -> bool:
-        """Whether a known replica holds the current weights and is not closing."""
+        """Whether a known replica holds the current weights and is neither closing nor set aside."""
         return self._is_ready(self._replicas[replica_id])
 
     def all_ready(self) -> bool:
         """Whether any replicas stay, and all of those hold the current weights."""
         stay = [replica for replica in self._replicas.values() if not replica.closing]
-        return bool(stay) and all(replica.version == self.weights_version for replica in stay)
+        return bool(stay) and all(map(self._is_ready, stay))
 
     def stays(self, replica_id: str) -> bool:
-        """Whether a replica is here and not closing."""
+        """Whether a replica is here and neither closing nor set aside."""
         replica = self._replicas.get(replica_id)
-        return replica is not None and not replica.closing
+        return replica is not None and not replica.closing and not replica.aside
+
+    def is_closing(self, replica_id: str) -> bool:
+        return self._replicas[replica_id].closing
 
     def chunks(self, replica_id: str) -> list[str]:
         """Ids of the chunks that run there."""
@@ -209,7 +228,7 @@ class ReplicaTable:
         return self._replicas[replica_id]
 
     def _is_ready(self, replica: _ReplicaRow) -> bool:
-        return replica.version == self.weights_version and not replica.closing
+        return replica.version == self.weights_version and not replica.closing and not replica.aside
 
     def _room(self, replica: _ReplicaRow) -> int:
         if len(replica.chunks) >= replica.max_running or not self._is_ready(replica):

@@ -22,7 +22,7 @@ WAITING, RUNNING, ENDED = State
 
 
 class Sample:
-    __slots__ = ("accepted_tokens", "asked_nodes", "attempts", "cancelled", "chunks", "drafted_tokens",
+    __slots__ = ("accepted_tokens", "asked_nodes", "cancelled", "chunks", "drafted_tokens",
                  "expected_tokens", "first_version", "generated_tokens", "group", "home", "index", "last_node",
                  "last_replica", "model_accepted", "model_tested", "need_tokens", "observed_at", "sample_id", "state",
                  "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
@@ -31,7 +31,7 @@ class Sample:
         self.group, self.index = group, index
         self.sample_id = f"{group.spec.group_id}#{index}"
         self.state = WAITING
-        self.generated_tokens = self.streamed_tokens = self.chunks = self.attempts = 0
+        self.generated_tokens = self.streamed_tokens = self.chunks = 0
         self.need_tokens = self.expected_tokens = 0  # the second is `LengthTracker`'s
         self.drafted_tokens = self.accepted_tokens = 0  # of its chunks that have ended
         self.model_tested = self.model_accepted = 0  # of these and of their copies: see `ChunkFinished`
@@ -60,7 +60,6 @@ class Sample:
             self.accepted_tokens += event.accepted_tokens
         self.model_tested += event.model_tested
         self.model_accepted += event.model_accepted
-        self.attempts = 0
         if self.first_version is None and event.new_tokens:
             self.first_version = chunk.weights_version
 

@@ -3,16 +3,17 @@
 Laws kept here, each with a test:
 - Every sample ends exactly once, and its tokens only grow. Running chunks never reserve more KV than a replica has.
 - Chunks start only under the current weights version; chunks of other versions are stopped.
-- A waiting sample that fits on a ready replica starts at the next tick. The same events give the same actions.
+- A waiting sample that fits on a ready replica starts at the next tick, unless it pauses after failures.
 - KV in the pool is released once, when no sample needs it any more.
-- An illegal event raises and changes nothing.
+- The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
-`KvTracker` (KV in the pool), `LengthTracker` (lengths), `UnassignedGroups`, `DraftPlanner`, `Races`, `Scaling`.
+`KvTracker` (pool), `LengthTracker`, `Failures`, `UnassignedGroups`, `DraftPlanner`, `Races`, `Scaling`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
+from tailrace.policies.core.failures import Failures
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
@@ -29,9 +30,6 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
-
-MAX_ATTEMPTS = 5
-"""Failed chunks in a row after which a sample ends as failed. More point to a poisoned sample, not to bad luck."""
 
 
 class RolloutCore:
@@ -64,6 +62,7 @@ class RolloutCore:
             draft_planner=self._draft_planner,
         )
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
+        self._failures = Failures(self.replicas)
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -106,6 +105,7 @@ class RolloutCore:
         self._races.won(chunk)
         sample = self._running.count_out(chunk)
         sample.take(event, chunk)
+        self._failures.succeed(sample, chunk.replica_id, event.now)
         self._draft_planner.learn(event)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
@@ -117,7 +117,16 @@ class RolloutCore:
     def _chunk_failed(self, event: ev.ChunkFailed) -> None:
         chunk = self._running.named(event.chunk_id)
         self._stop(chunk)
-        self._failed(chunk, event.error)
+        if self._races.passes_on(chunk):
+            return
+        sample = self._running.count_out(chunk)
+        verdict = self._failures.fail(sample, chunk.replica_id, event.error, event.now)
+        if verdict.aside:
+            self._bind_anew(chunk.replica_id)
+        if verdict.given_up:
+            self._give_up_on(sample, event.error)
+        else:
+            self._wait_again(sample, event.now + verdict.pause_s if verdict.pause_s else None)
 
     def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
         chunk = self._running.named(event.chunk_id)
@@ -146,7 +155,13 @@ class RolloutCore:
         self._bind_anew(event.replica_id)
         for chunk in lost:
             self._running.stop(chunk)
-            self._failed(chunk, f"replica {event.replica_id} left: {event.error}")
+            if self._races.passes_on(chunk):
+                continue
+            sample = self._running.count_out(chunk)
+            if self._failures.lose(sample, event.replica_id, event.now):
+                self._give_up_on(sample, f"replica {event.replica_id} left: {event.error}")
+            else:
+                self._wait_again(sample)
 
     def _replicas_reserved(self, event: ev.ReplicasReserved) -> None:
         self._scaling.reserve(event.replicas)
@@ -170,6 +185,8 @@ class RolloutCore:
         First come ends and hand-outs since the last tick, then every chunk that can start now. Releases and prefetches
         of KV for samples that still wait come last.
         """
+        for sample in self._failures.due(tick.now):
+            self._queue(sample)
         homes = self._start_waiting()
         staying = self.replicas.staying
         closed, actions = self._scaling.decide(tick.now)
@@ -227,21 +244,16 @@ class RolloutCore:
         self._running.stop(chunk)
         self._waiting.look_at(chunk.replica_id)
 
-    def _failed(self, chunk: Chunk, error: str) -> None:
-        if self._races.passes_on(chunk):
-            return
-        sample = self._running.count_out(chunk)
-        sample.attempts += 1
-        if sample.attempts < MAX_ATTEMPTS:
-            self._wait_again(sample)
-        else:
-            error = f"{sample.attempts} chunks in a row failed; the last: {error}"
-            self._end(sample, SampleEnd.FAILED, error, "given up")
+    def _give_up_on(self, sample: Sample, error: str) -> None:
+        error = f"{self._failures.attempts(sample)} chunks in a row failed; the last: {error}"
+        self._end(sample, SampleEnd.FAILED, error, "given up")
 
-    def _wait_again(self, sample: Sample) -> None:
+    def _wait_again(self, sample: Sample, paused_until_s: float | None = None) -> None:
         sample.state = WAITING
         if sample.cancelled:
             self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
+        elif paused_until_s is not None:
+            self._failures.pause(sample, paused_until_s)
         else:
             self._queue(sample)
 
@@ -262,6 +274,7 @@ class RolloutCore:
 
     def _put(self, sample: Sample) -> None:
         """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
+        self._failures.resume(sample)
         self._lengths.queue(sample)
         view = sample.view()
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + self.policies.chunking.tokens(view)
@@ -269,6 +282,7 @@ class RolloutCore:
 
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
         self._waiting.drop(sample)
+        self._failures.forget(sample)
         sample.state = ENDED
         group = sample.group
         group.unended -= 1
@@ -288,6 +302,10 @@ class RolloutCore:
 
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
+
+    def knows_batch(self, batch_id: str) -> bool:
+        """Whether some group of the batch has not been handed out."""
+        return batch_id in self._buffer.batches
 
     def is_copy(self, chunk_id: str) -> bool:
         """Whether a running chunk is a copy that races with its original."""

@@ -1,0 +1,110 @@
+"""Simulated actors: the pool's master, with its keys, and the context's shards, with lengths.
+
+`problem`: a fault of the moment; each call then raises it, or waits.
+"""
+
+import asyncio
+import re
+
+from tailrace.deployments.context.history import Answer, PastLength
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.kvpool.keys import version_of
+from tailrace.kvpool.status import PoolDown, PoolStatus
+
+
+class Actor:
+    """`problem`: None, "down", "hangs" or "odd" (calls end in errors of Ray's own)."""
+
+    def __init__(self):
+        self.problem: str | None = None
+
+    async def _meet(self) -> None:
+        match self.problem:
+            case "down":
+                raise PoolDown("the master does not answer")
+            case "hangs":
+                await asyncio.sleep(45.0)
+
+
+class SimulatedMaster(Actor):
+    """The pool's master: `keys` in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys: set[str] = set()
+        self.pid = 1
+
+    def restart(self) -> None:
+        self.pid += 1
+        self.keys.clear()
+
+    async def status(self) -> PoolStatus:
+        await self._meet()
+        zero = dict.fromkeys(("ssd_bytes", "ssd_capacity_bytes", "evicted_keys", "put_failures", "get_failures"), 0)
+        return PoolStatus(
+            master_address="master:1",
+            master_pid=self.pid,
+            master_restarts=self.pid - 1,
+            keys=len(self.keys),
+            dram_bytes=len(self.keys) * 1024,
+            dram_capacity_bytes=1 << 22,
+            segment_bytes={},
+            store_nodes=(),
+            **zero,
+        )
+
+    async def release(self, keys: list[str]) -> tuple[int, list[str]]:
+        await self._meet()
+        removed = len(self.keys & set(keys))
+        self.keys -= set(keys)
+        return removed, []
+
+    async def retire(self, regex: str) -> int:
+        await self._meet()
+        old = {key for key in self.keys if re.search(regex, key)}
+        self.keys -= old
+        return len(old)
+
+    async def move(self, keys: list[str], segment: str) -> int:
+        await self._meet()
+        return 0
+
+    async def keys_by_version(self) -> dict[int, int]:
+        await self._meet()
+        versions = [version_of(key) for key in self.keys]
+        return {version: versions.count(version) for version in set(versions)}
+
+
+class SimulatedShard(Actor):
+    """A shard of the group context: lengths of ended samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.past: dict[str, dict[tuple[int, int], PastLength]] = {}
+        self.open: set[str] = set()
+
+    async def lengths(self, keys: list[str]) -> dict[str, list[PastLength]]:
+        await self._meet()
+        return {key: list(self.past[key].values()) for key in keys if key in self.past}
+
+    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
+        await self._meet()
+        past = self.past.setdefault(group.prompt_key, {})
+        for answer in answers:
+            past[epoch, answer.sample_index] = PastLength(epoch, len(answer.tokens), answer.finished)
+
+    async def end(self, group: GroupRef) -> None:
+        await self._meet()
+
+    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
+        await self._meet()
+
+    async def forget_history(self) -> int:
+        await self._meet()
+        count = sum(map(len, self.past.values()))
+        self.past.clear()
+        return count
+
+    async def inspect(self, name: str) -> dict | None:
+        await self._meet()
+        return None

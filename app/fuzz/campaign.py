@@ -1,0 +1,59 @@
+"""Many seeds on all cores: outcomes as they come, and the shortest plan of one that fails."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import islice
+from multiprocessing import get_context
+
+from tailrace.app.fuzz.run import Outcome, RunPlan, plan_of, run
+
+BATCH = 8
+"""Seeds that a process runs in a row."""
+
+
+def campaign(seeds: Iterable[int], kinds: tuple[str, ...], workers: int | None = None) -> Iterator[Outcome]:
+    """Runs all seeds, with faults of these kinds. Yields outcomes in no order."""
+    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(_run_all, several, kinds) for several in _batches(seeds)]
+        try:
+            for job in as_completed(jobs):
+                yield from job.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _batches(seeds: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    left = iter(seeds)
+    while several := tuple(islice(left, BATCH)):
+        yield several
+
+
+def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...]) -> list[Outcome]:
+    return [outcome_of(seed, kinds) for seed in seeds]
+
+
+def outcome_of(seed: int, kinds: tuple[str, ...]) -> Outcome:
+    """Runs one seed. An exception of the simulation itself is a failure too."""
+    plan = plan_of(seed, kinds)
+    try:
+        return run(plan)
+    except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue
+        return Outcome(seed, f"the simulation ended with {error!r}", plan.faults)
+
+
+def faults_by_kind(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    counts = Counter(fault.kind for outcome in outcomes for fault in outcome.faults)
+    return dict(sorted(counts.items()))
+
+
+def described(plan: RunPlan) -> list[str]:
+    """A plan in lines, for people."""
+    size = plan.size
+    lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
+    lines += [f"  driver {d.name}: {d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}" for d in plan.drivers]
+    lines += [
+        f"  at {f.at_s:6.2f} s {f.kind} (target {f.target}, {f.seconds} s, number {f.number})" for f in plan.faults
+    ]
+    return lines

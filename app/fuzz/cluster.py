@@ -1,0 +1,220 @@
+"""A simulated Serve application: engine replicas, a coordinator, KV pool and group context, and Serve's controller.
+
+The controller is Serve's as far as it matters here: it probes health, replaces dead replicas, and scales.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from random import Random
+
+from tailrace.app.fuzz.actors import SimulatedMaster, SimulatedShard
+from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
+from tailrace.app.fuzz.replica import SimulatedReplica
+from tailrace.app.fuzz.stepper import VOCABULARY, Disk, SimulatedStepper
+from tailrace.app.fuzz.virtual_time import Process
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.coordinator.coordinator import Coordinator
+from tailrace.deployments.coordinator.engine_client import EngineClient
+from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
+from tailrace.deployments.coordinator.prompts import Prompts
+from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.telemetry import Telemetry
+from tailrace.policies.families.registry import Policies
+
+HEALTH_S = 2.0
+FAILED_CHECKS = 3
+"""Serve replaces a replica after this many failed probes in a row."""
+
+BOOT_S = (2.0, 30.0)
+GRACE_S = 20.0
+SHARDS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parts of a cluster and their sizes. `limits`: min and max replicas, or None if their number is fixed."""
+
+    replicas: int
+    limits: tuple[int, int] | None
+    pooled: bool
+    contexts: bool
+    mean_tokens: int
+    step_tokens: int
+    step_s: float
+    kv_capacity_blocks: int
+    policies: dict
+
+
+class Numbers:
+    """A tokenizer whose text is its token ids."""
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def decode(self, token_ids, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+class SimulatedPrompts(Prompts):
+    def __init__(self):
+        self._tokenizer, self._vocabulary, self.max_model_len = Numbers(), VOCABULARY, 512
+
+
+class SimulatedCoordinator(Coordinator.func_or_class):
+    """The Serve shell of the coordinator, with collaborators that exist already."""
+
+    def __init__(
+        self, engines: EngineClient, pool: ActorHandle | None, shards: list | None, telemetry: Telemetry, nonce: str
+    ):
+        self._start(
+            nonce=nonce,
+            engines=engines,
+            prompts=SimulatedPrompts(),
+            telemetry=telemetry,
+            kv_pool_manager=KvPoolManager(pool) if pool is not None else None,
+            context=ContextService(shards, ContextConfig()) if shards is not None else None,
+        )
+
+    @property
+    def rollouts(self) -> Rollouts:
+        return self._rollouts
+
+
+class SimulatedCluster:
+    """See the module docstring. `rng`: of latencies and boot times."""
+
+    def __init__(self, size: Size, rng: Random):
+        self.size, self._rng = size, rng
+        self._now = asyncio.get_running_loop().time
+        self.telemetry = Telemetry("fuzz")
+        self.disk = Disk({"start": "start"})
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.gone: list[SimulatedReplica] = []  # killed, or stopped
+        self.wanted = size.replicas
+        self._booting = 0
+        self._made = 0
+        self._engines = EngineHandle(self.replicas, Random(rng.random()))
+        self.master = self.shards = None
+        if size.pooled:
+            self.master_process = Process("master")
+            self.master = SimulatedMaster()
+        if size.contexts:
+            self.shard_processes = [Process(f"shard-{number}") for number in range(SHARDS)]
+            self.shards = [SimulatedShard() for _ in range(SHARDS)]
+        self.coordinator: SimulatedCoordinator | None = None
+        self.coordinator_process: Process | None = None
+        self.coordinators = 0
+        self.defects: list[str] = []  # observations that no run may make
+        self._up = asyncio.Event()
+        self.policies = Policies(**size.policies)
+        self.controller = Process("controller")
+        self.controller.spawn(self._control())
+        self.controller.spawn(self._start_coordinator(0.0))
+        for _ in range(size.replicas):
+            self.boot(0.1)
+
+    def handle(self) -> IngressHandle:
+        return IngressHandle(self._present)
+
+    async def _present(self):
+        await self._up.wait()
+        return self.coordinator_process, self.coordinator
+
+    # ---- engine replicas -----------------------------------------------------------------------------
+
+    def boot(self, after_s: float | None = None) -> None:
+        """Starts one more engine replica."""
+        self._booting += 1
+        self.controller.spawn(self._boot(self._rng.uniform(*BOOT_S) if after_s is None else after_s))
+
+    async def _boot(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self._booting -= 1
+        self._made += 1
+        name = f"r{self._made}"
+        stepper = SimulatedStepper(
+            replica_id=name,
+            disk=self.disk,
+            mean_tokens=self.size.mean_tokens,
+            step_tokens=self.size.step_tokens,
+            kv_capacity_blocks=self.size.kv_capacity_blocks,
+            pooled=self.size.pooled,
+            now=self._now,
+        )
+        self.replicas[name] = SimulatedReplica(name, stepper, self.size.step_s, self.telemetry, self._now())
+
+    def kill(self, name: str) -> None:
+        replica = self.replicas.pop(name)
+        replica.kill()
+        self.gone.append(replica)
+
+    async def _stop(self, replica: SimulatedReplica) -> None:
+        """A graceful stop: no new call, and time for those in flight."""
+        replica.stopping = True
+        for _ in range(int(GRACE_S)):
+            await asyncio.sleep(1.0)
+            if not replica.stepper.busy:
+                break
+        if self.replicas.get(replica.name) is replica:
+            self.kill(replica.name)
+
+    # ---- the coordinator -----------------------------------------------------------------------------
+
+    def kill_coordinator(self) -> None:
+        if self._up.is_set():
+            self._up.clear()
+            self.coordinator_process.kill()
+            self.controller.spawn(self._start_coordinator(self._rng.uniform(1.0, 10.0)))
+
+    async def _start_coordinator(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self.coordinators += 1
+        process = Process(f"coordinator-{self.coordinators}")
+        pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
+        shards = None
+        if self.shards:
+            pairs = zip(self.shard_processes, self.shards, strict=True)
+            shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
+        self.coordinator = process.run(
+            SimulatedCoordinator, EngineClient(self._engines), pool, shards, self.telemetry, f"{self.coordinators}."
+        )
+        self.coordinator_process = process
+        limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
+        await process.spawn(self.coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
+        self._up.set()
+
+    # ---- Serve's controller --------------------------------------------------------------------------
+
+    async def _control(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            self._probe()
+            self._scale()
+
+    def _probe(self) -> None:
+        for replica in list(self.replicas.values()):
+            try:
+                silent = max(replica.silent_until_s, replica.parted_until_s) - self._now()
+                replica.shell.check_health()
+                replica.failed_checks = replica.failed_checks + 1 if silent > 90.0 else 0
+            except Exception:  # noqa: BLE001 - as Serve: any exception is a failed probe
+                replica.failed_checks += 1
+            if replica.failed_checks >= FAILED_CHECKS:
+                self.kill(replica.name)
+        if self._up.is_set():
+            for loop in self.coordinator.ended_loops():
+                self.defects.append(f"a loop of the coordinator has ended: {loop.exception()!r}")
+
+    def _scale(self) -> None:
+        if self.size.limits is not None and self._up.is_set():
+            self.wanted = int(self.coordinator.record_autoscaling_stats().get("Engine", self.wanted))
+        here = [replica for replica in self.replicas.values() if not replica.stopping]
+        for _ in range(self.wanted - len(here) - self._booting):
+            self.boot()
+        for replica in here[self.wanted :] if self.size.limits is not None else ():
+            replica.stopping = True
+            self.controller.spawn(self._stop(replica))

@@ -1,0 +1,196 @@
+"""Faults by seed: kinds, times and targets; and how each is done to a simulated cluster.
+
+A schedule is a tuple of values, so that it can be shortened and printed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+from ray.exceptions import RayError
+
+from tailrace.app.client import WeightsRejected
+from tailrace.app.fuzz.cluster import SimulatedCluster
+from tailrace.app.fuzz.drivers import Ledger, driver_client
+from tailrace.app.fuzz.handles import DAMAGES, RAY_ERRORS
+from tailrace.app.fuzz.replica import SimulatedReplica
+from tailrace.app.fuzz.stepper import TORN
+
+
+class Fault(NamedTuple):
+    """`at_s`: of the run. `target`: which replica or driver, modulo their number. `seconds`, `number`: by kind."""
+
+    at_s: float
+    kind: str
+    target: int
+    seconds: float
+    number: int
+
+
+class FaultSite:
+    """The target of faults. `vanish`: kills a driver by its number and revives it after some seconds."""
+
+    def __init__(self, cluster: SimulatedCluster, ledger: Ledger, vanish: Callable[[int, float], None]):
+        self.cluster, self.ledger, self.vanish = cluster, ledger, vanish
+        self.now = asyncio.get_running_loop().time
+
+    def replica(self, fault: Fault) -> SimulatedReplica | None:
+        names = sorted(self.cluster.replicas)
+        return self.cluster.replicas[names[fault.target % len(names)]] if names else None
+
+    async def do(self, fault: Fault) -> None:
+        await KINDS[fault.kind](self, fault)
+
+
+async def _kill(site: FaultSite, fault: Fault) -> None:
+    if replica := site.replica(fault):
+        site.cluster.kill(replica.name)
+
+
+def _for_a_while(field: str) -> Callable:
+    async def do(site: FaultSite, fault: Fault) -> None:
+        if replica := site.replica(fault):
+            setattr(replica, field, max(getattr(replica, field), site.now() + fault.seconds))
+
+    return do
+
+
+async def _hang_for_ever(site: FaultSite, fault: Fault) -> None:
+    if replica := site.replica(fault):
+        replica.hung_until_s = 1e9
+
+
+async def _refuse(site: FaultSite, fault: Fault) -> None:
+    if replica := site.replica(fault):
+        replica.stepper.refuses = "this replica cannot read its arguments"
+        await asyncio.sleep(fault.seconds)
+        replica.stepper.refuses = ""
+
+
+def _answer(text: Callable[[Fault], str]) -> Callable:
+    async def do(site: FaultSite, fault: Fault) -> None:
+        if replica := site.replica(fault):
+            replica.answer_faults.append(text(fault))
+
+    return do
+
+
+async def _coordinator(site: FaultSite, fault: Fault) -> None:
+    site.cluster.kill_coordinator()
+
+
+async def _driver(site: FaultSite, fault: Fault) -> None:
+    site.vanish(fault.target, fault.seconds)
+
+
+def _actor(problem: str) -> Callable:
+    async def do(site: FaultSite, fault: Fault) -> None:
+        actors = [actor for actor in (site.cluster.master, *(site.cluster.shards or ())) if actor is not None]
+        if actors:
+            actor = actors[fault.target % len(actors)]
+            actor.problem = problem
+            await asyncio.sleep(fault.seconds)
+            actor.problem = None
+
+    return do
+
+
+async def _master_restarts(site: FaultSite, fault: Fault) -> None:
+    if site.cluster.master:
+        site.cluster.master.restart()
+
+
+async def _overwrite(site: FaultSite, fault: Fault) -> None:
+    """A trainer writes other weights into the folder of the present ones, and the old ones back later."""
+    folders = site.cluster.disk.folders
+    folder = f"w{site.ledger.version}"
+    if folder in folders:
+        old = folders[folder]
+        folders[folder] = TORN if fault.number % 3 == 0 else f"overwritten-{fault.number}"
+        await asyncio.sleep(fault.seconds)
+        folders[folder] = old
+
+
+async def _strange_update(site: FaultSite, fault: Fault) -> None:
+    """An update that must be refused, or that changes nothing."""
+    version = site.ledger.version
+    site.cluster.disk.folders["torn"] = TORN
+    attempts = [
+        (version + 1, None), (version + 1, "nowhere"), (version + 1, "torn"), (2**40, "start"), (-1, "start"),
+        ("x", "start"), (None, "start"), (0, "start"), (version + 1, {"a": 5}), (True, "start"),
+    ]  # fmt: skip
+    await _tolerated(driver_client(site.cluster).update_weights(*attempts[fault.number % 10]))
+
+
+async def _same_version(site: FaultSite, fault: Fault) -> None:
+    """Somebody else gives other weights the version that the trainer gives next, or has given."""
+    version = max(1, site.ledger.version + fault.number % 2)
+    folder = f"other-{version}"
+    site.cluster.disk.folders[folder] = f"other-{version}"
+    site.ledger.offered.setdefault(version, set()).add(f"other-{version}")
+    await _tolerated(driver_client(site.cluster).update_weights(version, folder))
+
+
+async def _strange_reserve(site: FaultSite, fault: Fault) -> None:
+    values = (2.0, None, "2", -1, 10**9, 2, float("nan"), 0)
+    await _tolerated(driver_client(site.cluster).reserve(values[fault.number % len(values)]))
+
+
+async def _join(site: FaultSite, fault: Fault) -> None:
+    site.cluster.boot(fault.seconds / 10)
+
+
+async def _reset(site: FaultSite, fault: Fault) -> None:
+    await _tolerated(driver_client(site.cluster).reset_caches())
+
+
+async def _tolerated(call) -> None:
+    """A call that may be refused; only its effects are checked."""
+    try:
+        await asyncio.wait_for(call, 700.0)
+    except (RayError, WeightsRejected, ValueError, TypeError, TimeoutError):
+        return
+
+
+KINDS: dict[str, Callable] = {
+    "kill": _kill,
+    "hang": _for_a_while("hung_until_s"),
+    "hang_for_ever": _hang_for_ever,
+    "silence": _for_a_while("silent_until_s"),
+    "partition": _for_a_while("parted_until_s"),
+    "slow": _for_a_while("slow_until_s"),
+    "refuse": _refuse,
+    "late": _answer(lambda fault: f"late:{fault.seconds}"),
+    "twice": _answer(lambda fault: "twice"),
+    "ray_error": _answer(lambda fault: f"error:{fault.number % len(RAY_ERRORS)}"),
+    "damaged": _answer(lambda fault: f"damaged:{fault.number % DAMAGES}"),
+    "coordinator": _coordinator,
+    "driver": _driver,
+    "actor_down": _actor("down"),
+    "actor_hangs": _actor("hangs"),
+    "actor_odd": _actor("odd"),
+    "master_restarts": _master_restarts,
+    "overwrite": _overwrite,
+    "strange_update": _strange_update,
+    "same_version": _same_version,
+    "strange_reserve": _strange_reserve,
+    "join": _join,
+    "reset": _reset,
+}
+
+
+def schedule(rng: Random, until_s: float, kinds: tuple[str, ...] = tuple(KINDS)) -> tuple[Fault, ...]:
+    """Returns up to 12 faults of a few of the kinds, in order of time."""
+    chosen = rng.sample(kinds, rng.randint(1, min(6, len(kinds))))  # swarm testing: few kinds per run
+    faults = [
+        Fault(
+            at_s=round(rng.uniform(0.5, until_s), 2),
+            kind=rng.choice(chosen),
+            target=rng.randrange(100),
+            seconds=round(rng.choice((0.5, 5.0, 40.0, 150.0)) * rng.random(), 2),
+            number=rng.randrange(1000),
+        )
+        for _ in range(rng.randint(0, 12))
+    ]
+    return tuple(sorted(faults))

@@ -1,0 +1,99 @@
+"""A simulated engine replica: the real EngineLoop and the real Serve shell, stepped on the virtual clock.
+
+Its event loop and its engine's thread are separate, as in the real one: each can hang alone.
+"""
+
+import asyncio
+
+from tailrace.app.fuzz.stepper import SimulatedStepper
+from tailrace.app.fuzz.virtual_time import Process
+from tailrace.deployments.engine.engine_loop import EngineLoop
+from tailrace.deployments.engine.replica import Engine
+from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.deployments.telemetry import Telemetry
+
+IDLE_S = 0.05
+
+
+class SteppedLoop(EngineLoop):
+    """An EngineLoop whose turn can hang, as a step in NCCL does. `disk`: of its host."""
+
+    def __init__(self, stepper: SimulatedStepper, now):
+        super().__init__(stepper, now)
+        self.disk = stepper.disk
+
+    def hang(self, hung: bool) -> None:
+        self._turn_began_s = self._now() if hung else None
+
+
+class Shell(Engine.func_or_class):
+    """The Serve shell, on a loop that exists already."""
+
+    def __init__(self, loop: EngineLoop, telemetry: Telemetry, node_id: str, started_at: float):
+        self._runner, self._telemetry = loop, telemetry
+        self._node_id, self._started_at, self._pool_problem = node_id, started_at, ""
+
+    def __del__(self):
+        pass
+
+    def _checked_digest(self, source: str) -> str:
+        return self._runner.disk.read(source)
+
+
+class SimulatedReplica(Process):
+    """One engine replica. `step_s`: seconds of a step. Times of faults: until when each holds."""
+
+    def __init__(self, name: str, stepper: SimulatedStepper, step_s: float, telemetry: Telemetry, started_at: float):
+        super().__init__(name)
+        now = asyncio.get_running_loop().time
+        self.loop = SteppedLoop(stepper, now)
+        self.shell = Shell(self.loop, telemetry, f"node-{name}", started_at)
+        self.stepper, self._step_s, self._now = stepper, step_s, now
+        self.stopping = False  # Serve routes no new call to it
+        self.failed_checks = 0
+        self.hung_until_s = self.silent_until_s = self.parted_until_s = self.slow_until_s = 0.0
+        self.answer_faults: list[str] = []  # faults of its next answers to generate_chunk
+        self.spawn(self._drive())
+
+    async def _drive(self) -> None:
+        while self.loop.turn(0.0):
+            if self.hung_until_s > self._now():
+                self.loop.hang(True)
+                await until(self, "hung_until_s")
+                self.loop.hang(False)
+            slower = 8 if self.slow_until_s > self._now() else 1
+            await asyncio.sleep(self._step_s * slower if self.stepper.busy else IDLE_S)
+        self.loop.end()
+
+    async def reached(self) -> None:
+        """Returns when a message can pass and the event loop takes it."""
+        await until(self, "parted_until_s")
+        await until(self, "silent_until_s")
+
+
+async def until(replica: SimulatedReplica, field: str) -> None:
+    """Returns once a fault is over; faults can be prolonged meanwhile."""
+    now = asyncio.get_running_loop().time
+    while getattr(replica, field) > now():
+        await asyncio.sleep(getattr(replica, field) - now())
+
+
+def damaged(result: ChunkResult, kind: int):
+    """An ill-formed answer, by `kind`."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    more = np.concatenate([result.token_ids, np.arange(1, 600, dtype=np.int32)])
+    return [
+        None,
+        "not a result",
+        replace(result, stored_tokens=10**9),
+        replace(result, token_ids=more),
+        replace(result, logprobs=result.logprobs[:-1]),
+        replace(result, logprobs=np.full_like(result.logprobs, np.nan)),
+        replace(result, accepted_tokens=5),
+        replace(result, weights_version=result.weights_version + 1),
+        replace(result, token_ids=-result.token_ids - 1),
+        replace(result, chunk_id="another"),
+    ][kind]

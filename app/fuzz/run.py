@@ -1,0 +1,214 @@
+"""One run of the shell simulation: a seed in, an outcome out. Also shortens the schedule of a run that fails.
+
+Checked: every driver ends once the faults are over; every token is right; no loop of the coordinator ends; no task's
+exception stays unread; nothing is left over in the books.
+"""
+
+import asyncio
+import gc
+from dataclasses import dataclass, replace
+from random import Random
+
+from tailrace.app.fuzz.cluster import SimulatedCluster, Size
+from tailrace.app.fuzz.drivers import DriverPlan, Ledger, SimulatedDriver, Wrong
+from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
+from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
+
+FAULTS_S = 60.0
+"""Seconds of a run in which faults begin."""
+
+END_S = 4000.0
+"""Until then every driver must have ended: a load of weights may wait 600 s for a replica, a step in vain for 60 s."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All of a run: `seed` gives latencies and boot times."""
+
+    seed: int
+    size: Size
+    drivers: tuple[DriverPlan, ...]
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`problem`: one line, or None. `seconds`: virtual ones until the last driver had ended."""
+
+    seed: int
+    problem: str | None
+    faults: tuple[Fault, ...]
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
+    """The plan of a seed."""
+    rng = Random(f"plan/{seed}")
+    replicas = rng.randint(1, 4)
+    policies = {
+        "ordering": {"type": rng.choice(("fcfs", "seer", "remaining_first", "group_static"))},
+        "placement": {"type": rng.choice(("least_kv", "round_robin", "cost_aware", "pinned"))},
+        "chunking": {"type": "fixed", "chunk_tokens": rng.choice((8, 16, 64))},
+        "kv_on_update": {"type": rng.choice(("fresh", "keep"))},
+        "prefetch": {"type": rng.choice(("off", "next_up"))},
+    }
+    limits = None
+    if rng.random() < 0.3:
+        limits = rng.randint(0, 1), replicas + 1
+        policies["tail"] = {"type": rng.choice(("hold", "release", "consolidate", "auto"))}
+    size = Size(
+        replicas=replicas,
+        limits=limits,
+        pooled=rng.random() < 0.5,
+        contexts=rng.random() < 0.5,
+        mean_tokens=rng.choice((20, 60, 200)),
+        step_tokens=rng.choice((1, 4, 16)),
+        step_s=rng.choice((0.05, 0.2, 1.0)),
+        kv_capacity_blocks=rng.choice((64, 400)),
+        policies=policies,
+    )
+    drivers = tuple(
+        DriverPlan(
+            name=f"d{number}",
+            steps=rng.randint(1, 3),
+            groups=rng.randint(1, 4),
+            samples=rng.randint(1, 6),
+            max_tokens=rng.choice((16, 64, 256)),
+            updates=number == 0 and rng.random() < 0.6,
+            until_s=FAULTS_S,
+            pause_s=rng.choice((0.0, 2.0, 10.0)),
+            seed=seed,
+        )
+        for number in range(rng.randint(1, 3))
+    )
+    return RunPlan(seed, size, drivers, schedule(rng, FAULTS_S, kinds))
+
+
+def run(plan: RunPlan) -> Outcome:
+    """Runs a plan on a loop of its own."""
+    loop = VirtualLoop()
+    ledger = Ledger()
+    try:
+        problem = loop.run_until_complete(_run(plan, ledger))
+    except Deadlock as error:
+        problem = str(error)
+    seconds = loop.time()
+    asyncio.set_event_loop(None)
+    _end(loop)
+    problem = problem or next(iter(loop.errors), None)
+    return Outcome(
+        seed=plan.seed,
+        problem=problem,
+        faults=plan.faults,
+        samples=ledger.samples,
+        tokens=ledger.tokens,
+        seconds=seconds,
+    )
+
+
+def _end(loop: VirtualLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    del tasks
+    gc.collect()  # tasks with an unread exception report it now
+    loop.close()
+
+
+async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
+    now = asyncio.get_running_loop().time
+    cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"))
+    drivers = [SimulatedDriver(one, cluster, ledger) for one in plan.drivers]
+    running: dict[int, tuple[Process, asyncio.Task]] = {}
+
+    def start(number: int) -> None:
+        process = Process(f"driver-{number}")
+        running[number] = process, process.spawn(drivers[number].run())
+
+    def vanish(number: int, seconds: float) -> None:
+        number %= len(drivers)
+        process, task = running[number]
+        if process.alive and not task.done():
+            process.kill()
+            asyncio.get_running_loop().call_later(seconds, start, number)
+
+    for number in range(len(drivers)):
+        start(number)
+    site = FaultSite(cluster, ledger, vanish)
+    for fault in plan.faults:
+        cluster.controller.spawn(_later(site, fault))
+    while now() < END_S:
+        await asyncio.sleep(1.0)
+        if (problem := _problem(cluster, running)) is not None:
+            return problem
+        if all(driver.ended for driver in drivers):
+            return await _left_over(cluster)
+    late = [driver.plan.name for driver in drivers if not driver.ended]
+    return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
+
+
+async def _later(site: FaultSite, fault: Fault) -> None:
+    await asyncio.sleep(fault.at_s)
+    try:
+        await site.do(fault)
+    except Exception as error:  # noqa: BLE001 - a fault catches the errors that its own call may give
+        site.cluster.defects.append(f"{fault.kind} got {error!r}")
+
+
+def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
+    for process, task in running.values():
+        if process.alive and task.done() and task.exception() is not None:
+            error = task.exception()
+            return str(error) if isinstance(error, Wrong) else f"a driver got {error!r}"
+    return next(iter(cluster.defects), None)
+
+
+async def _left_over(cluster: SimulatedCluster) -> str | None:
+    """Entries that are still in the books, a while after the last batch."""
+    await asyncio.sleep(200.0)
+    if cluster.coordinator is None:
+        return None
+    books = cluster.coordinator.rollouts.books()
+    if any(books.values()):
+        return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
+    for replica in cluster.replicas.values():
+        if replica.stepper.busy and replica.hung_until_s < 1e8:
+            return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"
+    return None
+
+
+def _state(cluster: SimulatedCluster) -> str:
+    status = cluster.coordinator.rollouts.status() if cluster.coordinator else None
+    if status is None:
+        return "there is no coordinator"
+    ready = [replica.replica_id for replica in status.replicas if replica.ready]
+    return f"waiting {status.waiting}, running {status.running}, ready {ready}, waits_for {status.waits_for}"
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The plan with as few faults and drivers as still fail."""
+    shorter = True
+    while shorter:
+        shorter = False
+        for candidate in _shorter(plan):
+            if run(candidate).problem is not None:
+                plan, shorter = candidate, True
+                break
+    return plan
+
+
+def _shorter(plan: RunPlan):
+    for i in range(len(plan.faults)):
+        yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
+    for i in range(len(plan.drivers) if len(plan.drivers) > 1 else 0):
+        yield replace(plan, drivers=plan.drivers[:i] + plan.drivers[i + 1 :])
+    for i, driver in enumerate(plan.drivers):
+        for smaller in ({"steps": 1}, {"groups": 1}, {"samples": 1}):
+            if all(getattr(driver, name) > value for name, value in smaller.items()):
+                drivers = (*plan.drivers[:i], replace(driver, **smaller), *plan.drivers[i + 1 :])
+                yield replace(plan, drivers=drivers)

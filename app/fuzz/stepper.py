@@ -1,0 +1,186 @@
+"""A simulated vLLM engine, by the stepper's interface: tokens are a function of key, weights and position.
+
+Invariant: `token_at` alone decides a token, so that a wrong one shows at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.kvpool.keys import NAME_BYTES, block_name
+from tailrace.policies.protocol.events import ChunkEnd
+
+VOCABULARY, EOS = 1000, 0
+PIECE = 16
+"""Tokens that one hash gives."""
+
+TORN = "torn"
+"""Content of a folder whose files do not fit the model, or hold NaN."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
+    raw = blake2b(f"{key}/{digest}/{index}".encode(), digest_size=4 * PIECE).digest()
+    drawn = np.frombuffer(raw, np.uint32)
+    return tuple(np.where(drawn % mean_tokens == 0, EOS, 1 + drawn % (VOCABULARY - 1)).tolist())
+
+
+def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
+    """Returns the token at answer position `position` of the sample `key` under weights of content `digest`."""
+    return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
+
+
+@dataclass
+class Disk:
+    """Weights folders by name: their content, as one string."""
+
+    folders: dict[str, str] = field(default_factory=dict)
+
+    def read(self, folder: str) -> str:
+        """Returns the content. Raises ValueError, one line, if no model can be loaded from it."""
+        if not isinstance(folder, str) or folder not in self.folders:
+            raise ValueError(f"weights folder {folder}: no such folder on this machine")
+        if self.folders[folder] == TORN:
+            raise ValueError(f"weights folder {folder}: model.safetensors cannot be read")
+        return self.folders[folder]
+
+
+@dataclass
+class RunningChunk:
+    chunk: ChunkRequest
+    tokens: list[int] = field(default_factory=list)
+
+
+class SimulatedStepper:
+    """One engine. `chunk_tokens`: tokens that a step makes of each chunk; `poisoned`: keys on which a step fails."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        disk: Disk,
+        mean_tokens: int,
+        step_tokens: int,
+        kv_capacity_blocks: int,
+        pooled: bool,
+        now: Callable[[], float],
+    ):
+        self.disk, self._now = disk, now
+        self._mean_tokens, self._step_tokens = mean_tokens, step_tokens
+        self._version, self._source, self._digest = 0, "", disk.read("start")
+        self._pooled = pooled
+        self._running: dict[str, RunningChunk] = {}
+        self._ended: list[tuple[str, ChunkResult | Exception]] = []
+        self._steps = 0
+        self._constant = {
+            "replica_id": replica_id,
+            "block_tokens": 16,
+            "kv_capacity_blocks": kv_capacity_blocks,
+            "max_running": 8,
+            "max_model_len": 512,
+            "draft_tokens": 0,
+        }
+        self.refuses = ""  # why chunks are refused; a fault sets it
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._ended)
+
+    def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
+        if self.refuses:
+            raise ValueError(f"chunk {chunk.chunk_id}: {self.refuses}")
+        if chunk.chunk_id in self._running:
+            raise ValueError(f"chunk {chunk.chunk_id}: already running here")
+        if chunk.weights_version != self._version:
+            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_version}, this is {self._version}")
+        if chunk.weights_digest not in ("", self._digest):
+            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
+        self._running[chunk.chunk_id] = RunningChunk(chunk)
+
+    def abort(self, chunk_id: str, keep_kv: bool) -> None:
+        if chunk_id in self._running:
+            self._finish(chunk_id, ChunkEnd.ABORTED)
+
+    def step(self) -> list[tuple[str, ChunkResult | Exception]]:
+        self._steps += 1
+        for chunk_id, running in list(self._running.items()):
+            self._decode(chunk_id, running)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _decode(self, chunk_id: str, running: RunningChunk) -> None:
+        chunk = running.chunk
+        start = len(chunk.token_ids) - chunk.prompt_tokens + len(running.tokens)
+        for position in range(start, start + self._step_tokens):
+            token = token_at(chunk.sample_key, self._digest, position, self._mean_tokens)
+            running.tokens.append(token)
+            if token == EOS:
+                return self._finish(chunk_id, ChunkEnd.STOP)
+            if len(running.tokens) == chunk.max_tokens:
+                return self._finish(chunk_id, ChunkEnd.LENGTH)
+
+    def _finish(self, chunk_id: str, end: ChunkEnd) -> None:
+        running = self._running.pop(chunk_id)
+        chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
+        context_tokens = len(chunk.token_ids) + len(tokens)
+        saved = self._pooled and chunk.kv is not None and chunk.kv.save
+        result = ChunkResult(
+            chunk_id=chunk_id,
+            token_ids=tokens,
+            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+            raw_logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+            end=end,
+            weights_version=self._version,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.0,
+            cached_tokens=0,
+            computed_tokens=len(chunk.token_ids),
+            stored_tokens=context_tokens // 16 * 16 if saved else 0,
+            kv_names=self._names(chunk, context_tokens) if saved else b"",
+        )
+        self._ended.append((chunk_id, result))
+
+    def _names(self, chunk: ChunkRequest, context_tokens: int) -> bytes:
+        size = NAME_BYTES - 4
+        return b"".join(
+            block_name(chunk.kv.version, blake2b(f"{chunk.sample_key}/{block}".encode(), digest_size=size).digest())
+            for block in range(context_tokens // 16)
+        )
+
+    def load_weights(self, version: int, source: str, digest: str) -> None:
+        if self._running:
+            raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
+        if (found := self.disk.read(source)) != digest != "":
+            raise ValueError(f"weights folder {source}: holds {found}, not {digest}")
+        self._digest = found
+        self._version, self._source = version, source
+
+    def weights_refusal(self, source: str) -> str | None:
+        try:
+            self.disk.read(source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def reset_cache(self) -> bool:
+        return not self._running
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            **self._constant,
+            weights_version=self._version,
+            weights_source=self._source,
+            weights_digest=self._digest,
+            observed_at=self._now(),
+            steps=self._steps,
+            running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
+            key_prefixes=("tailrace-0123456789abcdef",) if self._pooled else (),
+            token_bytes=64,
+        )
+
+    def close(self) -> None:
+        self._running.clear()

@@ -1,0 +1,75 @@
+"""Parts of a client that outlives the coordinator: heartbeat, patience, and the errors that mean that it is lost.
+
+Called by `app.client`.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from tailrace.deployments.messages.liveness import RENEW_S
+
+PAUSE_S = (0.2, 5.0)
+"""Shortest and longest pause before a lost service is asked again."""
+
+
+class Heartbeat:
+    """Calls `beat` every RENEW_S, on a thread of its own: a driver's event loop may be busy for minutes."""
+
+    def __init__(self, beat: Callable[[], object]):
+        self._beat, self._stopped = beat, threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(RENEW_S):
+            with contextlib.suppress(Exception):  # the service is away; the stream itself says so
+                self._beat()
+
+
+class Interrupted(Exception):
+    """A call has broken off, and may be made again. `cause`: the error; `for_s`: at most for this long."""
+
+    def __init__(self, cause: Exception, for_s: float = float("inf")):
+        super().__init__(str(cause))
+        self.cause, self.for_s = cause, for_s
+
+
+class Patience:
+    """How long a call is made again: up to `resume_s` seconds since the last progress."""
+
+    def __init__(self, resume_s: float):
+        self._resume_s = resume_s
+        self.renew()
+
+    def renew(self) -> None:
+        """There was progress."""
+        self._since_s: float | None = None
+        self._pause_s = PAUSE_S[0]
+
+    async def wait(self, broken: Interrupted) -> None:
+        """Pauses; the pauses grow. Raises the cause once it has lasted for too long."""
+        now = asyncio.get_running_loop().time()
+        self._since_s = now if self._since_s is None else self._since_s
+        if now - self._since_s >= min(self._resume_s, broken.for_s):
+            raise broken.cause
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(PAUSE_S[1], 2 * self._pause_s)
+
+
+def lost_service() -> tuple[type[Exception], ...]:
+    """The errors that say that the coordinator is gone or cannot be reached, not that it has refused something."""
+    from ray import exceptions
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    return (
+        exceptions.RayActorError,
+        exceptions.RaySystemError,
+        exceptions.ObjectLostError,
+        exceptions.RpcError,
+        DeploymentUnavailableError,
+        ConnectionError,
+    )

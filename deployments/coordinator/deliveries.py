@@ -1,0 +1,164 @@
+"""Groups owed to drivers, by batch, each over one or more submissions to the core.
+
+Invariant: a batch has one reader at a time, which gets each group that it asks for once. A driver that lost its stream
+continues with another, and gets the groups that the old one had not given. Called by `Rollouts` and the coordinator.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing
+
+from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
+from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch
+
+
+class Delivery:
+    """Of one batch. `coming`: prompt ids that are in the core, or made and not read. `driver`: the one that reads."""
+
+    def __init__(self, message: RolloutBatch, driver: str, now: float):
+        self.driver, self.renewed_s = driver, now
+        self.coming: set[str] = set()
+        self.is_over = False
+        self._message = message
+        self._groups = {group.prompt_id: group for group in message.groups}
+        self._ready: deque[GroupResult | Rejected] = deque()
+        self._reader = 0
+        self._changed = asyncio.Event()  # of the present reader
+
+    def refusal(self, message: RolloutBatch, driver: str, now: float) -> Rejected | None:
+        """Why this driver cannot read on, or None if it can."""
+        name = message.batch_id
+        if driver != self.driver and now < self.renewed_s + SILENT_S:
+            reason = f"batch_id {name!r} is running already, for another driver; give another, or end that driver"
+            return Rejected(reason=reason, by=RejectedBy.READER)
+        same = (message.seed, message.step) == (self._message.seed, self._message.step)
+        if not same or any(self._groups.get(group.prompt_id, group) != group for group in message.groups):
+            return Rejected(
+                reason=f"batch_id {name!r} is running already, with other prompts or settings; give another"
+            )
+        return None
+
+    def attach(self, message: RolloutBatch, driver: str, now: float) -> int:
+        """A new reader, by its number; the stream of the one before ends."""
+        self.driver, self.renewed_s = driver, now
+        self._groups |= {group.prompt_id: group for group in message.groups}
+        self._reader += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return self._reader
+
+    def is_read_by(self, reader: int) -> bool:
+        return reader == self._reader
+
+    def put(self, item: GroupResult | Rejected) -> None:
+        """A group is done, or the batch has failed."""
+        self._ready.append(item)
+        self._changed.set()
+
+    def end(self) -> None:
+        """There will be no reader any more."""
+        self.is_over = True
+        self._reader += 1
+        self._changed.set()
+
+    async def next(self, reader: int) -> GroupResult | Rejected:
+        """The next item; `Rejected` once there is another reader."""
+        while reader == self._reader:
+            if self._ready:
+                item = self._ready.popleft()
+                if isinstance(item, GroupResult):
+                    self.coming.discard(item.prompt_id)
+                return item
+            self._changed.clear()
+            await self._changed.wait()
+        return Rejected(reason="the driver was silent for too long, or another one reads on", by=RejectedBy.READER)
+
+
+class Deliveries:
+    """By the driver's batch id. `submit`: gives groups to the core; returns why it does not take them, or None.
+
+    `cancel`: ends a delivery's samples in the core. `refusal`: why a new batch cannot run now, or None.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[RolloutBatch, Delivery], Awaitable[Rejected | None]],
+        cancel: Callable[[Delivery], bool],
+        refusal: Callable[[RolloutBatch], Awaitable[Rejected | None]],
+        now: Callable[[], float],
+    ):
+        self._submit, self._cancel, self._refusal, self._now = submit, cancel, refusal, now
+        self._open: dict[str, Delivery] = {}
+
+    def __len__(self):
+        return len(self._open)
+
+    async def read(
+        self, message: RolloutBatch, driver: str, have: Collection[str]
+    ) -> AsyncIterator[GroupResult | Rejected]:
+        """See `Rollouts.rollout`."""
+        refused = await self._refusal(message) if message.batch_id not in self._open else None
+        delivery = self._open.get(message.batch_id)
+        if delivery is not None:
+            refused = delivery.refusal(message, driver, self._now())
+        if refused is not None:
+            yield refused
+            return
+        if delivery is None:
+            delivery = self._open[message.batch_id] = Delivery(message, driver, self._now())
+        reader = delivery.attach(message, driver, self._now())
+        try:
+            async with aclosing(self._groups(delivery, reader, message, set(have))) as items:
+                async for item in items:
+                    yield item
+        finally:
+            if delivery.is_read_by(reader):
+                self._close(message.batch_id)
+
+    async def _groups(
+        self, delivery: Delivery, reader: int, message: RolloutBatch, have: set[str]
+    ) -> AsyncIterator[GroupResult | Rejected]:
+        """Submit the groups that are neither made nor being made, and yield all that are wanted."""
+        wanted = {group.prompt_id for group in message.groups} - have
+        new = tuple(group for group in message.groups if group.prompt_id in wanted - delivery.coming)
+        if new:
+            ids = {group.prompt_id for group in new}
+            delivery.coming |= ids
+            refused = await self._submit(message.model_copy(update={"groups": new}), delivery)
+            if refused is not None:
+                delivery.coming -= ids
+                yield refused
+                return
+        while wanted:
+            item = await delivery.next(reader)
+            if isinstance(item, Rejected):
+                yield item
+                return
+            if item.prompt_id in wanted:
+                wanted.discard(item.prompt_id)
+                yield item
+
+    def renew(self, batch_id: str, driver: str) -> None:
+        """A sign of life of the driver of a batch."""
+        delivery = self._open.get(batch_id)
+        if delivery is not None and delivery.driver == driver:
+            delivery.renewed_s = self._now()
+
+    def cancel(self, batch_id: str) -> bool:
+        """End a batch: its groups come out at once, unfinished samples marked cancelled. False: no such batch."""
+        delivery = self._open.get(batch_id)
+        return delivery is not None and self._cancel(delivery)
+
+    def expire(self) -> int:
+        """Close the batches whose drivers are gone. Returns their number."""
+        gone = [name for name, one in self._open.items() if self._now() > one.renewed_s + LEASE_S]
+        for batch_id in gone:
+            self._close(batch_id)
+        return len(gone)
+
+    def _close(self, batch_id: str) -> None:
+        """This batch has no reader any more: its remaining samples are cancelled."""
+        delivery = self._open.pop(batch_id)
+        delivery.end()
+        self._cancel(delivery)

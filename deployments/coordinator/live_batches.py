@@ -1,0 +1,109 @@
+"""Every submission that is in flight: found by the ids of its samples and groups, ended and handed out.
+
+Invariant: a submission is here from `add` until its last group is emitted or it has failed, and the group context hears
+of each group's end. Called by `Rollouts` alone.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.coordinator.deliveries import Delivery
+from tailrace.deployments.coordinator.live_batch import LiveBatch
+from tailrace.deployments.coordinator.prompts import Prompts
+from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
+from tailrace.deployments.messages.status import BatchStatus
+from tailrace.deployments.telemetry import Telemetry, parse_traceparent
+from tailrace.policies.protocol.actions import EmitGroup, EndSample, SampleEnd
+
+
+class LiveBatches:
+    """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        context: ContextService | None,
+        telemetry: Telemetry,
+        nonce: str,
+        now: Callable[[], float],
+    ):
+        self._prompts, self._context, self._telemetry = prompts, context, telemetry
+        self._nonce, self._now, self._submissions = nonce, now, 0
+        self._batches: dict[str, LiveBatch] = {}  # by their ids in the core
+        self._home: dict[str, LiveBatch] = {}  # id of a sample, until it has ended, or of a group -> its batch
+
+    def __len__(self):
+        return len(self._batches)
+
+    async def prepare(self, message: RolloutBatch, delivery: Delivery) -> LiveBatch | Rejected:
+        """The submission of a message, encoded, with past lengths; or why it cannot be one."""
+        try:
+            prepared = await asyncio.to_thread(self._prompts.prepare, message)
+            if message.traceparent is not None:
+                parse_traceparent(message.traceparent)
+        except Exception as error:  # noqa: BLE001 - of one message: it must not reach others
+            return Rejected(reason=f"batch {message.batch_id!r}: {one_line(error)}")
+        if isinstance(prepared, Rejected):
+            return prepared
+        keys = [one.prompt_key for one in prepared]
+        past = await self._context.lengths(keys) if self._context is not None else {}
+        self._submissions += 1
+        return LiveBatch(
+            message=message,
+            core_id=f"{message.batch_id}~{self._nonce}{self._submissions}",
+            delivery=delivery,
+            prepared=prepared,
+            past=past,
+            submitted_s=self._now(),
+        )
+
+    def add(self, batch: LiveBatch) -> None:
+        """The core has taken it."""
+        batch.open_spans(self._telemetry)
+        self._batches[batch.core_id] = batch
+        self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
+
+    def of(self, name: str) -> LiveBatch:
+        """The submission of a sample that has not ended, or of a group, by its id."""
+        return self._home[name]
+
+    def core_ids(self, delivery: Delivery) -> list[str]:
+        """Ids, in the core, of a delivery's submissions."""
+        return [batch.core_id for batch in self._batches.values() if batch.delivery is delivery]
+
+    def end(self, action: EndSample) -> None:
+        batch = self._home.pop(action.sample_id)
+        sample = batch.samples[action.sample_id]
+        sample.end, sample.error = action.end, action.error
+        sample.finished_s = self._now() - batch.submitted_s
+        batch.ended += 1
+        if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
+            self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
+
+    def emit(self, action: EmitGroup) -> None:
+        batch = self._home.pop(action.group_id)
+        group = batch.emit(action.group_id)
+        batch.delivery.put(group.result(self._prompts))
+        if self._context is not None:
+            self._context.end(group.ref)
+        if batch.over:
+            batch.span.end()
+            del self._batches[batch.core_id]
+
+    def fail(self, reason: str) -> None:
+        """End all of them with a reason."""
+        for batch in self._batches.values():
+            batch.fail(f"batch {batch.message.batch_id!r} was ended by an error: {reason}")
+            for group in batch.groups.values() if self._context is not None else ():
+                self._context.end(group.ref)
+        self._batches.clear()
+        self._home.clear()
+
+    def statuses(self, streamed: Mapping[str, int]) -> tuple[BatchStatus, ...]:
+        """`streamed`: tokens of running chunks, by chunk id, as last reported."""
+        return tuple(batch.status(self._now(), streamed) for batch in self._batches.values())
+
+    def counts(self) -> dict[str, int]:
+        return {"submissions": len(self._batches), "samples_and_groups": len(self._home)}

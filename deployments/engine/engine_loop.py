@@ -1,0 +1,243 @@
+"""The commands and steps of one engine, without a thread: an inbox, and turns that obey it and step once.
+
+Invariant: every submitted chunk is answered exactly once, by one call of its `on_done` in a turn.
+The answer is a ChunkResult or an exception.
+A bad chunk or command fails alone. A failed step fails all chunks and is final.
+An engine whose turn does not end is not healthy: a thread that is alive is no progress.
+Run by EngineRunner on a thread, and by the shell simulation on a virtual clock.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import EngineDown
+
+OnDone = Callable[[ChunkResult | Exception], None]
+
+STEP_ALLOWANCE_S = 60.0
+"""Minimum seconds that a turn may take: first steps of new shapes compile kernels."""
+
+SLOW_STEPS = 20
+"""A turn may take this many times the slowest turn so far."""
+
+LOAD_ALLOWANCE_S = 900.0
+"""Seconds that a load of weights may take: hundreds of GB come from a network folder."""
+
+
+class Steps(Protocol):
+    """The interface of a stepper, see deployments.engine.stepper."""
+
+    @property
+    def busy(self) -> bool: ...
+    def add(self, chunk: ChunkRequest, submitted_s: float) -> None: ...
+    def abort(self, chunk_id: str, keep_kv: bool) -> None: ...
+    def step(self) -> list[tuple[str, ChunkResult | Exception]]: ...
+    def load_weights(self, version: int, source: str, digest: str) -> None: ...
+    def weights_refusal(self, source: str) -> str | None: ...
+    def reset_cache(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class EngineLoop:
+    """`now`: a monotonic clock, seconds. One thread calls `turn` and `end`; any thread may call the other methods."""
+
+    def __init__(self, stepper: Steps, now: Callable[[], float] = time.monotonic):
+        self._stepper, self._now = stepper, now
+        self._inbox: SimpleQueue[tuple] = SimpleQueue()
+        self._on_done: dict[str, OnDone] = {}
+        self._later: deque[tuple] = deque()  # a load of weights that waits for running chunks, and later commands
+        self._lock = threading.Lock()  # between `submit` and the end of the loop, which answers the remaining calls
+        self._down: EngineDown | None = None
+        self._stats = stepper.stats()
+        self._turn_began_s: float | None = None  # of the turn in progress; None between turns
+        self._allowance_s = STEP_ALLOWANCE_S
+        self._slowest_s = 0.0
+
+    def submit(self, chunk: ChunkRequest, on_done: OnDone) -> None:
+        """Queues a chunk. `on_done` gets its result, ValueError when it is refused, or EngineDown."""
+        with self._lock:
+            down = self._down
+            if down is None:
+                self._inbox.put((self._add, chunk, self._now(), on_done))
+        if down is not None:
+            on_done(down)
+
+    def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
+        """Ends a chunk after the step in progress, as ABORTED with its tokens so far; unknown ids are ignored.
+
+        `keep_kv`: the sample will continue elsewhere, so its KV is worth saving.
+        """
+        self._inbox.put((self._abort, chunk_id, keep_kv))
+
+    def reset_cache(self) -> Future[bool]:
+        """Drops the KV of chunks that have ended. Gives False, and drops nothing, while chunks are running."""
+        return self._ask(self._reset_cache)
+
+    def load_weights(self, version: int, source: str, digest: str = "") -> Future[None]:
+        """Puts the weights in folder `source` into the running model, as `version`, after the chunks in flight.
+
+        `digest`: of the content that is meant; empty for any. A load of the present weights changes nothing.
+        Chunks submitted before this call end under the old version. Chunks submitted after it wait for the load.
+        They are then checked against the current version: the new one, or the old one when the load was refused.
+        The future gets ValueError when the folder does not fit (the old weights continue).
+        It gets EngineDown when the engine stops first. A failure half-way ends the engine.
+        Takes seconds, during which `stats` shows the snapshot from before the load.
+        """
+        return self._ask(self._load, version, source, digest)
+
+    def weights_refusal(self, source: str) -> Future[str | None]:
+        """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
+        return self._ask(self._refusal, source)
+
+    def stats(self) -> EngineStats:
+        """Returns the latest snapshot, made after a step; costs nothing."""
+        return self._stats
+
+    @property
+    def healthy(self) -> bool:
+        """Returns False once the engine is stopped or broken, which is final, or while a turn exceeds its allowance."""
+        return self._down is None and self.overdue_s <= 0.0
+
+    @property
+    def overdue_s(self) -> float:
+        """Returns the seconds by which the turn in progress exceeds its allowance; not above 0 for a healthy engine."""
+        began_s = self._turn_began_s  # the other thread may end its turn meanwhile
+        return 0.0 if began_s is None else self._now() - began_s - self._allowance_s
+
+    @property
+    def problem(self) -> str | None:
+        """Returns why the engine is not healthy, in one line, or None."""
+        if self._down is not None:
+            return str(self._down)
+        if (overdue_s := self.overdue_s) > 0.0:
+            return f"a step has not ended after {overdue_s + self._allowance_s:.0f} s"
+        return None
+
+    # ---- for the one thread --------------------------------------------------------------------------
+
+    def turn(self, wait_s: float) -> bool:
+        """Obeys the inbox and steps once. Returns False when the loop is down. Waits up to `wait_s` if it is idle."""
+        waiting = self._next(0.0 if self._stepper.busy else wait_s)
+        self._turn_began_s = began_s = self._now()
+        try:
+            self._obey(waiting)
+            if self._stepper.busy:
+                for chunk_id, result in self._stepper.step():
+                    self._on_done.pop(chunk_id)(result)
+            self._catch_up()
+            self._stats = self._stepper.stats()
+        except Exception as error:  # noqa: BLE001 - the edge of the loop: every chunk gets the error, Serve restarts
+            self._stop(f"engine {self._stats.replica_id}: a step failed: {error!r}")
+        self._turn_began_s = None
+        if self._allowance_s != LOAD_ALLOWANCE_S:
+            self._slowest_s = max(self._slowest_s, self._now() - began_s)
+        self._allowance_s = max(STEP_ALLOWANCE_S, SLOW_STEPS * self._slowest_s)
+        return self._down is None
+
+    def end(self) -> None:
+        """Answers outstanding calls with the reason why the loop is down, and closes the stepper."""
+        for on_done in self._on_done.values():
+            on_done(self._down)
+        self._on_done.clear()
+        while not self._inbox.empty():
+            self._later.append(self._inbox.get())
+        for command, *args in self._later:
+            if command == self._add:
+                args[-1](self._down)
+            elif args and isinstance(args[-1], Future) and args[-1].set_running_or_notify_cancel():
+                args[-1].set_exception(self._down)
+        self._stepper.close()
+
+    def request_stop(self) -> None:
+        """Ends the loop after the turn in progress; outstanding chunks get EngineDown."""
+        self._inbox.put((self._stop, "the engine was stopped"))
+
+    # ------------------------------------------------------------------------------------------------
+
+    def _ask(self, command: Callable, *args) -> Future:
+        answer: Future = Future()
+        with self._lock:
+            if self._down is None:
+                self._inbox.put((self._answer, command, args, answer))
+            else:
+                answer.set_exception(self._down)
+        return answer
+
+    def _next(self, wait_s: float) -> tuple | None:
+        try:
+            return self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+        except Empty:
+            return None
+
+    def _obey(self, item: tuple | None) -> None:
+        """Runs the command `item` and those in the inbox."""
+        while item is not None:
+            if self._waits(item):
+                self._later.append(item)
+            else:
+                item[0](*item[1:])
+            item = self._next(0.0)
+
+    def _waits(self, item: tuple) -> bool:
+        """Returns whether a command waits: a load for chunks in flight; later chunks and their aborts for the load."""
+        command, *args = item
+        if self._is_load(item):
+            return bool(self._later or self._on_done)
+        later = command == self._add or (command == self._abort and args[0] not in self._on_done)
+        return later and bool(self._later)
+
+    def _is_load(self, item: tuple) -> bool:
+        return item[0] == self._answer and item[1] == self._load
+
+    def _catch_up(self) -> None:
+        while self._later and not (self._on_done and self._is_load(self._later[0])):
+            command, *args = self._later.popleft()
+            command(*args)
+
+    def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
+        try:
+            self._stepper.add(chunk, submitted_s)
+        except ValueError as refusal:  # the edge between one caller's mistake and the shared engine
+            on_done(refusal)
+        else:
+            self._on_done[chunk.chunk_id] = on_done
+
+    def _abort(self, chunk_id: str, keep_kv: bool) -> None:
+        self._stepper.abort(chunk_id, keep_kv)
+
+    def _answer(self, command: Callable, args: tuple, answer: Future) -> None:
+        """Runs a command and gives its result, or its error, to its caller; a caller that has left gets nothing."""
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            result = command(*args)
+        except Exception as error:  # the caller gets any error
+            answer.set_exception(error)
+            if command == self._load and not isinstance(error, ValueError):  # the model may be half loaded
+                raise
+        else:
+            answer.set_result(result)
+
+    def _load(self, version: int, source: str, digest: str) -> None:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        if not digest or (self._stats.weights_version, self._stats.weights_digest) != (version, digest):
+            self._stepper.load_weights(version, source, digest)
+        self._stats = self._stepper.stats()  # before the caller can look
+
+    def _refusal(self, source: str) -> str | None:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        return self._stepper.weights_refusal(source)
+
+    def _reset_cache(self) -> bool:
+        return self._stepper.reset_cache()
+
+    def _stop(self, reason: str) -> None:
+        with self._lock:
+            self._down = EngineDown(reason)

@@ -1,0 +1,145 @@
+"""One reader a batch; a lost stream is continued; a silent driver's batch is cancelled."""
+
+import asyncio
+
+import pytest
+
+from tailrace.deployments.coordinator.deliveries import Deliveries
+from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
+
+
+def batch(*prompt_ids: str, seed: int = 0) -> RolloutBatch:
+    groups = tuple(PromptGroup(prompt_id=name, token_ids=(1,)) for name in prompt_ids)
+    return RolloutBatch(batch_id="b", groups=groups, seed=seed)
+
+
+def result(prompt_id: str) -> GroupResult:
+    return GroupResult(batch_id="b", prompt_id=prompt_id, prompt_token_ids=(1,), samples=())
+
+
+class Desk:
+    """Deliveries over a core that notes submissions and cancels; `now` is moved by hand."""
+
+    def __init__(self):
+        self.submitted: list[list[str]] = []
+        self.cancelled = 0
+        self.now = 0.0
+        self.refused: Rejected | None = None
+        self.delivery = None
+        self.deliveries = Deliveries(self._submit, self._cancel, self._refusal, lambda: self.now)
+
+    async def _submit(self, message, delivery):
+        self.submitted.append([group.prompt_id for group in message.groups])
+        self.delivery = delivery
+        return self.refused
+
+    def _cancel(self, delivery):
+        self.cancelled += 1
+        return True
+
+    async def _refusal(self, message):
+        return self.refused
+
+    def read(self, message, driver="d", have=()):
+        return self.deliveries.read(message, driver, have)
+
+
+def run(scenario) -> None:
+    asyncio.run(asyncio.wait_for(scenario(Desk()), 5.0))
+
+
+def test_groups_come_once_each_and_the_batch_is_forgotten():
+    async def scenario(desk):
+        stream = desk.read(batch("p", "q"))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        for name in ("q", "p"):
+            desk.delivery.put(result(name))
+        assert [(await first).prompt_id] + [item.prompt_id async for item in stream] == ["q", "p"]
+        assert len(desk.deliveries) == 0 and desk.submitted == [["p", "q"]]
+
+    run(scenario)
+
+
+def test_a_lost_stream_is_continued_and_only_missing_groups_are_submitted_again():
+    async def scenario(desk):
+        old = desk.read(batch("p", "q", "r"))
+        first = asyncio.ensure_future(anext(old))
+        await asyncio.sleep(0)
+        desk.delivery.put(result("p"))
+        assert (await first).prompt_id == "p"  # it never reaches the driver
+        waiting = asyncio.ensure_future(anext(old))
+        await asyncio.sleep(0)
+        new = desk.read(batch("p", "q", "r"))
+        second = asyncio.ensure_future(anext(new))
+        ended = await waiting
+        assert isinstance(ended, Rejected) and ended.by is RejectedBy.READER
+        for name in ("q", "p", "r"):
+            desk.delivery.put(result(name))
+        assert [(await second).prompt_id] + [item.prompt_id async for item in new] == ["q", "p", "r"]
+        assert desk.submitted == [["p", "q", "r"], ["p"]] and len(desk.deliveries) == 0
+
+    run(scenario)
+
+
+def test_another_driver_waits_until_the_first_is_silent():
+    async def scenario(desk):
+        first = asyncio.ensure_future(anext(desk.read(batch("p"), "one")))
+        await asyncio.sleep(0)
+        refused = await anext(desk.read(batch("p"), "two"))
+        assert refused.by is RejectedBy.READER and "running already" in refused.reason
+        desk.now = SILENT_S
+        second = asyncio.ensure_future(anext(desk.read(batch("p"), "two")))
+        assert (await first).by is RejectedBy.READER
+        desk.delivery.put(result("p"))
+        assert (await second).prompt_id == "p"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("other", [batch("p", seed=1), RolloutBatch(
+    batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(2,)),)
+)])  # fmt: skip
+def test_other_prompts_or_settings_are_another_batch(other):
+    async def scenario(desk):
+        reading = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await asyncio.sleep(0)
+        refused = await anext(desk.read(other))
+        assert refused.by is RejectedBy.CONTENT and "other prompts or settings" in refused.reason
+        reading.cancel()
+
+    run(scenario)
+
+
+def test_a_closed_stream_cancels_and_so_does_silence():
+    async def scenario(desk):
+        stream = desk.read(batch("p", "q"))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        desk.delivery.put(result("p"))
+        await first
+        await stream.aclose()
+        assert desk.cancelled == 1 and len(desk.deliveries) == 0
+
+        waiting = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await asyncio.sleep(0)
+        desk.now = LEASE_S
+        desk.deliveries.renew("b", "d")
+        desk.now = 2 * LEASE_S
+        assert desk.deliveries.expire() == 0, "it has renewed"
+        desk.deliveries.renew("b", "somebody else")
+        desk.now += 1.0
+        assert desk.deliveries.expire() == 1
+        assert (await waiting).by is RejectedBy.READER and desk.cancelled == 2
+
+    run(scenario)
+
+
+def test_a_refused_batch_leaves_nothing():
+    async def scenario(desk):
+        desk.refused = Rejected(reason="no")
+        assert [item.reason async for item in desk.read(batch("p"))] == ["no"]
+        assert len(desk.deliveries) == 0
+
+    run(scenario)

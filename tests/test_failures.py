@@ -1,0 +1,112 @@
+"""Failed chunks: the replica or the sample is to blame, and each pauses for a while."""
+
+from itertools import pairwise
+
+import pytest
+
+from tailrace.policies.core.failures import (
+    MAX_ATTEMPTS,
+    MAX_DOUBTFUL_ATTEMPTS,
+    MAX_SAMPLES,
+    REPLICA_PAUSE_S,
+)
+from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
+
+
+class Game:
+    """A core with replicas that fail the chunks of chosen samples, or all of them."""
+
+    def __init__(self, *replicas: str, samples: int = 8, max_tokens: int = 400):
+        chunking = {"type": "fixed", "chunk_tokens": 16}
+        self.core, self.now = RolloutCore(Policies(chunking=chunking)), 0.0
+        for replica_id in replicas:
+            self.core.observe(
+                ev.ReplicaJoined(
+                    now=0.0, replica_id=replica_id, block_tokens=16, kv_capacity_blocks=1000, max_running=4,
+                    draft_tokens=0, weights_version=0,
+                )
+            )  # fmt: skip
+        self.core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, max_tokens),)))
+        self.starts: list[tuple[float, StartChunk]] = []
+        self.ends: dict[str, EndSample] = {}
+        self.running: list[StartChunk] = []
+
+    def play(self, until_s: float, fails, step_s: float = 0.5) -> None:
+        """Each step ends all running chunks; `fails(start)` says whether a chunk fails."""
+        while self.now < until_s:
+            for start in self.running:
+                if fails(start):
+                    self.core.observe(ev.ChunkFailed(self.now, start.chunk_id, "refused"))
+                else:
+                    end = ev.ChunkFinished(self.now, start.chunk_id, start.max_tokens, ev.ChunkEnd.LENGTH, 0)
+                    self.core.observe(end)
+            actions = self.core.decide(ev.Tick(self.now))
+            self.running = [action for action in actions if isinstance(action, StartChunk)]
+            self.starts += [(self.now, start) for start in self.running]
+            self.ends |= {action.sample_id: action for action in actions if isinstance(action, EndSample)}
+            self.now += step_s
+
+    def started_on(self, replica_id: str) -> list[float]:
+        return [at_s for at_s, start in self.starts if start.replica_id == replica_id]
+
+
+def test_a_replica_that_fails_everything_takes_no_sample_with_it():
+    game = Game("bad", "good", samples=32)
+    game.play(3.0, lambda start: start.replica_id == "bad")
+    assert game.core.replicas.aside("bad").startswith(f"{MAX_SAMPLES} samples failed on it in a row; the last: refused")
+    game.play(200.0, lambda start: start.replica_id == "bad")
+    assert len(game.ends) == 32
+    assert {end.end for end in game.ends.values()} == {SampleEnd.LENGTH}
+
+
+def test_it_is_tried_again_after_pauses_that_double_and_one_success_ends_its_exile():
+    game = Game("bad", samples=8)
+    game.play(100.0, lambda start: True)
+    trials = sorted(set(game.started_on("bad")))
+    gaps = [later - earlier for earlier, later in pairwise(trials) if later - earlier > 1.0]
+    assert gaps[:3] == pytest.approx([REPLICA_PAUSE_S[0] * factor for factor in (1, 2, 4)], abs=1.0)
+    assert not game.ends, "it is the replica's fault"
+    game.play(1000.0, lambda start: False)
+    assert len(game.ends) == 8 and game.core.replicas.aside("bad") == ""
+
+
+def test_a_poisoned_sample_is_given_up_where_others_succeed():
+    game = Game("one", "two", samples=6, max_tokens=1600)
+    game.play(200.0, lambda start: start.sample_id == "g#3")
+    end = game.ends["g#3"]
+    assert end.end is SampleEnd.FAILED and end.error.endswith("chunks in a row failed; the last: refused")
+    assert {name for name, one in game.ends.items() if one.end is SampleEnd.LENGTH} == {f"g#{i}" for i in (0, 1, 2, 4, 5)}
+    tries = [start for _, start in game.starts if start.sample_id == "g#3"]
+    assert MAX_ATTEMPTS <= len(tries) <= MAX_ATTEMPTS + 2
+
+
+def test_alone_on_its_replica_a_sample_gets_more_tries_with_growing_pauses():
+    game = Game("only", samples=1)
+    game.play(600.0, lambda start: True)
+    tries = game.started_on("only")
+    assert len(tries) == MAX_DOUBTFUL_ATTEMPTS and game.ends["g#0"].end is SampleEnd.FAILED
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert gaps == sorted(gaps) and gaps[0] == 0.5
+
+
+def test_a_paused_sample_is_cancelled_with_its_batch():
+    game = Game("only", samples=1)
+    game.play(3.0, lambda start: True)
+    game.running = []
+    game.core.observe(ev.BatchCancelled(game.now, "b"))
+    game.play(4.0, lambda start: True)
+    assert game.ends["g#0"].end is SampleEnd.CANCELLED
+    assert game.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+
+
+def test_a_replica_that_leaves_while_it_is_aside_is_forgotten():
+    game = Game("bad", "good", samples=32)
+    game.play(3.0, lambda start: start.replica_id == "bad")
+    assert game.core.replicas.aside("bad")
+    game.core.observe(ev.ReplicaLeft(game.now, "bad", "killed"))
+    game.running = [start for start in game.running if start.replica_id != "bad"]
+    game.play(200.0, lambda start: False)
+    assert len(game.ends) == 32 and {end.end for end in game.ends.values()} == {SampleEnd.LENGTH}

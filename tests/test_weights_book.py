@@ -1,0 +1,176 @@
+"""Weights are a version and a content: two contents never pass for one version, and an update may be repeated."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.deployments.coordinator.weights import MAX_VERSION, OTHER_WEIGHTS, Weights
+from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.errors import ChunkError
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
+
+
+def report(name: str, version: int = 0, digest: str = "start") -> EngineStats:
+    return EngineStats(
+        replica_id=name, weights_version=version, block_tokens=16, kv_capacity_blocks=8, max_running=2, max_model_len=64,
+        draft_tokens=0, observed_at=0.0, weights_digest=digest, weights_source=f"w{version}" if version else "",
+    )  # fmt: skip
+
+
+class Engines:
+    """`folders`: content by folder. Replicas that load take over what the folder holds then."""
+
+    def __init__(self, *replicas: str):
+        self.folders: dict[str, str] = {}
+        self.held = {name: (0, "start") for name in replicas}
+        self.refuses: set[str] = set()
+        self.loads = 0
+
+    async def check_weights(self, source):
+        await asyncio.sleep(0)
+        if source not in self.folders:
+            raise ChunkError(f"weights folder {source}: no such folder on this machine")
+        return {self.folders[source]} if self.held else set()
+
+    async def load_weights(self, name, version, source, digest):
+        self.loads += 1
+        if name in self.refuses or digest not in ("", self.folders[source]):
+            raise ChunkError("other weights")
+        self.held[name] = version, self.folders[source]
+
+    def reports(self):
+        return [report(name, *held) for name, held in self.held.items()]
+
+
+async def settle(weights: Weights, engines: Engines, now: float = 0.0) -> None:
+    for _ in range(3):
+        weights.observe(engines.reports())
+        for load in weights.loads(now):
+            await load
+    weights.observe(engines.reports())
+
+
+def run(scenario, *replicas: str) -> None:
+    engines = Engines(*replicas)
+    asyncio.run(asyncio.wait_for(scenario(Weights(engines), engines), 5.0))
+
+
+def test_an_update_reaches_every_replica_and_may_be_repeated():
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        await settle(weights, engines)
+        for _ in range(2):
+            assert await weights.want(1, "w1") is None
+            await settle(weights, engines)
+            assert await weights.loaded() == WeightsLoaded(version=1, digest="one", replicas=("a", "b"))
+        assert engines.loads == 2, "the second time there is nothing to load"
+
+    run(scenario, "a", "b")
+
+
+def test_of_two_contents_for_one_version_one_wins():
+    async def scenario(weights, engines):
+        engines.folders |= {"w1": "one", "other": "two", "copy": "one"}
+        await settle(weights, engines)
+        answers = await asyncio.gather(weights.want(1, "w1"), weights.want(1, "other"))
+        assert sorted(isinstance(answer, Rejected) for answer in answers) == [False, True]
+        refused = next(answer for answer in answers if answer is not None)
+        assert refused.reason == "weights version 1 is taken by other weights (one); versions only grow"
+        assert await weights.want(1, "copy") is None, "the same content in another folder"
+
+    run(scenario, "a")
+
+
+def test_a_late_replica_never_serves_what_was_written_over_the_folder():
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        await settle(weights, engines)
+        assert await weights.want(1, "w1") is None
+        await settle(weights, engines)
+        engines.folders["w1"] = "two"
+        engines.held["late"] = 0, "start"
+        await settle(weights, engines)
+        assert engines.held["late"] == (0, "start") and weights.problem == "late: other weights"
+        engines.held["late"] = 1, "two"  # whatever brought it there
+        (known,) = [weights.known(one) for one in engines.reports() if one.replica_id == "late"]
+        assert known.weights_version == OTHER_WEIGHTS
+
+    run(scenario, "a")
+
+
+def test_a_failing_load_is_asked_for_with_growing_pauses():
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        engines.refuses.add("a")
+        await settle(weights, engines)
+        assert await weights.want(1, "w1") is None
+        start, counts = asyncio.get_running_loop().time(), []
+        for at_s in (0.0, 0.3, 0.6, 1.0, 1.7, 2.0, 60.0):
+            await settle(weights, engines, start + at_s)
+            counts.append(engines.loads)
+        assert counts[0] == counts[1] == 1 and counts[-1] > counts[2] >= 2
+
+    run(scenario, "a")
+
+
+def test_without_replicas_an_update_is_accepted_and_the_first_one_names_the_content():
+    async def scenario(weights, engines):
+        engines.folders |= {"w1": "one", "other": "two"}
+        assert await weights.want(1, "w1") is None
+        assert await weights.loaded() == WeightsLoaded(version=1, replicas=())
+        assert isinstance(await weights.want(1, "other"), Rejected)
+        engines.held["a"] = 0, "start"
+        await settle(weights, engines)
+        assert weights.digest == "one" and engines.held["a"] == (1, "one")
+
+    run(scenario)
+
+
+def test_a_new_coordinator_adopts_the_weights_that_it_finds():
+    async def scenario(weights, engines):
+        engines.folders["w7"] = "seven"
+        engines.held = {"a": (7, "seven"), "b": (0, "start")}
+        await settle(weights, engines)
+        assert (weights.version, weights.digest, weights.source) == (7, "seven", "w7")
+        assert engines.held["b"] == (7, "seven")
+
+    run(scenario)
+
+
+def test_an_overtaken_update_says_so():
+    async def scenario(weights, engines):
+        engines.folders |= {"w1": "one", "w2": "two"}
+        await settle(weights, engines)
+        assert await weights.want(1, "w1") is None
+        waiting = asyncio.ensure_future(weights.loaded())
+        await asyncio.sleep(0)
+        assert await weights.want(2, "w2") is None
+        await settle(weights, engines)
+        assert (await waiting).reason == "weights 1 were overtaken by 2"
+        assert (await weights.want(1, "w1")).reason == "weights version 1 is below 2; versions only grow"
+
+    run(scenario, "a")
+
+
+@pytest.mark.parametrize("version", [0, -1, True, None, "1", 1.0, MAX_VERSION + 1])
+@pytest.mark.parametrize("source", ["w1"])
+def test_a_bad_version_is_refused_by_name(version, source):
+    refused = asyncio.run(Weights(SimpleNamespace()).want(version, source))
+    assert refused.reason == f"weights version is {version!r}; give an integer from 1 to {MAX_VERSION}"
+
+
+@pytest.mark.parametrize("source", [None, "", {"a": 5}])
+def test_a_bad_folder_is_refused_by_name(source):
+    assert asyncio.run(Weights(SimpleNamespace()).want(1, source)).reason == f"weights folder is {source!r}; give a path"
+
+
+@pytest.mark.parametrize(("wants", "refused"), [
+    ({}, False), ({"weights_version": 0}, False), ({"weights_version": 7}, True), ({"min_weights_version": 7}, True),
+])  # fmt: skip
+def test_a_batch_under_other_weights_is_refused(wants, refused):
+    group = {"prompt_id": "p", "text": "x"}
+    answer = Weights(SimpleNamespace()).refusal(RolloutBatch(batch_id="b", groups=(group,), **wants))
+    assert (answer is not None) == refused
+    if refused:
+        assert answer.by is RejectedBy.WEIGHTS and "holds weights version 0, the batch wants 7" in answer.reason
