@@ -108,9 +108,18 @@ class RolloutClient:
         finally:
             stream.cancel()  # else the batch would run to its end without a reader
 
+    async def _ask(self, method: str, *arguments):
+        """A call of the coordinator, made again while it is lost: each of them may be repeated."""
+        patience = Patience(self._resume_s)
+        while True:
+            try:
+                return await getattr(self._handle, method).remote(*arguments)
+            except lost_service() as error:
+                await patience.wait(Interrupted(error))
+
     async def cancel(self, batch_id: str) -> bool:
         """End a batch. Its iterator then yields the tokens made so far. Returns False if no such batch is in flight."""
-        return await self._handle.cancel.remote(batch_id)
+        return await self._ask("cancel", batch_id)
 
     cancel_blocking = blocking(cancel)
 
@@ -120,13 +129,7 @@ class RolloutClient:
         `version` must not be below the current one; the current one again, with the same content, is done already, so a
         call may be repeated. Raises WeightsRejected, with the reason, if the update failed.
         """
-        patience = Patience(self._resume_s)
-        while True:
-            try:
-                answer = await self._handle.update_weights.remote(version, source)
-                break
-            except lost_service() as error:
-                await patience.wait(Interrupted(error))
+        answer = await self._ask("update_weights", version, source)
         if isinstance(answer, Rejected):
             raise WeightsRejected(answer.reason)
         self._weights = version, source
@@ -136,7 +139,7 @@ class RolloutClient:
 
     async def status(self) -> ServiceStatus:
         """Replicas, batches, pool and counters, as of the last replica reports."""
-        return await self._handle.status.remote()
+        return await self._ask("status")
 
     status_blocking = blocking(status)
 
@@ -152,37 +155,37 @@ class RolloutClient:
         Best effort: rewards are kept if the service keeps history; the call does not wait for the write.
         """
         known = dict(rewards) if isinstance(rewards, Mapping) else dict(enumerate(rewards))
-        await self._handle.record_rewards.remote(group.prompt_key, group.step, known)
+        await self._ask("record_rewards", group.prompt_key, group.step, known)
 
     record_rewards_blocking = blocking(record_rewards)
 
     async def forget_history(self) -> int:
         """Forget the answers of all earlier epochs, on disk too. Returns their number."""
-        return await self._handle.forget_history.remote()
+        return await self._ask("forget_history")
 
     forget_history_blocking = blocking(forget_history)
 
     async def inspect_group(self, name: str) -> dict | None:
         """The group context's entry for a group id, prompt id or prompt key, or None if it has none."""
-        return await self._handle.inspect_group.remote(name)
+        return await self._ask("inspect_group", name)
 
     inspect_group_blocking = blocking(inspect_group)
 
     async def pool_detail(self) -> PoolView | None:
         """The pool's status with the number of keys per weights version, counted for this call."""
-        return await self._handle.pool_detail.remote()
+        return await self._ask("pool_detail")
 
     pool_detail_blocking = blocking(pool_detail)
 
     async def drain_pool(self) -> int | None:
         """Empty the pool. Returns the number of removed keys, or None if the service has no pool."""
-        return await self._handle.drain_pool.remote()
+        return await self._ask("drain_pool")
 
     drain_pool_blocking = blocking(drain_pool)
 
     async def set_policies(self, policies: Policies) -> None:
         """Switch to other policies as soon as no batch is in flight."""
-        await self._handle.set_policies.remote(policies)
+        await self._ask("set_policies", policies)
 
     set_policies_blocking = blocking(set_policies)
 
@@ -191,7 +194,7 @@ class RolloutClient:
 
         Returns the journal so far under the current policies, as JSON lines, or None if there is none.
         """
-        return await self._handle.journal.remote(on)
+        return await self._ask("journal", on)
 
     journal_blocking = blocking(journal)
 
@@ -215,19 +218,19 @@ class RolloutClient:
         Engines that were given back take seconds to minutes to start; a call before the step hides that time. The
         limits of the configuration hold.
         """
-        await self._handle.reserve.remote(replicas)
+        await self._ask("reserve", replicas)
 
     reserve_blocking = blocking(reserve)
 
     async def reset_caches(self) -> None:
         """Drop the KV of ended chunks on every replica. For benchmarks, between batches."""
-        await self._handle.reset_caches.remote()
+        await self._ask("reset_caches")
 
     reset_caches_blocking = blocking(reset_caches)
 
     async def take_trace(self, batch_id: str) -> list[dict]:
         """The spans of a batch that this client rolled out with `keep_trace`: the driver's and the service's."""
         trace_id = self._traces.pop(batch_id)
-        return self._telemetry.take(trace_id) + await self._handle.take_spans.remote(trace_id)
+        return self._telemetry.take(trace_id) + await self._ask("take_spans", trace_id)
 
     take_trace_blocking = blocking(take_trace)

@@ -277,7 +277,8 @@ class Player:
         waiting = {
             sample_id: self.key(sample)
             for sample_id, sample in self.play.core._buffer.samples.items()
-            if sample.state is State.WAITING and self.kv.own_tokens(sample_id)
+            if sample.state is State.WAITING
+            and self.kv.own_tokens(sample_id)
             and not self.play.core._failures.is_paused(sample)
         }
         for sample_id in sorted(waiting, key=waiting.get, reverse=True):

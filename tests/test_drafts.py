@@ -8,7 +8,7 @@ import pytest
 from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.drafting.drafts import EngineDrafts
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.messages.context import GroupRef, Source
+from tailrace.deployments.messages.context import Fetched, GroupRef, PastAnswer, Source
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
@@ -206,3 +206,36 @@ def test_what_a_copy_has_made_is_drafted(drafts):
     drafts.heard(drafts._running[chunk_id].chunk, 1, ANSWER[1:6])
     engine.step()
     assert engine.step()[chunk_id][:4] == ANSWER[2:6]
+
+
+class History:
+    """A feed that delivers earlier answers once."""
+
+    def __init__(self, *answers: list[int]):
+        self._answers = [PastAnswer("key", -1, 0, None, np.array(tokens, np.int32)) for tokens in answers]
+
+    def hold(self, group):
+        self._group = group
+
+    def take(self):
+        answers, self._answers = self._answers, []
+        return [Fetched(self._group, [], answers)] if answers else []
+
+    def append(self, *_):
+        pass
+
+    def rest(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("foreign", "drafted"), [([2_000_000_000], False), ([60_000], False), ([1500], True)])
+def test_answers_of_another_model_are_no_drafts(foreign, drafted):
+    """A draft token outside the vocabulary would end the engine in its next step."""
+    past = ANSWER[:6] + foreign + ANSWER[6:]
+    drafts = EngineDrafts(DraftConfig(method="group", draft_tokens=16), 4096, History(past), None, vocabulary=50_000)
+    engine = Engine(drafts)
+    engine.start(0, 4, 40)
+    drafts._groups.settle()
+    seen = {token for _ in range(4) for tokens in engine.step().values() for token in tokens}
+    assert not (seen & {2_000_000_000, 60_000})
+    assert (1500 in seen) == drafted and drafts._groups.foreign_answers == (not drafted)

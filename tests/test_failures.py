@@ -73,12 +73,19 @@ def test_it_is_tried_again_after_pauses_that_double_and_one_success_ends_its_exi
     assert len(game.ends) == 8 and game.core.replicas.aside("bad") == ""
 
 
+def test_samples_that_every_replica_refuses_end_at_last():
+    game = Game("one", "two", samples=8)
+    game.play(7200.0, lambda start: True, step_s=2.0)
+    assert {end.end for end in game.ends.values()} == {SampleEnd.FAILED} and len(game.ends) == 8
+
+
 def test_a_poisoned_sample_is_given_up_where_others_succeed():
     game = Game("one", "two", samples=6, max_tokens=1600)
     game.play(200.0, lambda start: start.sample_id == "g#3")
     end = game.ends["g#3"]
     assert end.end is SampleEnd.FAILED and end.error.endswith("chunks in a row failed; the last: refused")
-    assert {name for name, one in game.ends.items() if one.end is SampleEnd.LENGTH} == {f"g#{i}" for i in (0, 1, 2, 4, 5)}
+    whole = {name for name, one in game.ends.items() if one.end is SampleEnd.LENGTH}
+    assert whole == {f"g#{index}" for index in (0, 1, 2, 4, 5)}
     tries = [start for _, start in game.starts if start.sample_id == "g#3"]
     assert MAX_ATTEMPTS <= len(tries) <= MAX_ATTEMPTS + 2
 

@@ -31,6 +31,7 @@ def test_a_name_tells_version_and_block(one, other, ours, theirs):
     assert len(names[0]) == len(names[1]) == NAME_BYTES
     assert (names[0] == names[1]) == ((one, ours) == (other, theirs))
     assert (cache_salt(one) == cache_salt(other)) == (one == other)
+    assert cache_salt(one, "a") != cache_salt(one, "b")
 
 
 @given(VERSIONS, VERSIONS, HASHES)

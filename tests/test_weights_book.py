@@ -13,9 +13,17 @@ from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutB
 
 def report(name: str, version: int = 0, digest: str = "start") -> EngineStats:
     return EngineStats(
-        replica_id=name, weights_version=version, block_tokens=16, kv_capacity_blocks=8, max_running=2, max_model_len=64,
-        draft_tokens=0, observed_at=0.0, weights_digest=digest, weights_source=f"w{version}" if version else "",
-    )  # fmt: skip
+        replica_id=name,
+        weights_version=version,
+        block_tokens=16,
+        kv_capacity_blocks=8,
+        max_running=2,
+        max_model_len=64,
+        draft_tokens=0,
+        observed_at=0.0,
+        weights_digest=digest,
+        weights_source=f"w{version}" if version else "",
+    )
 
 
 class Engines:
@@ -162,7 +170,8 @@ def test_a_bad_version_is_refused_by_name(version, source):
 
 @pytest.mark.parametrize("source", [None, "", {"a": 5}])
 def test_a_bad_folder_is_refused_by_name(source):
-    assert asyncio.run(Weights(SimpleNamespace()).want(1, source)).reason == f"weights folder is {source!r}; give a path"
+    refused = asyncio.run(Weights(SimpleNamespace()).want(1, source))
+    assert refused.reason == f"weights folder is {source!r}; give a path"
 
 
 @pytest.mark.parametrize(("wants", "refused"), [

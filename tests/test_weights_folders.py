@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from tailrace.app.errors import BadInput
 from tailrace.app.model import perturbed
-from tailrace.deployments.vllm_exact.weight_loading import refusal, tensors_of
+from tailrace.deployments.vllm_exact.weight_loading import checked_digest, refusal, tensors_of, weights_digest
 
 EMBEDDING = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
 TENSORS = {
@@ -154,3 +154,49 @@ def test_what_is_no_copy_is_kept(tmp_path):
     with pytest.raises(BadInput, match="in the way"):
         perturbed(source, out)
     assert [path.name for path in out.iterdir()] == ["chapter-1.txt"]
+
+
+@pytest.mark.parametrize("weight_map", [
+    {"a": 5}, {"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {"a": "model.bin"}, {"a": ["x"]}, None, {"a": None},
+])  # fmt: skip
+def test_an_index_that_leaves_the_folder_or_is_none_is_one_line(tmp_path, loaded, weight_map):
+    folder = write(tmp_path / "odd")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    reason = refusal(str(folder), loaded)
+    assert reason.startswith(f"weights folder {folder}: model.safetensors.index.json ") and "\n" not in reason
+
+
+def test_an_index_nested_too_deep_is_one_line(tmp_path, loaded):
+    folder = write(tmp_path / "deep")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert "cannot be read: RecursionError" in refusal(str(folder), loaded)
+
+
+def test_a_digest_names_the_content(tmp_path):
+    one, same = write(tmp_path / "one"), write(tmp_path / "same")
+    other = write(tmp_path / "other", TENSORS | {"embed": EMBEDDING + 1e-3})
+    digests = [weights_digest(str(folder)) for folder in (one, same, other)]
+    assert digests[0] == digests[1] != digests[2] and re.fullmatch("[0-9a-f]{16}", digests[0])
+    assert checked_digest(str(one)) == digests[0]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value, kind):
+    broken = EMBEDDING.astype(kind)
+    broken[3, 2] = value
+    folder = write(tmp_path / "broken", TENSORS | {"embed": broken})
+    with pytest.raises(ValueError, match=f"^weights folder {folder}: embed has a value that is not a finite number$"):
+        checked_digest(str(folder))
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    folder, digests = write(tmp_path / "written"), iter(("before", "after"))
+    monkeypatch.setattr("tailrace.deployments.vllm_exact.weight_loading.weights_digest", lambda _: next(digests))
+    with pytest.raises(ValueError, match="it was written to meanwhile"):
+        checked_digest(str(folder))
+
+
+def test_a_folder_without_weights_has_no_digest(tmp_path):
+    with pytest.raises(ValueError, match="no such folder on this machine"):
+        weights_digest(str(tmp_path / "nothing"))

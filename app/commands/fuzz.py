@@ -1,7 +1,6 @@
 """`tailrace fuzz`: the live shell under random faults, on a virtual clock; exit 1 if a seed fails."""
 
 import json
-import logging
 import time
 
 import click
@@ -28,7 +27,6 @@ def command(seeds, first, kinds, workers, shorten, as_json):
     from tailrace.app.fuzz.faults import KINDS
     from tailrace.app.fuzz.run import plan_of, shortened
 
-    logging.disable(logging.ERROR)  # contained errors are expected here
     chosen = tuple(kinds.split(",")) if kinds else tuple(KINDS)
     unknown = next((kind for kind in chosen if kind not in KINDS), None)
     if unknown is not None:

@@ -34,7 +34,7 @@ from tailrace.app.files.prompts import read_prompts
 def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, corrupted, as_json):
     """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
 
-    The whole check takes about twenty minutes on two cores, mainly for decoding; fewer or shorter samples take less.
+    The whole check takes about half an hour on two cores, mainly for decoding; fewer or shorter samples take less.
     """
     file = load_config(config)
     sampling = {"temperature": 1.0}

@@ -18,6 +18,7 @@ from tailrace.app.resume import Heartbeat
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
+from tailrace.policies.core.failures import MAX_ATTEMPTS
 from tailrace.policies.protocol.actions import SampleEnd
 
 AGAIN_S = 2.0
@@ -180,7 +181,8 @@ class SimulatedDriver:
         self._check_end(group, sample, where)
         if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:
             raise Wrong(f"{where}: cancelled without a request")
-        if sample.finish_reason is SampleEnd.FAILED:
+        lost = len(self._cluster.gone) >= MAX_ATTEMPTS and " left: " in (sample.error or "")
+        if sample.finish_reason is SampleEnd.FAILED and not lost:  # else it may have killed its replicas
             raise Wrong(f"{where}: given up: {sample.error}")
 
     def _check_segment(self, key: int, tokens: tuple[int, ...], segment, where: str) -> None:

@@ -46,6 +46,7 @@ async def call(callee: Process, work: Callable, before: Callable | None = None):
     if not callee.alive:
         raise RayActorError()
     task = callee.spawn(_as_ray(work))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone by then
     try:
         return await _or_dead(callee, task)
     except asyncio.CancelledError:

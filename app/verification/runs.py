@@ -81,6 +81,12 @@ async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
     return f"killed replica {victim.replica_id}, which ran {victim.running} chunks"
 
 
+async def kill_the_coordinator(client: RolloutClient, batch_id: str) -> str:
+    """Serve starts another, which knows nothing; the driver's client continues."""
+    status = await _under_way(client, batch_id)
+    return f"killed {_kill('#Coordinator#')} coordinator with {status.running} samples running"
+
+
 async def kill_the_context(client: RolloutClient, batch_id: str) -> str:
     """Kill every actor that keeps the group context; Ray starts them again, empty."""
     await _under_way(client, batch_id)
@@ -137,6 +143,7 @@ RUNS = (
     VerificationRun("history_drafts", chunked(64, "fixed"), TWO, after_an_epoch=True),
     VerificationRun("scaled_down", chunked(32, "goodput", "pinned") | SHRINKS, TWO, MOVES, lose_a_replica),
     VerificationRun("replica_killed", chunked(16, "concurrency", "pinned"), TWO, PULLS, kill_a_replica),
+    VerificationRun("coordinator_killed", chunked(23, "fixed"), TWO, disturb=kill_the_coordinator),
     VerificationRun("own_drafts_cap_5", chunked(64, "fixed"), Service(OWN_CAP_5)),
     VerificationRun("ngram_drafts", chunked(64, "off"), Service(drafts(method="ngram", draft_tokens=4, lookup_min=1))),
     VerificationRun("decoupled", chunked(64, MODEL), DRAFTED, ("model_tokens",)),

@@ -33,9 +33,9 @@ class ContextService:
         by_shard: dict[int, list[str]] = {}
         for key in dict.fromkeys(prompt_keys):
             by_shard.setdefault(shard_of(key, len(self._shards)), []).append(key)
-        asked = [self._shards[shard].lengths.remote(keys) for shard, keys in by_shard.items()]
-        answers = await self._within(self._config.lengths_deadline_s, "lengths", asyncio.gather(*asked))
-        return {key: lengths for answer in answers or () for key, lengths in answer.items()}
+        asked = [(self._shards[shard], keys) for shard, keys in by_shard.items()]
+        answers = await self._ask_all(self._config.lengths_deadline_s, "lengths", asked)
+        return {key: lengths for answer in answers for key, lengths in answer.items()}
 
     def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
         """These samples have ended, whole: for mates that still run, and for later epochs. Once is enough."""
@@ -51,14 +51,11 @@ class ContextService:
 
     async def forget_history(self) -> int:
         """Every answer of earlier epochs, on disk too; the number there were."""
-        asked = asyncio.gather(*(shard.forget_history.remote() for shard in self._shards))
-        return sum(await self._within(CALL_S, "forget_history", asked) or ())
+        return sum(await self._ask_all(CALL_S, "forget_history", [(shard,) for shard in self._shards]))
 
     async def inspect(self, name: str) -> dict | None:
         """Contents of a group id, prompt id or prompt key, see ContextShard.inspect, or None if unknown."""
-        asked = asyncio.gather(*(shard.inspect.remote(name) for shard in self._shards))
-        answers = await self._within(CALL_S, "inspect", asked)
-        known = [answer for answer in answers or () if answer is not None]
+        known = await self._ask_all(CALL_S, "inspect", [(shard, name) for shard in self._shards])
         return max(known, key=lambda answer: len(answer["samples"]), default=None)
 
     def counts(self) -> dict[str, int]:
@@ -70,6 +67,12 @@ class ContextService:
         task = asyncio.get_running_loop().create_task(self._within(CALL_S, method, _answer(call)))
         self._told.add(task)
         task.add_done_callback(self._told.discard)
+
+    async def _ask_all(self, seconds: float, method: str, asked: Iterable[tuple]) -> list:
+        """The answers of shards, each given with its arguments, without those that are late, failed or None."""
+        calls = (getattr(shard, method).remote(*arguments) for shard, *arguments in asked)
+        answers = await asyncio.gather(*(self._within(seconds, method, _answer(call)) for call in calls))
+        return [answer for answer in answers if answer is not None]
 
     async def _within(self, seconds: float, what: str, work: Awaitable):
         """The answer; None, counted by cause, when there is none in time."""

@@ -29,14 +29,14 @@ class Delivery:
     def refusal(self, message: RolloutBatch, driver: str, now: float) -> Rejected | None:
         """Why this driver cannot read on, or None if it can."""
         name = message.batch_id
-        if driver != self.driver and now < self.renewed_s + SILENT_S:
-            reason = f"batch_id {name!r} is running already, for another driver; give another, or end that driver"
-            return Rejected(reason=reason, by=RejectedBy.READER)
         same = (message.seed, message.step) == (self._message.seed, self._message.step)
         if not same or any(self._groups.get(group.prompt_id, group) != group for group in message.groups):
             return Rejected(
                 reason=f"batch_id {name!r} is running already, with other prompts or settings; give another"
             )
+        if driver != self.driver and now < self.renewed_s + SILENT_S:
+            reason = f"batch_id {name!r} is running already, for another driver; give another, or end that driver"
+            return Rejected(reason=reason, by=RejectedBy.READER)
         return None
 
     def attach(self, message: RolloutBatch, driver: str, now: float) -> int:

@@ -74,11 +74,17 @@ class EngineDrafts:
     """
 
     def __init__(
-        self, config: DraftConfig, max_model_len: int, feed: ContextClient | None, model: Drafters | None = None
+        self,
+        config: DraftConfig,
+        max_model_len: int,
+        feed: ContextClient | None,
+        model: Drafters | None = None,
+        vocabulary: int = 1 << 31,
     ):
+        """`vocabulary`: number of the model's tokens; drafts hold no others."""
         self._draft_tokens, self._max_model_len = config.draft_tokens, max_model_len
         self._indexed = config.method == "group"
-        self._groups, self._feed, self._model = GroupIndexes(config, feed), feed, model
+        self._groups, self._feed, self._model = GroupIndexes(config, feed, vocabulary), feed, model
         self._running: dict[str, DraftedTokens] = {}  # by chunk id
         self._fresh: list[DraftedTokens] = []  # those with new tokens in this step
         self._free: list[int] = []

@@ -37,16 +37,18 @@ class GroupIndexes:
     """The indexes by group.
 
     `feed`: tokens of other replicas and earlier epochs. Without it, only this engine's own samples are known.
+    `vocabulary`: number of the model's tokens; answers with others are of another model, and are left out.
     """
 
-    def __init__(self, config: DraftConfig, feed: ContextClient | None):
+    def __init__(self, config: DraftConfig, feed: ContextClient | None, vocabulary: int):
+        self._vocabulary = vocabulary
         self._settings, self._most_bytes = config.index, config.index_mib << 20
         self._evidence = CandidateScorer(config.index)
         self._feed = feed
         self._groups: OrderedDict[GroupRef, IndexedGroup] = OrderedDict()
         self._builder = ThreadPoolExecutor(1, "history-index")
         self._building: list[tuple[GroupRef, Future[HistoryIndex]]] = []
-        self.failed_builds = 0
+        self.failed_builds = self.foreign_answers = 0
 
     def open(self, ref: GroupRef, epoch: int, prompt: np.ndarray) -> IndexedGroup:
         """Returns the group and counts one more running chunk."""
@@ -90,8 +92,14 @@ class GroupIndexes:
         self.receive()
 
     def _build(self, group: IndexedGroup, answers: list[PastAnswer]) -> None:
-        arguments = answers, group.epoch, group.prompt, self._settings
+        ours = [answer for answer in answers if self._is_ours(answer.tokens)]
+        self.foreign_answers += len(answers) - len(ours)
+        arguments = ours, group.epoch, group.prompt, self._settings
         self._building.append((group.ref, self._builder.submit(HistoryIndex.build, *arguments)))
+
+    def _is_ours(self, tokens: np.ndarray) -> bool:
+        """A draft token outside the vocabulary would end the engine: its embedding has no such row."""
+        return not len(tokens) or (tokens.min() >= 0 and tokens.max() < self._vocabulary)
 
     def _attach(self, ref: GroupRef, future: Future[HistoryIndex]) -> None:
         if future.exception() is not None:

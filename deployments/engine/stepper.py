@@ -72,7 +72,8 @@ class Stepper:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
-            self._drafts = EngineDrafts(config.draft, settings.model_config.max_model_len, feed, model)
+            vocabulary = settings.model_config.get_vocab_size()
+            self._drafts = EngineDrafts(config.draft, settings.model_config.max_model_len, feed, model, vocabulary)
         self._forks: Forks | None = None
         draft = config.draft
         if draft.method == "group" and draft.paths > 1:

@@ -117,8 +117,11 @@ def _files(folder: str) -> list[Path]:
         raise ValueError(f"weights folder {folder}: no such folder on this machine")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"weights folder {folder}: {index.name} cannot be read: {error!r}") from error
+    for name in names or ():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"weights folder {folder}: {index.name} names {name!r}, which is no file of this folder")
     paths = sorted(index.parent.glob("*.safetensors") if names is None else (index.parent / name for name in names))
     if not paths:
         raise ValueError(f"weights folder {folder}: no *.safetensors")

@@ -5,10 +5,12 @@ against the samples. A sample is given up for its own failures: where others suc
 Invariant: a paused sample is in this book until it is due or has ended. Called by `RolloutCore` alone.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import Sample
+from tailrace.policies.core.request_buffer import Chunk, Sample
+from tailrace.policies.core.running_chunks import RunningChunks
 
 MAX_SAMPLES = 3
 """Samples that fail in a row on one replica, without a success between, after which it is set aside."""
@@ -20,6 +22,9 @@ which it ends as failed. More point to a poisoned sample, not to bad luck."""
 MAX_DOUBTFUL_ATTEMPTS = 12
 """A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound."""
 
+MAX_FORGIVEN = 8
+"""A sample's failures on replicas that were set aside, after which it ends as failed: none of them may be to blame."""
+
 SAMPLE_PAUSE_S = (0.5, 30.0)
 """Pause of a sample after its second failure in a row, seconds; doubled with each, up to the second value. The first
 failure costs no pause."""
@@ -29,25 +34,35 @@ REPLICA_PAUSE_S = (5.0, 300.0)
 
 
 class _Attempts:
-    """`lost`: replicas that left. `own`: failures on replicas where others succeeded. `replicas`: those it failed on."""
+    """Of a sample, since its last success. `lost`: replicas that left. `failed`, `own`: failures by replica, and those
+    of them with evidence that the replica was sound. `forgiven`: on replicas set aside. `turn`: of the last one."""
 
-    __slots__ = ("count", "first_s", "lost", "own", "replicas")
+    __slots__ = ("failed", "forgiven", "lost", "own", "turn")
 
-    def __init__(self, now: float):
-        self.first_s, self.count, self.lost, self.own, self.replicas = now, 0, 0, 0, set()
+    def __init__(self):
+        self.lost = self.forgiven = self.turn = 0
+        self.failed: Counter[str] = Counter()
+        self.own: Counter[str] = Counter()
 
     @property
-    def on_different_replicas(self) -> int:
-        return self.lost + len(self.replicas)
+    def count(self) -> int:
+        return self.lost + self.forgiven + self.failed.total()
+
+    @property
+    def given_up(self) -> bool:
+        if self.own.total() >= MAX_ATTEMPTS or self.lost + len(self.failed) >= MAX_ATTEMPTS:
+            return True
+        return self.forgiven >= MAX_FORGIVEN or self.lost + self.failed.total() >= MAX_DOUBTFUL_ATTEMPTS
 
 
 class _Streak:
-    __slots__ = ("error", "samples", "times", "until_s")
+    """Of a replica, since its last success: samples that failed, and how often and until when it was set aside."""
+
+    __slots__ = ("samples", "times", "turn", "until_s")
 
     def __init__(self):
-        self.samples: dict[str, int] = {}  # failures in a row, by sample
-        self.times, self.until_s = 0, None  # how often it was set aside in a row, and until when it is
-        self.error = ""
+        self.samples: set[str] = set()
+        self.times, self.turn, self.until_s = 0, 0, None
 
 
 class Verdict(NamedTuple):
@@ -59,72 +74,69 @@ class Verdict(NamedTuple):
 
 
 class Failures:
-    """Failures in a row, by sample and by replica."""
+    """Failures in a row, by sample and by replica. A success is evidence if its chunk started after the failure."""
 
-    def __init__(self, table: ReplicaTable):
-        self._table = table
+    def __init__(self, table: ReplicaTable, running: RunningChunks):
+        self._table, self._running = table, running
         self._attempts: dict[str, _Attempts] = {}
         self._streaks: dict[str, _Streak] = {}
-        self._good_s: dict[str, float] = {}  # last success by replica
+        self._sound: dict[str, int] = {}  # by replica: turn at which its newest chunk that succeeded had started
         self._paused: dict[str, tuple[float, Sample]] = {}
 
     def attempts(self, sample: Sample) -> int:
-        """Number of the sample's failures in a row that count."""
+        """Number of the sample's failures in a row."""
         return self._attempts[sample.sample_id].count
 
-    def succeed(self, sample: Sample, replica_id: str, now: float) -> None:
+    def succeed(self, sample: Sample, chunk: Chunk) -> None:
         self._attempts.pop(sample.sample_id, None)
-        self._good_s[replica_id] = now
-        if self._streaks.pop(replica_id, None) is not None and replica_id in self._table:
-            self._table.readmit(replica_id)
+        if chunk.replica_id not in self._table:
+            return
+        self._sound[chunk.replica_id] = max(chunk.born, self._sound.get(chunk.replica_id, 0))
+        streak = self._streaks.get(chunk.replica_id)
+        if streak is not None and chunk.born > streak.turn:
+            del self._streaks[chunk.replica_id]
+            self._table.readmit(chunk.replica_id)
 
-    def lose(self, sample: Sample, replica_id: str, now: float) -> bool:
+    def lose(self, sample: Sample, replica_id: str) -> bool:
         """Note that the sample's replica has left. Returns whether the sample is given up."""
-        self._good_s.pop(replica_id, None)
+        self._sound.pop(replica_id, None)
         self._streaks.pop(replica_id, None)
-        attempts = self._attempts.setdefault(sample.sample_id, _Attempts(now))
-        attempts.count += 1
+        attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
         attempts.lost += 1
-        return attempts.on_different_replicas >= MAX_ATTEMPTS
+        return attempts.given_up
 
-    def fail(self, sample: Sample, replica_id: str, error: str, now: float) -> Verdict:
+    def fail(self, sample: Sample, chunk: Chunk, error: str, now: float) -> Verdict:
         """Note that a chunk of the sample has failed on a replica that is still here."""
-        attempts = self._attempts.setdefault(sample.sample_id, _Attempts(now))
-        attempts.count += 1
-        attempts.own += self._good_s.get(replica_id, float("-inf")) > attempts.first_s
-        attempts.replicas.add(replica_id)
+        replica_id, turn = chunk.replica_id, self._running.turns
+        attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
+        attempts.failed[replica_id] += 1
+        attempts.own[replica_id] += self._sound.get(replica_id, 0) > attempts.turn > 0
+        attempts.turn = turn
         streak = self._streaks.setdefault(replica_id, _Streak())
-        streak.samples[sample.sample_id] = streak.samples.get(sample.sample_id, 0) + 1
-        streak.error = error
-        # One that was aside before is on trial: any failure shows that nothing has changed.
-        if len(streak.samples) >= MAX_SAMPLES or (streak.times and streak.until_s is None):
-            self._set_aside(replica_id, streak, now)
-            return Verdict(False, True, 0.0)
-        if streak.until_s is not None:  # one of the chunks that still ran when it was set aside
-            self._forgive(replica_id, streak)
-            return Verdict(False, False, 0.0)
-        given_up = (
-            attempts.own >= MAX_ATTEMPTS
-            or attempts.on_different_replicas >= MAX_ATTEMPTS
-            or attempts.count >= MAX_DOUBTFUL_ATTEMPTS
-        )
-        return Verdict(given_up, False, _pause_s(SAMPLE_PAUSE_S, attempts.count - 1))
+        streak.turn = turn
+        streak.samples.add(sample.sample_id)
+        if streak.until_s is not None:  # set aside while this chunk ran
+            self._forgive(replica_id)
+            return Verdict(attempts.given_up, False, 0.0)
+        if len(streak.samples) >= MAX_SAMPLES or streak.times:  # one that was set aside before is on trial
+            self._set_aside(replica_id, streak, error, now)
+            return Verdict(attempts.given_up, True, 0.0)
+        return Verdict(attempts.given_up, False, _pause_s(SAMPLE_PAUSE_S, attempts.failed.total() - 1))
 
-    def _set_aside(self, replica_id: str, streak: _Streak, now: float) -> None:
+    def _set_aside(self, replica_id: str, streak: _Streak, error: str, now: float) -> None:
         streak.times += 1
         streak.until_s = now + _pause_s(REPLICA_PAUSE_S, streak.times)
-        self._table.set_aside(
-            replica_id, f"{len(streak.samples)} samples failed on it in a row; the last: {streak.error}"
-        )
-        self._forgive(replica_id, streak)
+        self._table.set_aside(replica_id, f"{len(streak.samples)} samples failed on it in a row; the last: {error}")
+        self._forgive(replica_id)
 
-    def _forgive(self, replica_id: str, streak: _Streak) -> None:
-        for sample_id, count in streak.samples.items():
-            attempts = self._attempts.get(sample_id)
-            if attempts is not None:
-                attempts.count -= count
-                attempts.replicas.discard(replica_id)
-        streak.samples.clear()
+    def _forgive(self, replica_id: str) -> None:
+        """Failures on a replica that may be to blame count little against samples."""
+        samples = self._streaks[replica_id].samples
+        for sample_id in samples & self._attempts.keys():
+            attempts = self._attempts[sample_id]
+            attempts.forgiven += attempts.failed.pop(replica_id)
+            del attempts.own[replica_id]
+        samples.clear()
 
     def pause(self, sample: Sample, until_s: float) -> None:
         self._paused[sample.sample_id] = until_s, sample

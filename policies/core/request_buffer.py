@@ -126,7 +126,7 @@ class Chunk:
     The first of them to end counts as the chunk. The others are `beaten`, and their tokens do not count.
     """
 
-    __slots__ = ("aborting", "beaten", "chunk_id", "copies", "copy_of", "kv_version", "max_tokens", "method",
+    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copies", "copy_of", "kv_version", "max_tokens", "method",
                  "replica_id", "sample", "weights_version")  # fmt: skip
 
     def __init__(
@@ -135,6 +135,7 @@ class Chunk:
         self.chunk_id, self.sample, self.replica_id = chunk_id, sample, replica_id
         self.max_tokens, self.weights_version, self.kv_version = max_tokens, weights_version, kv_version
         self.aborting = self.beaten = False
+        self.born = 0  # `RunningChunks.turns` at its start
         self.copies: list[Chunk] = []
         self.copy_of: Chunk | None = None
         self.method: str | None = None  # draft method, or None for the replica's default

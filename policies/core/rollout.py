@@ -62,7 +62,7 @@ class RolloutCore:
             draft_planner=self._draft_planner,
         )
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
-        self._failures = Failures(self.replicas)
+        self._failures = Failures(self.replicas, self._running)
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class RolloutCore:
         self._races.won(chunk)
         sample = self._running.count_out(chunk)
         sample.take(event, chunk)
-        self._failures.succeed(sample, chunk.replica_id, event.now)
+        self._failures.succeed(sample, chunk)
         self._draft_planner.learn(event)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
@@ -120,7 +120,7 @@ class RolloutCore:
         if self._races.passes_on(chunk):
             return
         sample = self._running.count_out(chunk)
-        verdict = self._failures.fail(sample, chunk.replica_id, event.error, event.now)
+        verdict = self._failures.fail(sample, chunk, event.error, event.now)
         if verdict.aside:
             self._bind_anew(chunk.replica_id)
         if verdict.given_up:
@@ -158,7 +158,7 @@ class RolloutCore:
             if self._races.passes_on(chunk):
                 continue
             sample = self._running.count_out(chunk)
-            if self._failures.lose(sample, event.replica_id, event.now):
+            if self._failures.lose(sample, event.replica_id):
                 self._give_up_on(sample, f"replica {event.replica_id} left: {event.error}")
             else:
                 self._wait_again(sample)

@@ -36,6 +36,7 @@ class RunningChunks:
         max_tokens = sample.need_tokens - sample.group.spec.prompt_tokens - sample.generated_tokens
         versions = self._table.weights_version, self._kv.version(sample)
         chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, *versions)
+        chunk.born = self.turns
         sample.state, sample.streamed_tokens = RUNNING, 0
         sample.last_replica, sample.last_node, sample.asked_nodes = replica_id, self._table.node(replica_id), ()
         sample.chunks += 1
@@ -57,7 +58,7 @@ class RunningChunks:
             weights_version=chunk.weights_version,
             kv_version=chunk.kv_version,
         )
-        made.copy_of, made.method = chunk, method
+        made.copy_of, made.method, made.born = chunk, method, self.turns
         chunk.copies.append(made)
         self.chunks[chunk_id] = self.copies[chunk_id] = made
         self.turns += 1

@@ -16,6 +16,7 @@ from test_engine import SAMPLES, arrays, assert_same, chunk, run
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.deployments.vllm_exact.weight_loading import weights_digest
 from tailrace.policies.protocol.events import ChunkEnd
 
 pytestmark = pytest.mark.live
@@ -66,7 +67,16 @@ def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, 
     assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(old, new, strict=True))
     engine.load_weights(1, str(other_weights)).result(timeout=120)
     assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_weights))
+    digest = weights_digest(str(other_weights))
+    assert engine.stats().weights_digest == digest
     assert_all_same(whole(engine, 1), new)
+    (named, misnamed) = run(
+        engine, chunk(0, weights_version=1, weights_digest=digest), chunk(1, weights_version=1, weights_digest="0" * 16)
+    )
+    assert named.weights_version == 1
+    assert isinstance(misnamed, ValueError) and f"wants weights {'0' * 16}, this is {digest}" in str(misnamed)
+    with pytest.raises(ValueError, match=f"holds other weights \\({digest}\\) than version 2 \\({'0' * 16}\\)"):
+        engine.load_weights(2, str(other_weights), "0" * 16).result(timeout=60)
     (refused,) = run(engine, chunk(0))
     assert isinstance(refused, ValueError) and "wants weights version 0, this is 1" in str(refused)
     engine.load_weights(0, str(model_dir)).result(timeout=120)
@@ -144,7 +154,7 @@ def test_early_chunks_of_weights_that_are_refused_are_refused(engine, old, tmp_p
 
 
 def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_weights):
-    def explode(version, source):
+    def explode(version, source, digest):
         raise ArithmeticError("a bit flipped")
 
     engine._stepper.load_weights = explode

@@ -36,5 +36,5 @@ def test_what_a_live_core_was_told_is_answered_alike_again(client):
     assert journal.policies.ordering.type == "remaining_first" and journal.dropped == 0
     decisions = [action for entry in journal.entries for action in getattr(entry, "actions", ())]
     starts = [action for action in decisions if isinstance(action, StartChunk)]
-    assert {start.sample_id.partition("/")[0] for start in starts} == {"two"}, "new policies begin a new journal"
+    assert {start.sample_id.partition("~")[0] for start in starts} == {"two"}, "new policies begin a new journal"
     assert len(starts) > 12 and replay(journal) is None

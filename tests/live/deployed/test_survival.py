@@ -1,0 +1,134 @@
+"""What is lost is made again, with the same tokens: a killed coordinator, a killed driver, and who comes back."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tailrace.app.client import RolloutClient, RolloutRejected
+from tailrace.app.verification.runs import kill_the_coordinator
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.policies.families.registry import Policies
+
+LONG_TOKENS = 2000
+"""Far more than any of these tests waits for; samples of a replayed answer do not end earlier."""
+
+CHUNKS = Policies(chunking={"type": "fixed", "chunk_tokens": 24})
+
+DRIVER = """
+import asyncio, os, sys
+from tailrace import RolloutBatch, connect
+batch = RolloutBatch.model_validate_json(open(sys.argv[1]).read())
+client = connect()
+async def roll():
+    async for group in client.rollout(batch):
+        pass
+asyncio.run(roll())
+"""
+
+
+def run(work):
+    """A test that waits for ever says nothing."""
+    return asyncio.run(asyncio.wait_for(work, 300))
+
+
+def batch_of(name: str, groups: int, samples: int, max_tokens: int, forced: bool = False) -> RolloutBatch:
+    tokens = tuple(5 + i % 90 for i in range(max_tokens))
+    return RolloutBatch(
+        batch_id=name,
+        groups=tuple(
+            PromptGroup(
+                prompt_id=f"p{number}",
+                text=f"Question {number}: why?",
+                samples=samples,
+                max_tokens=max_tokens,
+                forced_token_ids=(tokens,) * samples if forced else None,
+            )
+            for number in range(groups)
+        ),
+        seed=17,
+    )
+
+
+async def tokens_of(client: RolloutClient, batch: RolloutBatch) -> dict:
+    """Token ids of every sample, by prompt id; each group has come once."""
+    found = {}
+    async for group in client.rollout(batch):
+        assert group.prompt_id not in found
+        found[group.prompt_id] = [sample.token_ids for sample in group.samples]
+    return found
+
+
+async def gone(client: RolloutClient) -> None:
+    """Returns once no batch is in flight and no sample runs."""
+    while (status := await client.status()).batches or status.running:
+        await asyncio.sleep(0.1)
+
+
+async def seen_tokens(client: RolloutClient, batch_id: str, tokens: int) -> None:
+    """Returns once a batch has these tokens."""
+    while not any(one.batch_id == batch_id and one.tokens >= tokens for one in (await client.status()).batches):
+        await asyncio.sleep(0.1)
+
+
+def test_a_batch_outlives_its_coordinator(client):
+    async def killed():
+        await client.set_policies(CHUNKS)
+        undisturbed = await tokens_of(client, batch_of("undisturbed", groups=3, samples=4, max_tokens=120))
+        batch = batch_of("survives", groups=3, samples=4, max_tokens=120)
+        killer = asyncio.create_task(kill_the_coordinator(client, batch.batch_id))
+        found = await tokens_of(client, batch)
+        return undisturbed, found, await killer
+
+    undisturbed, found, note = run(killed())
+    assert note.startswith("killed 1 coordinator with ") and " 0 samples" not in note
+    assert found == undisturbed
+    run(gone(client))
+
+
+def test_leaving_the_iterator_cancels_the_batch(client):
+    async def leave():
+        stream = client.rollout(batch_of("left", groups=2, samples=2, max_tokens=LONG_TOKENS, forced=True))
+        first = asyncio.ensure_future(anext(stream))
+        await seen_tokens(client, "left", 20)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        most = 0
+        while batches := (await client.status()).batches:
+            most = max(most, batches[0].tokens)
+            await asyncio.sleep(0.1)
+        return most
+
+    assert run(leave()) < 2 * LONG_TOKENS, "it ran to its end"
+    run(gone(client))
+
+
+def test_a_killed_drivers_batch_goes_to_the_one_that_comes_back(client, tmp_path):
+    batch = batch_of("comes-back", groups=2, samples=2, max_tokens=LONG_TOKENS, forced=True)
+    path = tmp_path / "batch.json"
+    path.write_text(batch.model_dump_json())
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(path)], cwd=tmp_path, start_new_session=True)
+
+    async def take_over():
+        await seen_tokens(client, "comes-back", 20)
+        with pytest.raises(RolloutRejected, match="other prompts or settings"):
+            await tokens_of(client, batch.model_copy(update={"seed": 1}))
+        os.kill(driver.pid, signal.SIGKILL)
+        reading, seen = asyncio.create_task(tokens_of(client, batch)), []
+        while not reading.done():
+            seen += [one.tokens for one in (await client.status()).batches]
+            await asyncio.sleep(0.2)
+        return await reading, seen
+
+    try:
+        found, seen = run(take_over())
+    finally:
+        driver.kill()
+        driver.wait()
+    assert found == {group.prompt_id: list(group.forced_token_ids) for group in batch.groups}
+    assert seen == sorted(seen) and seen[0] >= 20, "it was taken over, not begun again"
+    run(gone(client))

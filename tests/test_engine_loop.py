@@ -1,0 +1,197 @@
+"""An engine's commands and steps over a scripted stepper: no command of one caller harms another's chunks."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.deployments.engine.engine_loop import LOAD_ALLOWANCE_S, SLOW_STEPS, STEP_ALLOWANCE_S, EngineLoop
+from tailrace.deployments.messages.errors import EngineDown
+
+
+class Script:
+    """A stepper that ends each chunk in the next step. `step_s`: seconds that a step takes; `on_*`: errors to raise."""
+
+    def __init__(self, clock):
+        self.clock, self.running, self.loaded = clock, [], []
+        self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
+        self.in_step = lambda: None
+
+    @property
+    def busy(self):
+        return bool(self.running)
+
+    def add(self, chunk, submitted_s):
+        if chunk.chunk_id in self.running:
+            raise ValueError("already running here")
+        self.running.append(chunk.chunk_id)
+
+    def abort(self, chunk_id, keep_kv):
+        pass
+
+    def step(self):
+        self.clock.now += self.step_s
+        self.in_step()
+        if self.on_step:
+            raise self.on_step
+        ended, self.running = self.running, []
+        return [(chunk_id, f"result of {chunk_id}") for chunk_id in ended]
+
+    def load_weights(self, version, source, digest):
+        self.in_step()
+        if self.on_load:
+            raise self.on_load
+        self.loaded.append((version, source, digest))
+
+    def weights_refusal(self, source):
+        if self.on_refusal:
+            raise self.on_refusal
+        return f"no {source}"
+
+    def reset_cache(self):
+        return not self.running
+
+    def stats(self):
+        version, _, digest = self.loaded[-1] if self.loaded else (0, "", "start")
+        return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest)
+
+    def close(self):
+        self.loaded.append("closed")
+
+
+@pytest.fixture
+def clock():
+    return SimpleNamespace(now=0.0)
+
+
+@pytest.fixture
+def script(clock):
+    return Script(clock)
+
+
+@pytest.fixture
+def loop(script, clock):
+    return EngineLoop(script, lambda: clock.now)
+
+
+def submit(loop: EngineLoop, chunk_id: str) -> list:
+    answers = []
+    loop.submit(SimpleNamespace(chunk_id=chunk_id), answers.append)
+    return answers
+
+
+def test_a_chunk_is_answered_once_and_a_refused_one_alone(loop):
+    first, second, twice = submit(loop, "a"), submit(loop, "b"), submit(loop, "a")
+    assert loop.turn(0.0)
+    assert (first, second) == (["result of a"], ["result of b"])
+    assert [str(error) for error in twice] == ["already running here"]
+
+
+def test_a_load_waits_for_chunks_in_flight_and_later_chunks_for_the_load(loop, script):
+    early = submit(loop, "a")
+    loaded = loop.load_weights(1, "w1")
+    late = submit(loop, "b")
+    loop.turn(0.0)
+    assert early == ["result of a"] and loaded.result(0) is None and script.loaded == [(1, "w1", "")]
+    assert not late
+    loop.turn(0.0)
+    assert late == ["result of b"]
+
+
+def test_a_load_of_what_is_there_changes_nothing(loop, script):
+    for _ in range(2):
+        done = loop.load_weights(1, "w1", "one")
+        loop.turn(0.0)
+        assert done.result(0) is None
+    assert script.loaded == [(1, "w1", "one")]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), TypeError("None"), RecursionError("deep"), OSError("disk")])
+def test_a_failed_check_of_weights_harms_nobody(loop, script, error):
+    script.on_refusal = error
+    asked, chunk = loop.weights_refusal("x"), submit(loop, "a")
+    assert loop.turn(0.0) and loop.healthy
+    assert asked.exception(0) is error and chunk == ["result of a"]
+
+
+def test_a_refused_load_goes_to_its_caller_and_a_broken_one_ends_the_engine(loop, script):
+    script.on_load = ValueError("does not fit")
+    refused = loop.load_weights(1, "w1")
+    assert loop.turn(0.0) and str(refused.exception(0)) == "does not fit"
+    script.on_load = RuntimeError("half loaded")
+    broken, waiting = loop.load_weights(1, "w1"), submit(loop, "a")
+    assert not loop.turn(0.0) and not loop.healthy
+    loop.end()
+    assert str(broken.exception(0)) == "half loaded" and isinstance(waiting[0], EngineDown)
+    assert "half loaded" in loop.problem
+
+
+def test_a_caller_that_leaves_ends_no_engine(loop):
+    """asyncio cancels the future of a call that it wraps."""
+    for ask in (loop.reset_cache, lambda: loop.weights_refusal("x"), lambda: loop.load_weights(1, "w1")):
+        assert ask().cancel()
+    chunk = submit(loop, "a")
+    assert loop.turn(0.0) and chunk == ["result of a"]
+
+
+def test_a_wrapped_call_that_is_cancelled_ends_no_engine(loop):
+    async def leave():
+        waiting = asyncio.ensure_future(asyncio.wrap_future(loop.reset_cache()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert loop.turn(0.0) and loop.healthy
+
+
+def test_a_step_that_does_not_end_is_not_healthy(loop, script, clock):
+    seen = []
+
+    def hang():
+        clock.now += STEP_ALLOWANCE_S - 1.0
+        seen.append(loop.healthy)
+        clock.now += 2.0
+        seen.append((loop.healthy, loop.problem))
+
+    submit(loop, "a")
+    script.in_step = hang
+    loop.turn(0.0)
+    assert seen == [True, (False, f"a step has not ended after {STEP_ALLOWANCE_S + 1.1:.0f} s")]
+    assert loop.healthy, "it has ended after all"
+
+
+def test_slow_engines_and_loads_get_more_time(loop, script, clock):
+    seen = []
+
+    def long_step(seconds):
+        def wait():
+            clock.now += seconds
+            seen.append(loop.healthy)
+
+        return wait
+
+    submit(loop, "a")
+    script.step_s = 30.0
+    loop.turn(0.0)
+    script.in_step = long_step(SLOW_STEPS * 30.0 - 31.0)
+    submit(loop, "a")
+    loop.turn(0.0)
+    script.in_step = long_step(LOAD_ALLOWANCE_S - 1.0)
+    loop.load_weights(1, "w1")
+    loop.turn(0.0)
+    assert seen == [True, True]
+
+
+def test_the_end_answers_everybody(loop, script):
+    script.on_step = ZeroDivisionError("a kernel")
+    chunk, asked = submit(loop, "a"), None
+    script.in_step = lambda: setattr(script, "asked", loop.reset_cache())
+    assert not loop.turn(0.0)
+    loop.end()
+    asked = script.asked
+    assert isinstance(chunk[0], EngineDown) and isinstance(asked, Future)
+    assert isinstance(asked.exception(0), EngineDown) and script.loaded == ["closed"]
+    assert isinstance(submit(loop, "b")[0], EngineDown)
+    assert isinstance(loop.reset_cache().exception(0), EngineDown)
