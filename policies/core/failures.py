@@ -22,8 +22,11 @@ which it ends as failed. More point to a poisoned sample, not to bad luck."""
 MAX_DOUBTFUL_ATTEMPTS = 12
 """A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound."""
 
-MAX_FORGIVEN = 8
-"""A sample's failures on replicas that were set aside, after which it ends as failed: none of them may be to blame."""
+MAX_FORGIVEN = 24
+"""A sample's failures on replicas that were set aside, after which it ends as failed: perhaps none of them is to blame.
+
+With the pauses of two replicas that takes half an hour; `status` names the reason meanwhile.
+"""
 
 SAMPLE_PAUSE_S = (0.5, 30.0)
 """Pause of a sample after its second failure in a row, seconds; doubled with each, up to the second value. The first
