@@ -54,7 +54,6 @@ class RolloutClient:
         self._stream = self._handle.options(stream=True)
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
-        self._driver = uuid4().hex
         self._weights: tuple[int, str] | None = None  # version and folder of this client's last update
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
@@ -69,16 +68,18 @@ class RolloutClient:
             self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
         sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
         have: list[str] = []
-        patience = Patience(self._resume_s)
-        heartbeat = self._heartbeat(lambda: self._handle.renew.remote(batch.batch_id, self._driver))
+        patience, driver = Patience(self._resume_s), uuid4().hex
+        heartbeat = self._heartbeat(lambda: self._handle.renew.remote(batch.batch_id, driver))
         try:
             while len(have) < len(batch.groups):
                 try:
-                    async with aclosing(self._groups(sent, have)) as groups:
+                    async with aclosing(self._groups(sent, driver, have)) as groups:
                         async for group in groups:
                             have.append(group.prompt_id)
                             patience.renew()
                             yield group
+                    if len(have) < len(batch.groups):
+                        raise Interrupted(RolloutRejected("the stream ended before all groups had come"), READER_S)
                 except Interrupted as lost:
                     await patience.wait(lost)
         finally:
@@ -87,11 +88,14 @@ class RolloutClient:
 
     rollout_blocking = blocking_iterator(rollout)
 
-    async def _groups(self, batch: RolloutBatch, have: list[str]) -> AsyncIterator[GroupResult]:
-        """The groups of one stream. Raises Interrupted where another stream may give the rest."""
+    async def _groups(self, batch: RolloutBatch, driver: str, have: list[str]) -> AsyncIterator[GroupResult]:
+        """The groups of one stream, without those in `have`. Raises Interrupted if another stream may give the rest.
+
+        `driver`: names the call of `rollout` over all its streams.
+        """
         version = self._weights[0] if self._weights else 0
         sent = batch.model_copy(update={"min_weights_version": max(batch.min_weights_version, version)})
-        stream = self._stream.rollout.remote(sent, self._driver, have)
+        stream = self._stream.rollout.remote(sent, driver, have)
         try:
             async for item in stream:
                 if not isinstance(item, Rejected):

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tailrace.deployments.context.archive import EVERY, FILES, Archive, file_of, shard_of, shards_files
 from tailrace.deployments.context.config import ContextConfig
-from tailrace.deployments.context.history import Answer, History, PastLength, pack, prompt_key, unpack
+from tailrace.deployments.context.history import Answer, History, PastLength, is_on_network, pack, prompt_key, unpack
 from tailrace.deployments.context.live_groups import Packet
 from tailrace.deployments.context.shard import ContextShard
 from tailrace.deployments.messages.context import GroupRef, Piece
@@ -245,3 +246,31 @@ def test_a_history_that_breaks_under_way_is_counted_and_costs_nothing_else(tmp_p
     assert (past, lengths) == ([[]], {}) and status["groups"] == 1
     assert status["counts"]["history_failures"] == 4 and status["problem"].startswith("history: ")
     assert seen["problem"] == status["problem"] and seen["samples"] and seen["history"] == []
+
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+server:/export /shared nfs4 rw 0 0
+/dev/sdb1 /shared/local\\040disk xfs rw 0 0
+s3fs /mnt/bucket fuse.s3fs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(("path", "network"), [
+    ("/var/history.sqlite", False), ("/shared/tailrace/history.sqlite", True), ("/shared/local disk/x.sqlite", False),
+    ("/mnt/bucket/x.sqlite", True), ("/sharedx/x.sqlite", False),
+])  # fmt: skip
+def test_network_file_systems_are_known(path, network):
+    assert is_on_network(Path(path), MOUNTS) == network
+
+
+@pytest.mark.parametrize(("network", "mode"), [(False, "wal"), (True, "delete")])
+def test_no_shared_memory_is_used_on_a_network_file_system(tmp_path, monkeypatch, network, mode):
+    monkeypatch.setattr("tailrace.deployments.context.history.is_on_network", lambda path: network)
+    path = tmp_path / "private" / "history.sqlite"
+    history = opened(path)
+    history.record("k", "b/p", 3, [answer(0)])
+    assert sqlite3.connect(path).execute("PRAGMA journal_mode").fetchone() == (mode,)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    history.close()
+    assert opened(path).lengths("k") == [PastLength(3, 20, True)]

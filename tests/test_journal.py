@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,3 +153,11 @@ def test_what_came_to_be_told_since_it_was_written_is_at_its_default():
 def test_a_bad_header_is_named(header):
     with pytest.raises(ValueError, match="line 1: not a line of a journal"):
         read_journal(header)
+
+
+def test_a_journal_imports_no_code():
+    header = {"journal": 1, "policies": {"ordering": {"type": "antigravity:Ordering"}}, "weights_version": 0}
+    line = json.dumps(header | {"limits": None, "dropped": 0})
+    with pytest.raises(ValueError, match=r"policies\.ordering is of module antigravity; a journal imports no code"):
+        read_journal([line])
+    assert "antigravity" not in sys.modules

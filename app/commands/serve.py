@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -37,6 +38,7 @@ def command(config, port, dashboard_port):
     resolve_model(file.application.args.engine.model)
     environment = _environment()
     _run(("ray", "get-auth-token", "--generate"), environment)
+    _token_path(environment).chmod(0o600)  # Ray leaves it readable to every user of the machine
     head = _start_head(port, dashboard_port, environment)
     dashboard = f"http://{LOOPBACK}:{dashboard_port}"
     try:
@@ -50,6 +52,11 @@ def command(config, port, dashboard_port):
         click.echo("stopping", err=True)
     finally:
         _stop(head)
+
+
+def _token_path(environment: Mapping[str, str]) -> Path:
+    """The file of Ray's token."""
+    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def _environment() -> dict[str, str]:

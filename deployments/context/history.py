@@ -23,6 +23,9 @@ APPLICATION_ID = 0x7461696C
 BUSY_S = 10.0
 """Longest wait for another process (an import) that is writing to the same file."""
 
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse")
+"""Beginnings of their types in Linux's mount table; FUSE serves many shared folders of clouds."""
+
 SLACK = 0.9
 """Share of a full file that is left: making room looks at every row, so it must be seldom."""
 
@@ -182,13 +185,15 @@ class History:
 
     def _open(self, path: Path | None) -> None:
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # answers may be private
         self._base = base = sqlite3.connect(path or ":memory:", timeout=BUSY_S, check_same_thread=False)
         (tables,) = base.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and base.execute("PRAGMA application_id").fetchone() != (APPLICATION_ID,):
             base.close()
             raise sqlite3.DatabaseError("a database of something else")
-        base.execute("PRAGMA journal_mode = WAL")
+        # SQLite's WAL needs memory that all its writers share, so on a network file system it would corrupt the file.
+        base.execute(f"PRAGMA journal_mode = {'DELETE' if path and is_on_network(path) else 'WAL'}")
         base.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the last answers, never the file
         base.executescript(TABLES)
         self.nbytes = self._bytes()
@@ -196,6 +201,17 @@ class History:
     def _bytes(self, prompt_key: str | None = None) -> int:
         where, arguments = ("", ()) if prompt_key is None else (" WHERE prompt_key = ?", (prompt_key,))
         return self._base.execute(f"SELECT coalesce(sum(bytes), 0) FROM answers{where}", arguments).fetchone()[0]
+
+
+def is_on_network(path: Path, mounts: str | None = None) -> bool:
+    """Whether a file is on a network file system. `mounts`: text of /proc/self/mounts; read from there if None."""
+    if mounts is None:
+        table = Path("/proc/self/mounts")
+        mounts = table.read_text() if table.is_file() else ""
+    kinds = {Path(line.split()[1].replace("\\040", " ")): line.split()[2] for line in mounts.splitlines()}
+    folder = path.resolve()
+    kind = next((kinds[place] for place in (folder, *folder.parents) if place in kinds), "")
+    return kind.startswith(NETWORK_FILE_SYSTEMS)
 
 
 def prompt_key(text: str) -> str:

@@ -7,6 +7,7 @@ drives a `JournaledCore` in place of a plain one while a driver wants a journal;
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, get_args
@@ -110,6 +111,10 @@ def read_journal(lines: Iterable[str]) -> Journal:
 def _header(data: dict) -> tuple[Policies, int, Limits | None, int]:
     if set(data) != {"journal", "policies", "weights_version", "limits", "dropped"} or data["journal"] != FORMAT:
         raise ValueError(f"a header of format {FORMAT} is needed")
+    for family, policy in data["policies"].items():
+        module, colon, _ = (policy if isinstance(policy, str) else policy.get("type", "")).partition(":")
+        if colon and module not in sys.modules:
+            raise ValueError(f"policies.{family} is of module {module}; a journal imports no code, import it first")
     limits = None if data["limits"] is None else Limits(*map(int, data["limits"]))
     return Policies(**data["policies"]), int(data["weights_version"]), limits, int(data["dropped"])
 
