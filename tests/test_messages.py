@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tailrace.deployments.messages.refusals import REFUSED
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
+from tailrace.deployments.messages.rollout import MAX_SAMPLES, PromptGroup, RolloutBatch, SamplingParams
 
 GROUP = {"prompt_id": "p", "token_ids": (1, 2)}
 BATCH = {"batch_id": "b", "groups": (GROUP,)}
@@ -67,3 +67,10 @@ def test_the_reason_names_the_substitute(field, substitute):
 def test_a_misspelled_field_is_still_unknown():
     with pytest.raises(ValidationError, match="Extra inputs"):
         SamplingParams(temprature=1.0)
+
+
+def test_a_batch_without_end_is_refused():
+    group = PromptGroup(prompt_id="p", text="x", samples=MAX_SAMPLES)
+    assert RolloutBatch(batch_id="b", groups=(group,)).groups[0].samples == MAX_SAMPLES
+    with pytest.raises(ValidationError, match=f"{MAX_SAMPLES + 1} samples in one batch; at most {MAX_SAMPLES}"):
+        RolloutBatch(batch_id="b", groups=(group, PromptGroup(prompt_id="q", text="x", samples=1)))

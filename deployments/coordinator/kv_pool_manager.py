@@ -28,6 +28,10 @@ CALL_S = 10.0
 """A dead Mooncake master is noticed after 4.3 s; a master that is silent for twice that is gone."""
 
 
+MAX_GONE = 64
+"""Replicas that are gone whose counts are kept apart, since they may come back; older ones are added up."""
+
+
 class KvPoolManager:
     """`master`: handle of the KvMaster actor. Its methods return at once; `poll` and `work` run as tasks."""
 
@@ -50,14 +54,18 @@ class KvPoolManager:
 
     def learn(self, reports: Iterable[EngineStats]) -> None:
         """Take over from reports the prefixes of keys, the bytes of a token, and the engines' counts."""
-        self._problems = {}
+        self._problems, present = {}, set()
         for report in reports:
+            present.add(report.replica_id)
             if report.pool_problem:
                 self._problems[report.replica_id] = report.pool_problem
                 continue
             self._prefixes, self._token_bytes = report.key_prefixes, report.token_bytes
             self._block_tokens = report.block_tokens
             self._engine_counts[report.replica_id] = report.kv_counts
+        gone = [name for name in self._engine_counts if name not in present]
+        for name in gone[: max(0, len(gone) - MAX_GONE)]:
+            self._counts.update(self._engine_counts.pop(name))
 
     def release(self, batch: LiveBatch, action: ReleaseKv) -> None:
         """Give back a sample's own blocks, or the prompt's of its group."""

@@ -86,6 +86,10 @@ class PromptGroup(RequestMessage):
         return self
 
 
+MAX_SAMPLES = 1 << 18
+"""Of one batch: the coordinator takes a second for a third of them."""
+
+
 class RolloutBatch(RequestMessage):
     """Prompts of one step. `seed` and `step` enter every sample key."""
 
@@ -104,6 +108,8 @@ class RolloutBatch(RequestMessage):
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise ValueError(f"prompt_id {twice!r} is given twice")
+        if (samples := sum(group.samples for group in self.groups)) > MAX_SAMPLES:
+            raise ValueError(f"{samples} samples in one batch; at most {MAX_SAMPLES}, give several batches")
         return self
 
 
