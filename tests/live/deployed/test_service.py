@@ -122,19 +122,6 @@ def test_cancel_hands_out_what_there_is(client, groups):
     assert not run(client.cancel("cancel")), "it is over"
 
 
-def test_a_driver_that_goes_away_cancels_its_batch(client, groups):
-    async def leave():
-        stream = client.rollout(RolloutBatch(batch_id="left", groups=groups, seed=9))
-        await anext(stream)
-        await stream.aclose()
-        while (status := await client.status()).batches:
-            await asyncio.sleep(0.1)
-        return status
-
-    status = run(leave())
-    assert status.running == status.waiting == 0
-
-
 def test_vllm_never_preempts(client):
     status = run(client.status())
     assert len(status.replicas) == 2
