@@ -91,19 +91,23 @@ class Failures:
         return self._attempts[sample.sample_id].count
 
     def succeed(self, sample: Sample, chunk: Chunk) -> None:
-        self._attempts.pop(sample.sample_id, None)
-        if chunk.replica_id not in self._table:
-            return
-        self._sound[chunk.replica_id] = max(chunk.born, self._sound.get(chunk.replica_id, 0))
-        streak = self._streaks.get(chunk.replica_id)
-        if streak is not None and chunk.born > streak.turn:
-            del self._streaks[chunk.replica_id]
-            self._table.readmit(chunk.replica_id)
+        """Note that a chunk of the sample has ended well."""
+        replica_id, born = chunk.replica_id, chunk.born
+        if born > self._sound.get(replica_id, -1):
+            self._sound[replica_id] = born
+        if self._attempts:
+            self._attempts.pop(sample.sample_id, None)
+        if replica_id in self._streaks and born > self._streaks[replica_id].turn:
+            del self._streaks[replica_id]
+            self._table.readmit(replica_id)
 
-    def lose(self, sample: Sample, replica_id: str) -> bool:
-        """Note that the sample's replica has left. Returns whether the sample is given up."""
+    def leave(self, replica_id: str) -> None:
+        """Forget a replica that has left."""
         self._sound.pop(replica_id, None)
         self._streaks.pop(replica_id, None)
+
+    def lose(self, sample: Sample) -> bool:
+        """Note that the sample's replica has left. Returns whether the sample is given up."""
         attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
         attempts.lost += 1
         return attempts.given_up
@@ -146,7 +150,8 @@ class Failures:
 
     def resume(self, sample: Sample) -> None:
         """Note that a sample is queued: it does not pause any more."""
-        self._paused.pop(sample.sample_id, None)
+        if self._paused:
+            self._paused.pop(sample.sample_id, None)
 
     def is_paused(self, sample: Sample) -> bool:
         return sample.sample_id in self._paused
@@ -158,10 +163,10 @@ class Failures:
 
     def due(self, now: float) -> list[Sample]:
         """Samples whose pause is over; and readmits the replicas whose time aside is over."""
-        for replica_id, streak in list(self._streaks.items()):
-            if replica_id not in self._table:
-                del self._streaks[replica_id]
-            elif streak.until_s is not None and streak.until_s <= now:
+        if not self._streaks and not self._paused:
+            return []
+        for replica_id, streak in self._streaks.items():
+            if streak.until_s is not None and streak.until_s <= now:
                 streak.until_s = None
                 self._table.readmit(replica_id)
         return [sample for until_s, sample in self._paused.values() if until_s <= now]

@@ -152,13 +152,14 @@ class RolloutCore:
 
     def _replica_left(self, event: ev.ReplicaLeft) -> None:
         lost = self._running.lose(event.replica_id)
+        self._failures.leave(event.replica_id)
         self._bind_anew(event.replica_id)
         for chunk in lost:
             self._running.stop(chunk)
             if self._races.passes_on(chunk):
                 continue
             sample = self._running.count_out(chunk)
-            if self._failures.lose(sample, event.replica_id):
+            if self._failures.lose(sample):
                 self._give_up_on(sample, f"replica {event.replica_id} left: {event.error}")
             else:
                 self._wait_again(sample)
