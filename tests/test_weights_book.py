@@ -37,13 +37,13 @@ class Engines:
 
     async def check_weights(self, source):
         await asyncio.sleep(0)
-        if source not in self.folders:
+        if self.held and source not in self.folders:
             raise ChunkError(f"weights folder {source}: no such folder on this machine")
         return {self.folders[source]} if self.held else set()
 
     async def load_weights(self, name, version, source, digest):
         self.loads += 1
-        if name in self.refuses or digest not in ("", self.folders[source]):
+        if name in self.refuses or source not in self.folders or digest not in ("", self.folders[source]):
             raise ChunkError("other weights")
         self.held[name] = version, self.folders[source]
 
@@ -131,6 +131,31 @@ def test_without_replicas_an_update_is_accepted_and_the_first_one_names_the_cont
         engines.held["a"] = 0, "start"
         await settle(weights, engines)
         assert weights.digest == "one" and engines.held["a"] == (1, "one")
+
+    run(scenario)
+
+
+def test_an_unread_update_that_turns_out_bad_is_withdrawn():
+    """Without replicas it is accepted; the first one to start finds that it cannot load it."""
+
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        engines.held["a"] = 0, "start"
+        await settle(weights, engines)
+        engines.held.clear()
+        weights.observe([])
+        assert await weights.want(1, "nowhere") is None and not weights.is_confirmed
+        engines.held["b"] = 0, "start"
+        weights.observe(engines.reports())
+        (known,) = map(weights.known, engines.reports())
+        assert known.weights_version == OTHER_WEIGHTS, "nothing starts under the version before"
+        await settle(weights, engines)
+        assert (weights.version, weights.digest) == (0, "start")
+        assert weights.problem.startswith("weights 1 are withdrawn: b: ")
+        assert [weights.known(one).weights_version for one in engines.reports()] == [0]
+        assert await weights.want(1, "w1") is None
+        await settle(weights, engines)
+        assert engines.held["b"] == (1, "one")
 
     run(scenario)
 

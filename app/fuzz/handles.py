@@ -133,12 +133,12 @@ class EngineHandle:
         if not replicas:
             raise DeploymentUnavailableError("Engine")
         calls = [asyncio.ensure_future(self._call(replica.name, method, *args)) for replica in replicas]
-        done, pending = await asyncio.wait(calls, timeout=timeout_s)
+        for one in calls:
+            one.add_done_callback(lambda done: done.cancelled() or done.exception())
+        _, pending = await asyncio.wait(calls, timeout=timeout_s)
         for late in pending:
             late.cancel()
         if pending:
-            for one in done:
-                one.exception()
             raise TimeoutError
         return [one.exception() or one.result() for one in calls]
 
@@ -150,7 +150,9 @@ class Method:
         self._start = start
 
     def remote(self, *args):
-        return asyncio.ensure_future(self._start(*args))
+        call = asyncio.ensure_future(self._start(*args))
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # as Serve: it need not be read
+        return call
 
     def options(self, **options) -> "Method":
         return self

@@ -231,7 +231,7 @@ class Rollouts:
         """Start the loads that are due, and notify the core of a new version."""
         list(map(self._spawn, self._weights.loads(asyncio.get_running_loop().time())))
         old, new = self._core.replicas.weights_version, self._weights.version
-        if new > old:
+        if new > old and self._weights.is_confirmed:
             self._tell(ev.WeightsChanged(self.now(), new))
             if self._kv_pool_manager is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
                 self._kv_pool_manager.retire(old)

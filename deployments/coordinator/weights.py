@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.messages.chunk import EngineStats
-from tailrace.deployments.messages.errors import is_own_cancel, one_line
+from tailrace.deployments.messages.errors import ChunkError, is_own_cancel, one_line
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 
 if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
@@ -38,6 +38,7 @@ class Weights:
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
         self.problem: str | None = None  # why the last load of a replica failed
+        self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._engines = engines
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
@@ -48,6 +49,11 @@ class Weights:
     def digest(self) -> str:
         """Of the wanted weights; empty until a replica has read them."""
         return self.digests.get(self.version, "")
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a replica has read the wanted weights. Without replicas an update is accepted unread."""
+        return bool(self.digest)
 
     async def want(self, version: int, source: str) -> Rejected | None:
         """From now on these weights; or why not, and nothing changes.
@@ -85,6 +91,18 @@ class Weights:
         self.version, self.source, self.problem = version, source, None
         self.digests[version] = self.digests.get(version) or digest
         self._pauses.clear()
+        self._confirm()
+
+    def _confirm(self) -> None:
+        if self.is_confirmed:
+            self._confirmed = self.version, self.source
+
+    def _withdraw(self) -> None:
+        """Return to the last weights that a replica has read: no replica has ever held the wanted ones."""
+        self.digests.pop(self.version, None)
+        self.problem = f"weights {self.version} are withdrawn: {self.problem}"
+        self.version, self.source = self._confirmed
+        self._changed.set()
 
     def observe(self, reports: list[EngineStats]) -> None:
         """Note the weights of replicas. Adopts versions above its own: a new coordinator finds replicas that an earlier
@@ -94,6 +112,7 @@ class Weights:
                 self._set(report.weights_version, report.weights_source, report.weights_digest)
             elif report.weights_version == self.version and not self.digest:
                 self.digests[self.version] = report.weights_digest
+                self._confirm()
         self._held = {report.replica_id: (report.weights_version, report.weights_digest) for report in reports}
         self._changed.set()
         for known in set(self._pauses) - self._held.keys():
@@ -104,8 +123,12 @@ class Weights:
         return [self._load(name) for name in self._late() if self._is_due(name, now)]
 
     def known(self, report: EngineStats) -> EngineStats:
-        """The report as the core is to take it: a content that is not the wanted one is no version of ours."""
-        if report.weights_version == self.version and report.weights_digest != self.digest:
+        """The report as the core is to take it: a content that is not the wanted one is no version of ours.
+
+        Until the wanted weights are confirmed no replica is used, since the core still has the version before.
+        """
+        other = report.weights_version == self.version and report.weights_digest != self.digest
+        if other or not self.is_confirmed:
             return replace(report, weights_version=OTHER_WEIGHTS)
         return report
 
@@ -156,6 +179,8 @@ class Weights:
             self._pauses[replica_id] = now() + pause_s, pause_s
             if version == self.version:
                 self.problem = f"{replica_id}: {error}"
+                if isinstance(error, ChunkError) and not self.is_confirmed:
+                    self._withdraw()
         finally:
             self._loading.discard(replica_id)
 

@@ -26,6 +26,7 @@ KEPT = {
     106: "a new coordinator judged weights before it had heard of a replica",
     1049: "a sample was given up for failures of its replica",
     1132: "a context shard's call was cancelled",
+    10191: "an update that no replica had read stood for ever",
     1143: "all replicas refused for two minutes",
 }
 """Seeds that have found a defect once."""
