@@ -5,6 +5,7 @@ Its event loop and its engine's thread are separate, as in the real one: each ca
 
 import asyncio
 
+from tailrace.app.fuzz import stepper
 from tailrace.app.fuzz.stepper import SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.deployments.engine.engine_loop import EngineLoop
@@ -37,7 +38,7 @@ class Shell(Engine.func_or_class):
         pass
 
     def _checked_digest(self, source: str) -> str:
-        return self._runner.disk.read(source)
+        return stepper.digest_of(self._runner.disk.read(source))
 
 
 class SimulatedReplica(Process):

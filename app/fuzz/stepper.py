@@ -22,6 +22,11 @@ TORN = "torn"
 """Content of a folder whose files do not fit the model, or hold NaN."""
 
 
+def digest_of(content: str) -> str:
+    """Returns the digest of weights of this content."""
+    return f"digest-of-{content}"
+
+
 @lru_cache(maxsize=1 << 14)
 def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
     raw = blake2b(f"{key}/{digest}/{index}".encode(), digest_size=4 * PIECE).digest()
@@ -70,7 +75,8 @@ class SimulatedStepper:
     ):
         self.disk, self._now = disk, now
         self._mean_tokens, self._step_tokens = mean_tokens, step_tokens
-        self._version, self._source, self._digest = 0, "", disk.read("start")
+        self._version, self._source = 0, ""
+        self._take(disk.read("start"))
         self._pooled = pooled
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
@@ -115,7 +121,7 @@ class SimulatedStepper:
         chunk = running.chunk
         start = len(chunk.token_ids) - chunk.prompt_tokens + len(running.tokens)
         for position in range(start, start + self._step_tokens):
-            token = token_at(chunk.sample_key, self._digest, position, self._mean_tokens)
+            token = token_at(chunk.sample_key, self._content, position, self._mean_tokens)
             running.tokens.append(token)
             if token == EOS:
                 return self._finish(chunk_id, ChunkEnd.STOP)
@@ -154,10 +160,14 @@ class SimulatedStepper:
     def load_weights(self, version: int, source: str, digest: str) -> None:
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        if (found := self.disk.read(source)) != digest != "":
-            raise ValueError(f"weights folder {source}: holds {found}, not {digest}")
-        self._digest = found
+        content = self.disk.read(source)
+        if digest_of(content) != digest != "":
+            raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
+        self._take(content)
         self._version, self._source = version, source
+
+    def _take(self, content: str) -> None:
+        self._content, self._digest = content, digest_of(content)
 
     def weights_refusal(self, source: str) -> str | None:
         try:

@@ -2,17 +2,15 @@
 
 import json
 import logging
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from tailrace.app.cli import main
+from tailrace.app.fuzz import stepper
 from tailrace.app.fuzz.campaign import campaign, outcome_of
 from tailrace.app.fuzz.faults import KINDS
-from tailrace.app.fuzz.replica import Shell
 from tailrace.app.fuzz.run import plan_of, run, shortened
-from tailrace.app.fuzz.stepper import SimulatedStepper
 from tailrace.deployments.coordinator import chunk_runner
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.engine.engine_loop import EngineLoop
@@ -65,10 +63,8 @@ def threads_that_live(monkeypatch):
 
 
 def contents_by_version(monkeypatch):
-    """As before weights had digests."""
-    stats = SimulatedStepper.stats
-    monkeypatch.setattr(SimulatedStepper, "stats", lambda self: replace(stats(self), weights_digest=""))
-    monkeypatch.setattr(Shell, "_checked_digest", lambda self, source: self._runner.disk.read(source) and "")
+    """As if all contents had one digest."""
+    monkeypatch.setattr(stepper, "digest_of", lambda content: "the same")
 
 
 def replicas_without_blame(monkeypatch):
