@@ -9,7 +9,7 @@ DASHBOARD_PORT ?= 8265
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long package lint bench serve lock docs clean
+.PHONY: help setup demo test test-pure test-long package lint bench serve lock docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -22,7 +22,11 @@ demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
 	$(PY) -m tailrace rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
 
 test: setup ## all tests: pure, then live, then gpu
-	@$(PY) -m pytest
+	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
+	@$(PY) -m pytest -m "live or gpu"
+
+test-pure: setup ## the pure tests alone, on two cores
+	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
 
 test-long: setup ## the tests marked long: races, draft models and the certificate at length (minutes)
 	@$(PY) -m pytest --long -m long

@@ -94,15 +94,21 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse((ROOT / name).read_text(), name)
 
 
+@cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def offences(names: list[str], found_in: Callable[[str], object]) -> dict[str, object]:
     """What a rule finds, by file. Of all files in one test: a thousand small tests took longer than their looks."""
     return {name: found for name in names if (found := found_in(name))}
 
 
-def imports_of(tree: ast.Module) -> set[str]:
+@cache
+def imports_of(tree: ast.Module) -> frozenset[str]:
     """Full names of all that a file imports, or names by dotted path in a string."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -110,7 +116,7 @@ def imports_of(tree: ast.Module) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED_PATH.fullmatch(node.value):
             found.add(node.value.replace(":", "."))
-    return found
+    return frozenset(found)
 
 
 def ours_of(tree: ast.Module) -> set[str]:
@@ -150,7 +156,7 @@ def arrows() -> dict[tuple[str, str], set[str]]:
 def impurities(tree: ast.Module) -> set[str]:
     """What a policy must not use: modules beyond PURE, `hash()`, a generator, or another way to open something."""
     found = {name for name in imports_of(tree) if name.split(".")[0] not in PURE | {"tailrace"}}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             found |= {node.func.id} & {"hash", "open", "id", "eval", "exec", "__import__", "input", "print"}
         elif isinstance(node, ast.Attribute) and node.attr == "random":
@@ -161,11 +167,11 @@ def impurities(tree: ast.Module) -> set[str]:
 def environment_uses(tree: ast.Module) -> list[str]:
     """`read` or `write` for each use of the environment."""
     stored = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        id(node.value) for node in nodes_of(tree) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
-    stored |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "update"}
+    stored |= {id(node.value) for node in nodes_of(tree) if isinstance(node, ast.Attribute) and node.attr == "update"}
     uses = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             uses += ["read" for alias in node.names if alias.name in ("environ", "environb", "getenv")]
         elif isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "getenvb"):

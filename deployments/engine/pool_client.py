@@ -55,6 +55,10 @@ class PoolClient:
         """Takes a result that is complete except for its saves."""
         self._held[chunk.chunk_id] = (request_id, chunk, result, time.monotonic())
 
+    def held_tokens(self) -> dict[str, int]:
+        """Returns the tokens of the results that it holds, by chunk id."""
+        return {chunk_id: len(result.token_ids) for chunk_id, (_, _, result, _) in self._held.items()}
+
     def forget(self, request_id: str) -> None:
         """Drops the connector's record of a failed request, which has no result."""
         self._connector.take(request_id)

@@ -267,12 +267,13 @@ class Stepper:
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
         running = self._running
+        tokens = {chunk_id: len(r.token_ids) for chunk_id, r in running.items()}
         return EngineStats(
             **self._constant,
             observed_at=time.time(),
             steps=self._steps,
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in running.values()),
-            running={chunk_id: len(r.token_ids) for chunk_id, r in running.items()},
+            running=tokens | (self._link.held_tokens() if self._link is not None else {}),
             kv_counts=self._link.counts() if self._link is not None else {},
             speeds=self._speeds.report(),
             methods=self._drafts.methods if self._drafts is not None else (),
