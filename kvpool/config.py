@@ -21,6 +21,10 @@ class PoolConfig(BaseModel):
     lookup_deadline_s: float = Field(0.5, gt=0, description="a look-up that takes longer finds nothing")
     load_deadline_s: float = Field(2.0, gt=0, description="KV that takes longer to load is computed again")
     save_deadline_s: float = Field(1.0, gt=0, description="KV that takes longer to save is not kept")
+    block_check: Literal["checksum", "mac", "off"] = Field(
+        "checksum", description="on each block of KV; one that fails is a miss. mac: against writes by other hosts, too"
+    )
+    mac_key_file: str = Field("~/.ray/auth_token", description="secret for `mac`; the same on every node")
     retry_s: float = Field(1.0, gt=0, description="pause of an engine's pool traffic after a failure")
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Mooncake's store as vLLM's connector calls it, with every call counted by outcome, and a pause after a failure.
+"""Mooncake's store as vLLM's connector calls it: every block checked, every call counted, a pause after a failure.
 
 Invariant: a call returns codes and never raises; while paused it returns at once, so that a dead store costs one slow
 call per `retry_s` and not one per block. Wraps `mooncake.store.MooncakeDistributedStore`; used by the connector's
@@ -9,13 +9,22 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
+from tailrace.kvpool.block_check import CORRUPT, BlockCheck
 from tailrace.kvpool.counts import Counts
 
 PAUSED = -9999
-CAUSES = {-200: "full", -704: "gone", -707: "lease_expired", -800: "store_lost", -900: "master_lost", PAUSED: "paused"}
+CAUSES = {
+    -200: "full",
+    -704: "gone",
+    -707: "lease_expired",
+    -800: "store_lost",
+    -900: "master_lost",
+    PAUSED: "paused",
+    CORRUPT: "corrupt",
+}
 """Mooncake's error codes (`mooncake-store/include/types.h`) as this deployment meets them, and our own."""
 
-MOST_PIECES = 500
+MAX_PIECES = 500
 """Of one call. Mooncake's TCP transport (0.3.13.post1) takes 2,048 pieces for a peer, from all threads together, and
 fails the rest with -800: 128 keys of 60 pieces in one call lost 94. Smaller calls were no slower (350 MB/s)."""
 
@@ -23,10 +32,20 @@ LOSSES = {-800, -900}  # the other codes say something about a key, these about 
 
 
 class PoolStore:
-    """`retry_s`: how long nothing is tried after a call that failed as a whole. `clock`: seconds, monotonic."""
+    """`retry_s`: how long nothing is tried after a call that failed as a whole. `clock`: seconds, monotonic.
 
-    def __init__(self, store, counts: Counts, retry_s: float, clock: Callable[[], float] = time.monotonic):
-        self._store, self._counts, self._retry_s, self._clock = store, counts, retry_s, clock
+    `check`: of each block, or None. A block whose check fails is a miss, is counted and is removed from the pool.
+    """
+
+    def __init__(
+        self,
+        store,
+        counts: Counts,
+        retry_s: float,
+        check: BlockCheck | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._store, self._counts, self._retry_s, self._check, self._clock = store, counts, retry_s, check, clock
         self._paused_until_s = 0.0
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
@@ -35,19 +54,17 @@ class PoolStore:
 
     def batch_put_from_multi_buffers(self, keys: list[str], addresses, sizes, config) -> list[int]:
         """0 for each key that was written; addresses and sizes [keys][pieces], in bytes."""
-        put = self._store.batch_put_from_multi_buffers
         results = []
         for part in parts(sizes):
-            results += self._call("save", put, keys[part], addresses[part], sizes[part], config)
+            results += self._call("save", self._put, keys[part], addresses[part], sizes[part], config)
         self._count_bytes("saved_bytes", results, sizes)
         return results
 
     def batch_get_into_multi_buffers(self, keys: list[str], addresses, sizes) -> list[int]:
         """Bytes read, or a code, for each key; addresses and sizes [keys][pieces], in bytes."""
-        get = self._store.batch_get_into_multi_buffers
         results = []
         for part in parts(sizes):
-            results += self._call("load", get, keys[part], addresses[part], sizes[part])
+            results += self._call("load", self._get, keys[part], addresses[part], sizes[part])
         self._count_bytes("loaded_bytes", results, sizes)
         return results
 
@@ -59,6 +76,20 @@ class PoolStore:
 
     def close(self) -> None:
         self._store.close()
+
+    def _put(self, keys: list[str], addresses, sizes, config) -> list[int]:
+        if self._check is not None:
+            addresses, sizes = self._check.sealed(keys, addresses, sizes)
+        return self._store.batch_put_from_multi_buffers(keys, addresses, sizes, config)
+
+    def _get(self, keys: list[str], addresses, sizes) -> list[int]:
+        if self._check is None:
+            return self._store.batch_get_into_multi_buffers(keys, addresses, sizes)
+        results = self._store.batch_get_into_multi_buffers(keys, *self._check.opened(keys, addresses, sizes))
+        results = self._check.judged(keys, addresses, sizes, results)
+        if corrupt := [key for key, code in zip(keys, results, strict=True) if code == CORRUPT]:
+            self.batch_remove(corrupt)
+        return results
 
     def _call(self, what: str, function: Callable, keys: list[str], *arguments) -> list[int]:
         began_s = self._clock()
@@ -84,11 +115,11 @@ class PoolStore:
 
 
 def parts(sizes: list[list[int]]) -> list[slice]:
-    """The keys in order, cut so that no part has more than MOST_PIECES pieces, or is a single key."""
+    """The keys in order, cut so that no part has more than MAX_PIECES pieces, or is a single key."""
     cuts, pieces = [0], 0
     for i, of_key in enumerate(sizes):
-        if pieces + len(of_key) > MOST_PIECES and i > cuts[-1]:
+        if pieces + len(of_key) + 1 > MAX_PIECES and i > cuts[-1]:
             cuts.append(i)
             pieces = 0
-        pieces += len(of_key)
+        pieces += len(of_key) + 1  # its check
     return [slice(begin, end) for begin, end in pairwise([*cuts, len(sizes)])]

@@ -16,9 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import Moo
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 from vllm.platforms import current_platform
 
+from tailrace.kvpool.block_check import BlockCheck, DeviceBytes, host_bytes, mac_key
 from tailrace.kvpool.counts import Counts
 from tailrace.kvpool.keys import PREFIX
-from tailrace.kvpool.store import PoolStore
+from tailrace.kvpool.store import MAX_PIECES, PoolStore
 
 PROBE_BLOCKS = (1, 8)
 """Enough to separate the fixed cost of a pull from its speed; they occupy the KV cache for some milliseconds."""
@@ -68,11 +69,18 @@ class PoolWorker(MooncakeStoreWorker):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._load_deadline_s = extra["load_deadline_s"]
         self._counts = Counts()
-        self.store = PoolStore(self.store, self._counts, extra["retry_s"])
+        self.store = PoolStore(self.store, self._counts, extra["retry_s"], self._block_check(extra))
         self._loads: dict[str, Load] = {}
         self._broken: set[int] = set()  # blocks of loads that failed and have not returned
         self._invalid: set[int] = set()  # blocks to be computed again, to be reported in this step
         self._report = PoolWorkerMetadata()
+
+    def _block_check(self, extra: dict) -> BlockCheck | None:
+        if extra["block_check"] == "off":
+            return None
+        key = mac_key(extra["mac_key_file"]) if extra["block_check"] == "mac" else None
+        read = host_bytes if current_platform.is_cpu() else DeviceBytes()
+        return BlockCheck(self.store.register_buffer, MAX_PIECES, key, read)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)

@@ -149,7 +149,7 @@ def transfer_config(config: EngineConfig, pool: PoolEndpoint):
     """Returns vLLM's KVTransferConfig: Tailrace's connector, its deadlines, a name space for this model only."""
     from vllm.config import KVTransferConfig
 
-    shape = (config.dtype, config.block_tokens, config.tensor_parallel)
+    shape = (config.dtype, config.block_tokens, config.tensor_parallel, pool.config.block_check)
     return KVTransferConfig(
         kv_connector="PoolConnector",
         kv_connector_module_path="tailrace.kvpool.connector",
@@ -162,6 +162,8 @@ def transfer_config(config: EngineConfig, pool: PoolEndpoint):
             "lookup_deadline_s": pool.config.lookup_deadline_s,
             "load_deadline_s": pool.config.load_deadline_s,
             "retry_s": pool.config.retry_s,
+            "block_check": pool.config.block_check,
+            "mac_key_file": pool.config.mac_key_file,
         },
     )
 
