@@ -80,6 +80,7 @@ class KvMaster:
         fresh_s = time.monotonic() - STALE_S
         return PoolStatus(
             master_address=self.address,
+            pages_address=f"{self._host}:{self._pages_port}",
             master_pid=self._process.pid,
             master_restarts=self._process.restarts,
             keys=int(counts["master_key_count"]),

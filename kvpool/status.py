@@ -29,6 +29,8 @@ class PoolStatus(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     master_address: str
+    pages_address: str
+    """host:port of the master's HTTP pages, `/metrics` and `/get_all_keys` among them."""
     master_pid: int | None
     master_restarts: int
     keys: int

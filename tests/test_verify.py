@@ -69,7 +69,14 @@ def test_the_deliberate_corruption_is_found():
 
 
 def done(groups, **changes) -> dict:
-    return {"groups": groups, "note": None, "pulled_tokens": 0, "races": 0} | changes
+    return {
+        "groups": groups,
+        "seconds": 1.0,
+        "note": None,
+        "pulled_tokens": 0,
+        "corrupt_blocks": 0,
+        "races": 0,
+    } | changes
 
 
 def drafted(by: str = "group") -> list[GroupResult]:
@@ -89,6 +96,14 @@ def moved() -> list[GroupResult]:
         ("raced", done(drafted(), races=1), "did not happen", done(drafted(), note="killed", races=1)),
         ("scaled_down", done(drafted(), note="2 became 1"), "no sample moved", done(moved(), note="2 became 1")),
         ("scaled_down", done(moved()), "did not happen", done(moved(), note="2 became 1")),
+        ("driver_killed", done(drafted()), "did not happen", done(drafted(), note="killed")),
+        ("driver_killed", done(drafted()), "did not happen", done(drafted(), note="killed")),
+        (
+            "kv_bits_flipped",
+            done(moved(), note="flipped"),
+            "no block was found corrupt",
+            done(moved(), note="flipped", corrupt_blocks=1),
+        ),
         ("replica_killed", done(drafted(), note="killed"), "pulled", done(drafted(), note="killed", pulled_tokens=9)),
         ("decoupled", done(drafted()), "draft model's", done(drafted("model"))),
         ("drafter_killed", done(drafted("model")), "did not happen", done(drafted("model"), note="killed")),

@@ -116,11 +116,11 @@ def _print(result: dict) -> None:
     if not result["runs"]:
         return
     table = Table(title=f"{result['samples']} samples, {result['tokens']} tokens")
-    columns = "run drafting identical chunked moved pulled raced drafted by_model accepted noise note"
+    columns = "run seconds drafting identical chunked moved pulled raced drafted by_model accepted noise note"
     for column in columns.split():
         table.add_column(column.replace("_", " "))
     for run in result["runs"]:
-        kept = ("name", "drafting", "identical", "chunked_share", "moved_samples", "pulled_tokens", "races")
+        kept = ("name", "seconds", "drafting", "identical", "chunked_share", "moved_samples", "pulled_tokens", "races")
         kept += ("drafted_tokens", "model_tokens", "accepted_share")
         cells = [run[key] for key in kept]
         table.add_row(*map(str, cells), f"{run['max_logprob_difference']:.1e}", run["note"] or "")

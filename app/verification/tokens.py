@@ -7,6 +7,7 @@ Logprobs, sampling and raw, may differ by floating-point noise (TOLERANCE). Call
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,16 +43,26 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
         earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
         await groups_of(client, batch.model_copy(update=earlier))
     await client.reset_caches()
-    before = await pulled_tokens(client)
+    before = await pool_counts(client)
     batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
+    began_s = time.monotonic()
+    note = await run.begin(client, batch) if run.begin else None
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
     groups = await groups_of(client, batch)
-    note = disturbed.result() if disturbed and disturbed.done() else None
-    if disturbed:
-        disturbed.cancel()
+    seconds = round(time.monotonic() - began_s, 1)
     await asyncio.sleep(REPORTED_S)
-    races = copies(await client.journal(False)) if journaled else 0
-    return {"groups": groups, "note": note, "pulled_tokens": await pulled_tokens(client) - before, "races": races}
+    if disturbed:
+        note = disturbed.result() if disturbed.done() else None
+        disturbed.cancel()
+    counts = await pool_counts(client) - before
+    return {
+        "groups": groups,
+        "seconds": seconds,
+        "note": note,
+        "pulled_tokens": counts["pool_tokens"],
+        "corrupt_blocks": counts["load_failed.corrupt"],
+        "races": copies(await client.journal(False)) if journaled else 0,
+    }
 
 
 async def whole(client: RolloutClient, replicas: int) -> None:
@@ -74,10 +85,10 @@ async def groups_of(client: RolloutClient, batch: RolloutBatch) -> list[GroupRes
             await following
 
 
-async def pulled_tokens(client: RolloutClient) -> int:
-    """Tokens whose KV replicas have pulled from the pool so far; 0 without a pool."""
+async def pool_counts(client: RolloutClient) -> Counter[str]:
+    """Counts of the pool's use so far, over all replicas; none without a pool."""
     pool = await client.pool_status()
-    return 0 if pool is None else pool.counts.get("pool_tokens", 0)
+    return Counter() if pool is None else Counter(pool.counts)
 
 
 def copies(journal: str) -> int:
@@ -180,7 +191,9 @@ def certificate(rolled: dict[str, dict]) -> dict:
     rows = []
     for run in runs:
         same, figures = compare(reference, rolled[run.name]["groups"]), figures_of(rolled[run.name])
-        lacks = next((key for key in (*run.shows, *["note"] * bool(run.disturb)) if not figures[key]), None)
+        lacks = next(
+            (key for key in (*run.shows, *["note"] * bool(run.disturb or run.begin)) if not figures[key]), None
+        )
         if lacks and same["identical"]:
             first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": SHOWN[lacks]}
             same |= {"identical": False, "first_difference": first}
@@ -198,5 +211,5 @@ def figures_of(done: dict) -> dict:
     summary = summarise(done["groups"])
     kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
     by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)
-    of_run = {key: done[key] for key in ("pulled_tokens", "races", "note")}
+    of_run = {key: done[key] for key in ("seconds", "pulled_tokens", "corrupt_blocks", "races", "note")}
     return {key: summary[key] for key in kept} | {"model_tokens": by_model} | of_run

@@ -12,7 +12,7 @@ import pytest
 from tailrace.app.client import RolloutClient, WeightsRejected
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
-from tailrace.app.verification.runs import kill_a_replica
+from tailrace.app.verification.disturbances import kill_a_replica
 from tailrace.app.verification.weights_update import crossing, first_chunks
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.policies.families.registry import Policies

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tailrace.app.client import RolloutClient, RolloutRejected
-from tailrace.app.verification.runs import kill_the_coordinator
+from tailrace.app.verification.disturbances import kill_the_coordinator
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
