@@ -1,4 +1,7 @@
-"""`build(args)`: the Serve application, Coordinator -> Engine -> Drafter. What `import_path` of `serve.yaml` names."""
+"""`build(args)`: the Serve application, Coordinator -> Engine -> Drafter. What `import_path` of `serve.yaml` names.
+
+Invariant: none is built on a cluster whose calls need no token, unless the configuration says that this is meant.
+"""
 
 from ray.serve import Application
 
@@ -7,6 +10,7 @@ from tailrace.app.model import resolve_model
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.drafter.replica import Drafter
 from tailrace.deployments.engine.replica import Engine
+from tailrace.deployments.token_mode import require_token_mode
 
 
 def build(args: AppArgs) -> Application:
@@ -25,6 +29,7 @@ def build_from_file(file: ServeFile) -> Application:
 
 
 def _bind(args: AppArgs, coordinator, engine, drafter) -> Application:
+    require_token_mode(args.allow_no_token)
     model = str(resolve_model(args.engine.model))
     config = args.engine.model_copy(update={"model": model})
     otlp = otlp_wanted()
@@ -33,4 +38,6 @@ def _bind(args: AppArgs, coordinator, engine, drafter) -> Application:
         drafts = drafts.model_copy(update={"model": str(resolve_model(drafts.model))})
         drafters = drafter.bind(drafts, config)
     engines = engine.bind(config, 0, otlp, args.pool, args.context, drafts, drafters)
-    return coordinator.bind(engines, model, config.max_model_len, otlp, args.pool, args.context)
+    return coordinator.bind(
+        engines, model, config.max_model_len, otlp, args.pool, args.context, allow_no_token=args.allow_no_token
+    )

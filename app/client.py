@@ -3,8 +3,8 @@
     async for group in client.rollout(batch): ...        or        for group in client.rollout_blocking(batch): ...
 
 Groups come as they finish. Closing the iterator cancels the batch, and so does a driver that is gone for a minute.
-Every call has a blocking twin, `NAME_blocking`. Raises RolloutRejected if the service refuses the batch, and Ray's
-errors if the service itself stays lost.
+Every call has a blocking twin, `NAME_blocking`. Raises RolloutRejected if the service refuses the batch, Ray's errors
+if the service itself stays lost, and PermissionError if the client's role has no right to the call.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from uuid import uuid4
 from tailrace.app.blocking import blocking, blocking_iterator
 from tailrace.app.config import otlp_wanted
 from tailrace.app.resume import Heartbeat, Interrupted, Patience, lost_service
+from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
@@ -31,10 +32,15 @@ class WeightsRejected(ValueError):
     """The weights were not updated. The text says why."""
 
 
+class PoliciesRejected(ValueError):
+    """The policies were not switched. The text says why."""
+
+
 class RolloutClient:
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
     `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.
+    `role`: trainer may do everything; evaluator roll out and read the status; observer read the status alone.
     `handle`: the application's handle, if it is at hand; its name does not count then.
     """
 
@@ -45,7 +51,9 @@ class RolloutClient:
         resume_s: float = 600.0,
         handle=None,
         heartbeat: type[Heartbeat] = Heartbeat,
+        role: Role | str = Role.TRAINER,
     ):
+        self._role = Role(role)
         if handle is None:
             from ray import serve
 
@@ -69,7 +77,7 @@ class RolloutClient:
         sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
         have: list[str] = []
         patience, driver = Patience(self._resume_s), uuid4().hex
-        heartbeat = self._heartbeat(lambda: self._handle.renew.remote(batch.batch_id, driver))
+        heartbeat = self._heartbeat(lambda: self._handle.renew.remote(self._role, batch.batch_id, driver))
         try:
             while len(have) < len(batch.groups):
                 try:
@@ -95,10 +103,10 @@ class RolloutClient:
         """
         version = self._weights[0] if self._weights else 0
         sent = batch.model_copy(update={"min_weights_version": max(batch.min_weights_version, version)})
-        stream = self._stream.rollout.remote(sent, driver, have)
+        stream = self._stream.rollout.remote(self._role, sent, driver, have)
         try:
             async for item in stream:
-                if not isinstance(item, Rejected):
+                if not isinstance(_admitted(item), Rejected):
                     yield item
                 elif item.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
                     await self.update_weights(*self._weights)  # the service was restarted
@@ -117,7 +125,7 @@ class RolloutClient:
         patience = Patience(self._resume_s)
         while True:
             try:
-                return await getattr(self._handle, method).remote(*arguments)
+                return _admitted(await getattr(self._handle, method).remote(self._role, *arguments))
             except lost_service() as error:
                 await patience.wait(Interrupted(error))
 
@@ -188,8 +196,14 @@ class RolloutClient:
     drain_pool_blocking = blocking(drain_pool)
 
     async def set_policies(self, policies: Policies) -> None:
-        """Switch to other policies as soon as no batch is in flight."""
-        await self._ask("set_policies", policies)
+        """Switch to other policies as soon as no batch is in flight.
+
+        They are sent by name and knobs. Raises PoliciesRejected if the service cannot make them, or may not: a policy
+        of your own must be of a package in the deployment's `allowed_code`.
+        """
+        answer = await self._ask("set_policies", policies.model_dump(mode="json"))
+        if isinstance(answer, Rejected):
+            raise PoliciesRejected(answer.reason)
 
     set_policies_blocking = blocking(set_policies)
 
@@ -207,10 +221,10 @@ class RolloutClient:
 
         Resources of replicas given back are free for Ray once `replicas` equals `wanted`.
         """
-        changes = self._stream.replica_changes.remote()
+        changes = self._stream.replica_changes.remote(self._role)
         try:
             async for change in changes:
-                yield change
+                yield _admitted(change)
         finally:
             changes.cancel()  # or the coordinator follows for ever, and has 20 s to end before it is killed
 
@@ -238,3 +252,10 @@ class RolloutClient:
         return self._telemetry.take(trace_id) + await self._ask("take_spans", trace_id)
 
     take_trace_blocking = blocking(take_trace)
+
+
+def _admitted(answer):
+    """The answer itself. Raises PermissionError if it is a refusal of this client's role."""
+    if isinstance(answer, NotAdmitted):
+        raise PermissionError(answer.reason)
+    return answer

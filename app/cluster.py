@@ -15,8 +15,10 @@ from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.config import ServeFile
-from tailrace.app.errors import Failed, OtherCluster, StillDeploying, Unreachable
+from tailrace.app.errors import BadInput, Failed, OtherCluster, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
+from tailrace.deployments.messages.roles import Role
+from tailrace.policies.families.allowed_code import added_code
 
 
 @contextmanager
@@ -41,8 +43,8 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address that `auto` means."""
 
 
-def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
-    """A client of the service on a running cluster: `auto`, or host:port of its head.
+def connect(address: str = "auto", app_name: str = "tailrace", role: Role | str = Role.TRAINER) -> RolloutClient:
+    """A client of the service on a running cluster: `auto`, or host:port of its head. `role`: see `RolloutClient`.
 
     Uses this process's Ray connection if there is one; else makes one, which wants the call to come before the first
     import of ray. Raises ConnectionError if no cluster or no such application answers, TimeoutError if the application
@@ -53,7 +55,7 @@ def connect(address: str = "auto", app_name: str = "tailrace") -> RolloutClient:
     else:
         _connect_ray(address)
     _await_application(address, app_name)
-    return RolloutClient(app_name)
+    return RolloutClient(app_name, role=role)
 
 
 def _ray_is_connected() -> bool:
@@ -156,9 +158,12 @@ def _deploy(file: ServeFile) -> None:
     from ray import serve
 
     from tailrace.app.build import build_from_file
+    from tailrace.deployments.token_mode import TokenModeOff
 
     try:
         serve.run(build_from_file(file), name=file.application.name, route_prefix=None)
+    except TokenModeOff as error:
+        raise BadInput(str(error)) from error
     except RuntimeError as error:
         raise Failed(f"the service did not start: {_reason(str(error))}") from error
 
@@ -169,6 +174,9 @@ def declared(file: ServeFile) -> dict:
     for place, application in enumerate(file.applications):
         if application is file.application:
             found["applications"][place]["args"] = application.args.model_dump(mode="json")
+            if all(settings.name != "Coordinator" for settings in application.deployments) and added_code():
+                packages = {"allowed_code": list(added_code())}  # of the command line
+                found["applications"][place]["deployments"].append({"name": "Coordinator", "user_config": packages})
     return found
 
 

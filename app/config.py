@@ -39,6 +39,8 @@ class AppArgs(StrictModel):
     context: ContextConfig | None = Field(ContextConfig(), description="null: an engine drafts from its own samples")
     drafter: DrafterConfig | None = Field(None, description="a draft model on replicas of its own; null: none")
 
+    allow_no_token: bool = Field(False, description="start also where Ray's token mode is off: a closed network alone")
+
     @model_validator(mode="after")
     def _drafts(self):
         method = self.engine.draft.method

@@ -5,8 +5,9 @@ Invariant: an unknown key is an error; a key of Serve's passes to it unchanged. 
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tailrace.policies.families.allowed_code import added_code, allow_code
 from tailrace.policies.families.registry import Policies
 
 
@@ -24,8 +25,20 @@ class ReplicaLimits(StrictModel):
 class UserConfig(StrictModel):
     """What may change without a restart."""
 
+    allowed_code: tuple[str, ...] = Field(
+        (),
+        validate_default=True,
+        description="packages whose policies may be named by dotted path; taking one out needs a restart",
+    )
     policies: Policies = Policies()
     replicas: ReplicaLimits | None = Field(None, description="null: as many as Engine.num_replicas, always")
+
+    @field_validator("allowed_code")
+    @classmethod
+    def _allow(cls, packages: tuple[str, ...]) -> tuple[str, ...]:
+        """Allow the file's packages, before its policies are read; those of the command line go with them."""
+        allow_code(*packages)
+        return added_code()
 
 
 class Autoscaling(StrictModel):
@@ -80,7 +93,7 @@ class CoordinatorSettings(ServeKeys):
     name: Literal["Coordinator"]
     ray_actor_options: ActorOptions = ActorOptions(num_cpus=0)
     autoscaling_config: Autoscaling | None = Field(None, description="one replica; that it reports to Serve")
-    user_config: UserConfig = UserConfig()
+    user_config: UserConfig = Field(default_factory=UserConfig)
 
 
 class EngineSettings(ServeKeys):

@@ -54,6 +54,12 @@ guard = Guard()
 sys.meta_path.insert(0, guard)
 guard.close()
 
+from tailrace.policies.families.allowed_code import allow_code  # noqa: E402 - under the guard
+
+allow_code(
+    "user_policies", "test_lengths", "test_config", "no_such", "no_such_module", "nowhere"
+)  # policies of tests, by dotted path
+
 
 def tier_of(item) -> str:
     if item.get_closest_marker("gpu"):

@@ -139,7 +139,7 @@ def test_the_defaults_are_seer_s():
         ({"ordering": {"type": "user_policies:LastComeFirst", "spread": 1}}, "unknown key 'spread'"),
         ({"ordering": {"type": "user_policies:Nobody"}}, "cannot be imported"),
         ({"ordering": {"type": "no_such_module:Nobody"}}, "cannot be imported"),
-        ({"ordering": {"type": ":Nobody"}}, "cannot be imported"),
+        ({"ordering": {"type": ":Nobody"}}, "code of package '' is not allowed"),
         ({"ordering": {"type": "user_policies:NUMBER"}}, "is not a pydantic model"),
         ({"ordering": {"type": "user_policies:NotAPolicy"}}, "with bind, growing_lanes, keys, lane, lanes"),
         ({"placement": {"type": "user_policies:LastComeFirst"}}, "is no placement policy"),

@@ -103,9 +103,9 @@ def test_connect_refuses_another_cluster_than_the_connected_one(monkeypatch, add
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(cluster, "_await_application", lambda address, app_name: None)
-    monkeypatch.setattr(cluster, "RolloutClient", lambda app_name: app_name)
+    monkeypatch.setattr(cluster, "RolloutClient", lambda app_name, role: (app_name, role))
     if taken:
-        assert cluster.connect(address, "mine") == "mine"
+        assert cluster.connect(address, "mine", "observer") == ("mine", "observer")
         return
     with pytest.raises(ValueError, match=r"connected to the Ray cluster at 10\.0\.0\.7:6379"):
         cluster.connect(address)

@@ -12,6 +12,7 @@ from test_rollout_cases import finish, join, submit, tick
 from tailrace.app.cli import main
 from tailrace.policies.core.request_buffer import State
 from tailrace.policies.core.rollout import RolloutCore
+from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.ordering import Ordering
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
@@ -113,6 +114,7 @@ def test_the_state_table_is_the_cores_and_the_diagram_is_the_tables(scripts):
 
 
 def test_a_policy_of_ones_own_runs_every_sample_to_its_end_shortest_first(examples):
+    allow_code("my_policy")
     ordering = {"type": "my_policy:ShortestFirst", "args": {"head_start": 8}}
     policies = Policies(ordering=ordering, chunking={"type": "fixed", "chunk_tokens": 30})
     assert isinstance(policies.ordering, Ordering)

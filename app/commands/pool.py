@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.demo import PROMPTS
 from tailrace.app.errors import BadInput, Failed
@@ -47,6 +48,7 @@ def drain(address, as_json):
 @click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Per sample.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @AS_JSON
 def verify(prompts, samples, max_tokens, config, as_json):
     """Roll out on a local service and check that no key, byte or process is left afterwards."""
@@ -68,6 +70,7 @@ def verify(prompts, samples, max_tokens, config, as_json):
 @click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Per sample.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @click.option("--only", "names", multiple=True, help="A disturbance; may be repeated. Default: all.")
 @AS_JSON
 def chaos(prompts, samples, max_tokens, config, names, as_json):

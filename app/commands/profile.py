@@ -5,12 +5,14 @@ from pathlib import Path
 
 import click
 
+from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
 
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @click.option("--drafter", is_flag=True, help="Profile the draft model, `args.drafter`, instead of the engine.")
 @click.option(
     "--context",

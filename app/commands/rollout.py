@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.files.prompts import read_prompts
@@ -28,6 +29,7 @@ from tailrace.policies.protocol.actions import SampleEnd
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the run, in every key.")
 @click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="RL step, in every sample key.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @click.option("--address", default=None, help="A running cluster (auto, host:port); else a local one is made.")
 @click.option("--trace", type=click.Path(path_type=Path), default=None, help="Write the run's spans there, JSONL.")
 @click.option("--journal", type=click.Path(path_type=Path), default=None, help="Write the core's events and actions.")

@@ -11,12 +11,16 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import click
+import yaml
 
-from tailrace.app.cluster import LOOPBACK_ONLY
-from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.allow_code import allow_code_option
+from tailrace.app.cluster import LOOPBACK_ONLY, declared
+from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput, Failed, MissingExtra
+from tailrace.policies.families.allowed_code import added_code
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
@@ -25,6 +29,7 @@ START_S = 60.0
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @click.option("--port", type=click.IntRange(1, 65_535), default=6379, show_default=True, help="Of the Ray head.")
 @click.option("--dashboard-port", type=click.IntRange(1, 65_535), default=8265, show_default=True)
 def command(config, port, dashboard_port):
@@ -43,7 +48,7 @@ def command(config, port, dashboard_port):
     dashboard = f"http://{LOOPBACK}:{dashboard_port}"
     try:
         _await_dashboard(head, dashboard_port)
-        _run(("serve", "deploy", "--address", dashboard, str(config.resolve())), environment)
+        _deploy(file, config, dashboard, environment)
         click.echo(f"deploying; drivers: RAY_AUTH_MODE=token, --address {LOOPBACK}:{port}; the token is in ~/.ray")
         click.echo(f"state: RAY_AUTH_MODE=token serve status --address {dashboard}; Ctrl-C stops")
         head.wait()
@@ -52,6 +57,14 @@ def command(config, port, dashboard_port):
         click.echo("stopping", err=True)
     finally:
         _stop(head)
+
+
+def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str, str]) -> None:
+    """Hand the file to Serve: as it is, or with the packages of --allow-code."""
+    with NamedTemporaryFile("w", suffix=".yaml") as written:
+        written.write(yaml.safe_dump(declared(file)) if added_code() else config.read_text())
+        written.flush()
+        _run(("serve", "deploy", "--address", dashboard, written.name), environment)
 
 
 def _token_path(environment: Mapping[str, str]) -> Path:

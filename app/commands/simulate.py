@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
 
@@ -44,6 +45,7 @@ NO_EXTRA = ExtraSystems({})
 @click.option("--tokenizer", default="demo", show_default=True, help="Tokenizer of a trace: a model's folder, or demo.")
 @click.option("--compare", default=f"verl,{CONFIGURED}", show_default=True, help="Systems; the first is the baseline.")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Draws of the workload.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Training steps.")
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,

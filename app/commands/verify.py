@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.demo import PROMPTS
 from tailrace.app.errors import BadInput, Failed
@@ -17,6 +18,7 @@ from tailrace.app.files.prompts import read_prompts
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per sample.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
 @click.option(
     "--kv-on-update",
     type=click.Choice(["fresh", "keep"]),

@@ -1,6 +1,8 @@
 """The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.client`.
 
-`user_config: {policies: {...}, replicas: {least, most}}` in `serve.yaml` changes both without a restart.
+`user_config: {policies: {...}, replicas: {min, max}, allowed_code: [...]}` in `serve.yaml` changes them without a
+restart. Invariant: each call of a driver names its role and is done only if the role has the right; policies come
+as data, and name code of the deployment's list alone.
 """
 
 import asyncio
@@ -8,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from secrets import token_hex
 
+from pydantic import ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -18,12 +21,15 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
+from tailrace.deployments.token_mode import require_token_mode
 from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import ensure_pool
 from tailrace.policies.core.scaling import Limits
+from tailrace.policies.families.allowed_code import allow_code
 from tailrace.policies.families.registry import Policies
 
 
@@ -31,7 +37,7 @@ from tailrace.policies.families.registry import Policies
 class Coordinator:
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`: None: there is none.
+    `pool`, `context`: None: there is none. `allow_no_token`: see `AppArgs`. Raises TokenModeOff.
     """
 
     def __init__(
@@ -42,7 +48,9 @@ class Coordinator:
         otlp: bool,
         pool: PoolConfig | None = None,
         context: ContextConfig | None = None,
+        allow_no_token: bool = False,
     ):
+        require_token_mode(allow_no_token)
         app_name = serve.get_replica_context().app_name
         self._start(
             engines=EngineClient(engines),
@@ -79,6 +87,7 @@ class Coordinator:
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))
 
     async def reconfigure(self, user_config: dict) -> None:
+        allow_code(*user_config.get("allowed_code", ()))
         replicas = user_config.get("replicas")
         self._rollouts.core_holder.set_limits(Limits(**replicas) if replicas else None)
         self._rollouts.core_holder.set_policies(Policies(**user_config.get("policies", {})))
@@ -87,13 +96,16 @@ class Coordinator:
         """Called by Serve, and carried to `deployments.autoscaler`."""
         return self._rollouts.replica_target.metrics()
 
+    @admits(Role.OBSERVER)
     async def replica_changes(self) -> AsyncIterator[ReplicasChanged]:
         async for change in self._rollouts.replica_target.changes():
             yield change
 
+    @admits(Role.TRAINER)
     async def reserve(self, replicas: int) -> None:
         self._rollouts.reserve(replicas)
 
+    @admits(Role.EVALUATOR)
     async def rollout(
         self, message: RolloutBatch, driver: str, have: list[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
@@ -103,43 +115,61 @@ class Coordinator:
             async for item in items:
                 yield item
 
+    @admits(Role.EVALUATOR)
     async def renew(self, batch_id: str, driver: str) -> None:
         self._rollouts.deliveries.renew(batch_id, driver)
 
+    @admits(Role.TRAINER)
     async def cancel(self, batch_id: str) -> bool:
         return self._rollouts.deliveries.cancel(batch_id)
 
+    @admits(Role.TRAINER)
     async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
         return await self._rollouts.update_weights(version, source)
 
+    @admits(Role.OBSERVER)
     async def status(self) -> ServiceStatus:
         return self._rollouts.status()
 
-    async def set_policies(self, policies: Policies) -> None:
-        self._rollouts.core_holder.set_policies(policies)
+    @admits(Role.TRAINER)
+    async def set_policies(self, policies: dict) -> Rejected | None:
+        """`policies`: a dump of them, since an object would load its class before it could be checked."""
+        try:
+            self._rollouts.core_holder.set_policies(Policies(**policies))
+        except ValidationError as error:
+            return Rejected(reason=error.errors()[0]["msg"].removeprefix("Value error, "))
+        return None
 
+    @admits(Role.TRAINER)
     async def journal(self, on: bool) -> str | None:
         return self._rollouts.core_holder.journal(on)
 
+    @admits(Role.TRAINER)
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
         if self._context is not None:
             self._context.reward(prompt_key, epoch, rewards)
 
+    @admits(Role.TRAINER)
     async def forget_history(self) -> int:
         return 0 if self._context is None else await self._context.forget_history()
 
+    @admits(Role.TRAINER)
     async def inspect_group(self, name: str) -> dict | None:
         return None if self._context is None else await self._context.inspect(name)
 
+    @admits(Role.TRAINER)
     async def pool_detail(self) -> PoolView | None:
         return None if self._kv_pool_manager is None else await self._kv_pool_manager.detail()
 
+    @admits(Role.TRAINER)
     async def drain_pool(self) -> int | None:
         return None if self._kv_pool_manager is None else await self._kv_pool_manager.drain()
 
+    @admits(Role.EVALUATOR)
     async def take_spans(self, trace_id: str) -> list[dict]:
         return await self._rollouts.take_spans(trace_id)
 
+    @admits(Role.TRAINER)
     async def reset_caches(self) -> None:
         await self._rollouts.reset_caches()
 

@@ -2,7 +2,8 @@
 
 A member is named by `type`, and so is one that an installed package brings, by an entry point `FAMILY.NAME` of the
 group `tailrace.policies`. A user's own class is named by dotted path, `type: "my_pkg.mine:MyOrdering"` with
-`args: {...}`. An unknown name or knob is an error that gives the nearest ones.
+`args: {...}`; its package must be allowed (`allowed_code`). An unknown name or knob is an error that gives the nearest
+ones.
 """
 
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from pydantic import (
     ValidationError,
 )
 
+from tailrace.policies.families.allowed_code import ENTRY_POINTS, check_allowed
 from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks
 from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
@@ -44,10 +46,6 @@ FAMILIES = {
     "tail": (TailPolicy, Tail),
     "racing": (RacingPolicy, Racing),
 }
-
-
-ENTRY_POINTS = "tailrace.policies"
-"""Group of entry points by which an installed package names its policies: `ordering.shortest_first = pkg:Class`."""
 
 
 def installed(family: str) -> dict[str, str]:
@@ -98,6 +96,10 @@ def _user_policy(family: str, spec: dict) -> BaseModel:
     extra = set(spec) - {"type", "args"}
     if extra:
         raise ValueError(f"{family} {spec['type']}: unknown key {min(extra)!r}; its knobs belong under `args`")
+    try:
+        check_allowed(spec["type"])
+    except ValueError as error:
+        raise ValueError(f"{family} {error}") from error
     try:
         cls = getattr(import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

@@ -1,11 +1,22 @@
-"""The smallest model that a service can run, for tests of plumbing: engine steps are a few ms on any machine."""
+"""Ray's token mode for every live test, and the smallest model that a service can run: its steps are a few ms."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported; a service refuses to start without
+
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token():
+    """Ray's token, made if there is none: clusters of several nodes do not make their own."""
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+
+    ensure_token_if_auth_enabled(create_token_if_missing=True)
 
 
 @pytest.fixture(scope="session")

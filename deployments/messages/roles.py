@@ -1,0 +1,67 @@
+"""Roles of drivers, in rising order of rights, and the check of them at the ingress.
+
+Invariant: a driver's call is done only if its role has the right. Roles guard against mistakes alone: a driver that
+can reach Ray at all can run code on every node. Used by the coordinator and by `app.client`.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from functools import wraps
+from inspect import isasyncgenfunction
+from typing import NamedTuple
+
+
+class Role(StrEnum):
+    """Rights of a driver: those of the roles above it here, and its own."""
+
+    OBSERVER = "observer"  # reads the status, follows the number of replicas
+    EVALUATOR = "evaluator"  # rolls out
+    TRAINER = "trainer"  # weights, policies, replicas, history, pool, other drivers' batches
+
+    def includes(self, other: "Role") -> bool:
+        return list(Role).index(self) >= list(Role).index(other)
+
+
+class NotAdmitted(NamedTuple):
+    """Refusal of a call. `reason`: one line."""
+
+    reason: str
+
+
+def admits(needed: Role) -> Callable:
+    """Decorator of a method at the ingress. The caller's role becomes its first argument, a refusal its answer.
+
+    A refused stream yields the refusal alone.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        def refusal(role: Role) -> NotAdmitted | None:
+            if Role(role).includes(needed):
+                return None
+            return NotAdmitted(f"{method.__name__} needs role {needed.value}, and this client is {Role(role).value}")
+
+        if isasyncgenfunction(method):
+
+            @wraps(method)
+            async def admitted(self, role: Role, *arguments):
+                if (refused := refusal(role)) is not None:
+                    yield refused
+                    return
+                items = method(self, *arguments)
+                try:
+                    async for item in items:
+                        yield item
+                finally:
+                    await items.aclose()
+
+        else:
+
+            @wraps(method)
+            async def admitted(self, role: Role, *arguments):
+                refused = refusal(role)
+                return await method(self, *arguments) if refused is None else refused
+
+        admitted.needs = needed
+        return admitted
+
+    return decorate

@@ -1,0 +1,191 @@
+"""Roles at the ingress: what each may do, and that a refusal is one line and has done nothing."""
+
+import ast
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tailrace.app.client import PoliciesRejected, RolloutClient
+from tailrace.deployments.messages.roles import NotAdmitted, Role, admits
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
+from tailrace.policies.families.registry import Policies
+
+COORDINATOR = Path(__file__).parent.parent / "deployments" / "coordinator" / "coordinator.py"
+RIGHTS = {
+    Role.OBSERVER: {"status", "replica_changes"},
+    Role.EVALUATOR: {"rollout", "renew", "take_spans"},
+    Role.TRAINER: {
+        "reserve", "cancel", "update_weights", "set_policies", "journal", "record_rewards", "forget_history",
+        "inspect_group", "pool_detail", "drain_pool", "reset_caches",
+    },
+}  # fmt: skip
+SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_health"}
+"""Called by Serve and by the coordinator itself; no call of a driver's client."""
+
+
+def public_methods() -> dict[str, list[str]]:
+    """The coordinator's, with their decorators as text. Read from source: a pure test loads no Ray."""
+    (cls,) = (node for node in ast.parse(COORDINATOR.read_text()).body if isinstance(node, ast.ClassDef))
+    methods = (node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {node.name: list(map(ast.unparse, node.decorator_list)) for node in methods if node.name[0] != "_"}
+
+
+def test_every_call_of_the_coordinator_names_the_role_it_needs():
+    needed = {name: [f"admits(Role.{role.name})"] for role, names in RIGHTS.items() for name in names}
+    assert public_methods() == needed | {name: [] for name in SERVES_OWN}
+
+
+class Ingress:
+    """Two guarded calls, and their log."""
+
+    def __init__(self):
+        self.done = []
+        self.closed = False
+
+    @admits(Role.TRAINER)
+    async def write(self, value: int) -> int:
+        self.done.append(value)
+        return value
+
+    @admits(Role.EVALUATOR)
+    async def read(self, items: int):
+        try:
+            for item in range(items):
+                self.done.append(item)
+                yield item
+        finally:
+            self.closed = True
+
+
+async def all_of(items) -> list:
+    return [item async for item in items]
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_call_is_done_only_if_the_role_includes_it(role):
+    ingress = Ingress()
+    answer = asyncio.run(ingress.write(role, 3))
+    if role is Role.TRAINER:
+        assert answer == 3 and ingress.done == [3]
+    else:
+        assert answer == NotAdmitted(f"write needs role trainer, and this client is {role.value}")
+        assert ingress.done == []
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_stream_yields_its_items_or_the_refusal_alone(role):
+    ingress = Ingress()
+    items = asyncio.run(all_of(ingress.read(role, 2)))
+    if role is Role.OBSERVER:
+        assert items == [NotAdmitted("read needs role evaluator, and this client is observer")] and not ingress.done
+    else:
+        assert items == [0, 1] and ingress.closed
+
+
+def test_closing_a_guarded_stream_closes_the_one_inside():
+    async def leave(ingress: Ingress) -> None:
+        items = ingress.read(Role.TRAINER, 10)
+        assert await anext(items) == 0
+        await items.aclose()
+        assert ingress.closed
+
+    asyncio.run(leave(Ingress()))
+
+
+def test_a_role_is_one_of_three():
+    with pytest.raises(ValueError, match="'admin' is not a valid Role"):
+        RolloutClient(handle=Handle({}), role="admin")
+    with pytest.raises(ValueError, match="'admin' is not a valid Role"):
+        asyncio.run(Ingress().write("admin", 1))
+
+
+class Handle:
+    """The coordinator's handle with scripted answers by method; `calls` are the arguments of each call."""
+
+    def __init__(self, answers: dict):
+        self.answers, self.calls = answers, []
+
+    def options(self, stream: bool) -> "Handle":
+        return Streams(self)
+
+    def __getattr__(self, name: str):
+        return Remote(self, name)
+
+
+class Remote:
+    def __init__(self, handle: Handle, name: str):
+        self._handle, self._name = handle, name
+
+    async def remote(self, *arguments):
+        self._handle.calls.append((self._name, *arguments))
+        return self._handle.answers.get(self._name)
+
+
+class Streams:
+    def __init__(self, handle: Handle):
+        self._handle = handle
+
+    def __getattr__(self, name: str):
+        return StreamRemote(self._handle, name)
+
+
+class StreamRemote:
+    def __init__(self, handle: Handle, name: str):
+        self._handle, self._name = handle, name
+
+    def remote(self, *arguments):
+        self._handle.calls.append((self._name, *arguments))
+        return Items(self._handle.answers[self._name])
+
+
+class Items:
+    def __init__(self, items: list):
+        self._items = iter(items)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        for item in self._items:
+            return item
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_refusal_is_a_permission_error_of_one_line(monkeypatch):
+    monkeypatch.setattr("tailrace.app.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
+    refused = NotAdmitted("cancel needs role trainer, and this client is observer")
+    client = RolloutClient(handle=Handle({"cancel": refused, "rollout": [refused], "replica_changes": [refused]}),
+                           role="observer")  # fmt: skip
+    with pytest.raises(PermissionError, match=f"^{refused.reason}$"):
+        client.cancel_blocking("b")
+    with pytest.raises(PermissionError, match=f"^{refused.reason}$"):
+        list(client.replica_changes_blocking())
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", text="x", samples=1, max_tokens=1),))
+    with pytest.raises(PermissionError, match=f"^{refused.reason}$"):
+        list(client.rollout_blocking(batch))
+
+
+def test_the_client_names_its_role_in_every_call():
+    handle = Handle({"status": 1, "replica_changes": []})
+    client = RolloutClient(handle=handle, role="evaluator")
+    client.status_blocking()
+    list(client.replica_changes_blocking())
+    assert handle.calls == [("status", Role.EVALUATOR), ("replica_changes", Role.EVALUATOR)]
+    handle.calls.clear()
+    RolloutClient(handle=handle).status_blocking()
+    assert handle.calls == [("status", Role.TRAINER)], "the default"
+
+
+def test_policies_travel_as_data_and_a_refusal_is_one_line():
+    handle = Handle({})
+    policies = Policies(ordering="user_policies:LastComeFirst")
+    RolloutClient(handle=handle).set_policies_blocking(policies)
+    ((_, _, sent),) = handle.calls
+    assert sent == policies.model_dump(mode="json") and Policies(**sent) == policies
+    handle.answers["set_policies"] = Rejected(reason="ordering 'x:Y': code of package 'x' is not allowed")
+    with pytest.raises(PoliciesRejected, match=r"^ordering 'x:Y': code of package 'x' is not allowed$"):
+        RolloutClient(handle=handle).set_policies_blocking(policies)
