@@ -22,6 +22,9 @@ CORRUPT = -9998
 KEY_CONTEXT = "tailrace 2026-11 check of KV blocks"
 """BLAKE3's name for this use of the secret: a key for one use is of no use elsewhere."""
 
+Register = Callable[[int, int], int]
+"""Mooncake's `register_buffer`: address and bytes; 0 or a code."""
+
 Pieces = Sequence[Sequence[int]]
 Read = Callable[[Sequence[int], Sequence[int]], list]
 """Gives a buffer for each (address, bytes)."""
@@ -68,14 +71,12 @@ class _Piece:
 
 
 class BlockCheck:
-    """`register`: Mooncake's `register_buffer`, for the memory of the checks. `key`: of a MAC, or None for a checksum.
+    """`register`: for the memory of the checks. `key`: of a MAC, or None for a checksum.
 
     Each calling thread has `max_blocks` places for checks: the blocks of one call.
     """
 
-    def __init__(
-        self, register: Callable[[int, int], int], max_blocks: int, key: bytes | None = None, read: Read = host_bytes
-    ):
+    def __init__(self, register: Register, max_blocks: int, key: bytes | None = None, read: Read = host_bytes):
         self._register, self._max_blocks, self._key, self._read = register, max_blocks, key, read
         self._own = threading.local()
 

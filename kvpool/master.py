@@ -1,7 +1,8 @@
 """KvMaster: runs mooncake_master on its node, knows the stores that reported, and operates on the whole pool.
 
-Invariant: its address never changes. The ports are constructor arguments, so a restarted process and a restarted
-actor listen where they did; then all keys are gone, the stores mount again by themselves, clients connect again.
+Invariant: its address never changes while its node lives. The ports are constructor arguments, so a restarted process
+and a restarted actor listen where they did; then all keys are gone, the stores mount again, clients connect again.
+On another node it has another address, which its answers to the stores name.
 A plain class: kvpool/pool.py makes the actor. Called by the coordinator and by the stores.
 """
 
@@ -14,7 +15,7 @@ from tailrace.kvpool.child_process import ChildProcess, Launch
 from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.keys import is_block, version_of
 from tailrace.kvpool.programs import program
-from tailrace.kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
+from tailrace.kvpool.status import MasterAnswer, PoolDown, PoolStatus, StoreNodeStatus
 
 CLIENT_TTL_S = 3
 """A store that was not heard of for so long is gone, and its keys with it; they are asked to no avail until then."""
@@ -57,10 +58,12 @@ class KvMaster:
         """host:port of the master's RPC."""
         return self.address
 
-    async def report(self, store: StoreNodeStatus, segment: str) -> bool | None:
-        """Take a store's report. Returns whether its segment is mounted, or None if the master cannot be reached."""
+    async def report(self, store: StoreNodeStatus, segment: str) -> MasterAnswer:
+        """Take a store's report."""
         self._reports[store.node_id] = time.monotonic(), store
-        return None if self._mounted is None else segment in self._mounted
+        return MasterAnswer(
+            master_address=self.address, mounted=None if self._mounted is None else segment in self._mounted
+        )
 
     async def release(self, keys: list[str]) -> tuple[int, list[str]]:
         """Forget these keys; how many are gone, and which are in use and have to be asked for again."""

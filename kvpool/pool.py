@@ -1,11 +1,13 @@
 """How others come to the pool: the coordinator by `ensure_pool`, an engine replica by `join_pool`.
 
-The pool's actors are named, detached and bound to their node; one master for the application, one store for each
-node with an engine. Invariant: they outlive every replica and none outlives the application: the master looks
-whether Serve still has it and otherwise ends itself, a store ends when its master is gone for good.
+The pool's actors are named and detached: one master for the application, which moves if its node is lost, and one store
+for each node with an engine, bound to it. Invariant: they outlive every replica and none outlives the application: the
+master looks whether Serve still has it and otherwise ends itself, a store ends when its master is gone for good.
 """
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
 import ray
@@ -18,8 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.master import KvMaster
 from tailrace.kvpool.programs import free_port
-from tailrace.kvpool.status import PoolDown, StoreNodeStatus
+from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 from tailrace.kvpool.store_node import KvStoreNode
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "tailrace"
 JOIN_S, CALL_S = 60.0, 1.0
@@ -34,9 +38,9 @@ def ensure_pool(config: PoolConfig, app_name: str) -> ActorHandle:
 
     Its methods raise PoolDown, or RayActorError while the actor itself is away.
     """
-    host = ray.util.get_node_ip_address()
-    return detached_actor(MasterActor, master_name(config, app_name)).remote(
-        config, app_name, host, free_port(host), free_port(host)
+    host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+    return detached_actor(MasterActor, master_name(config, app_name), soft=True).remote(
+        config, app_name, node_id, free_port(host), free_port(host)
     )
 
 
@@ -45,17 +49,41 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
 
     Blocks; may be called on a thread with an event loop. Raises PoolDown, in one line.
     """
-    master = ensure_pool(config, app_name)
-    host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-    name = f"{master_name(config, app_name)}-store-{node_id}"
-    store = detached_actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
+    host = ray.util.get_node_ip_address()
     try:
-        return store.endpoint.remote(JOIN_S).future().result(JOIN_S + CALL_S)
+        return _own_store(config, app_name).endpoint.remote(JOIN_S).future().result(JOIN_S + CALL_S)
     except PoolDown as error:
         raise PoolDown(str(error.cause if isinstance(error, RayError) else error)) from None
     except (RayError, TimeoutError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise PoolDown(f"no pool memory on {host}: {line}") from None
+
+
+async def follow_pool(
+    config: PoolConfig, app_name: str, joined: PoolEndpoint, rejoin: Callable[[str], Awaitable[None]]
+) -> None:
+    """Calls `rejoin` with the master's address each time that it has changed. Runs until cancelled.
+
+    The master starts on another node once its own is lost. A failed call is repeated after LOOK_S.
+    """
+    store, address = _own_store(config, app_name), joined.master_address
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            now = (await store.endpoint.remote(CALL_S)).master_address
+            if now != address:
+                await rejoin(now)
+                address = now
+        except (PoolDown, RayError, RuntimeError) as error:
+            logger.warning("pool of %s: %s", app_name, (str(error).splitlines() or [type(error).__name__])[0])
+
+
+def _own_store(config: PoolConfig, app_name: str) -> ActorHandle:
+    """The handle of this node's store, started if there is none."""
+    master = ensure_pool(config, app_name)
+    host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+    name = f"{master_name(config, app_name)}-store-{node_id}"
+    return detached_actor(StoreActor, name).remote(config, node_id, master, host, free_port(host))
 
 
 def master_name(config: PoolConfig, app_name: str) -> str:
@@ -76,14 +104,21 @@ def detached_actor(kind: type, name: str, soft: bool = False):
         max_restarts=-1,
         max_task_retries=-1,
         num_cpus=0,
+        memory=1,  # bytes: Ray 2.60 ignores a soft affinity of an actor that asks for nothing
         scheduling_strategy=here,
     )
 
 
 class MasterActor(KvMaster):
-    """A KvMaster that ends with its application, and ends the pools of the application's former configurations."""
+    """A KvMaster that ends with its application, and ends the pools of the application's former configurations.
 
-    def __init__(self, config: PoolConfig, app_name: str, host: str, rpc_port: int, pages_port: int):
+    The ports are those of the node that it is made for; on another node it takes others.
+    """
+
+    def __init__(self, config: PoolConfig, app_name: str, node_id: str, rpc_port: int, pages_port: int):
+        host = ray.util.get_node_ip_address()
+        if node_id != ray.get_runtime_context().get_node_id():
+            rpc_port, pages_port = free_port(host), free_port(host)
         super().__init__(config, host, rpc_port, pages_port)
         self._living = asyncio.get_running_loop().create_task(self._live(app_name, master_name(config, app_name)))
 
@@ -103,7 +138,7 @@ class StoreActor(KvStoreNode):
         super().__init__(config, node_id, address, host, port, self._to_master)
         self._living = asyncio.get_running_loop().create_task(self._live())
 
-    async def _to_master(self, status: StoreNodeStatus, segment: str) -> bool | None:
+    async def _to_master(self, status: StoreNodeStatus, segment: str) -> MasterAnswer | None:
         try:
             return await self._master.report.remote(status, segment)
         except ActorDiedError:

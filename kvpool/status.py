@@ -7,6 +7,17 @@ class PoolDown(Exception):
     """The pool cannot be reached now; the message is one line. A cache loss, never an error of a sample."""
 
 
+class MasterAnswer(BaseModel):
+    """The master's answer to a store's report."""
+
+    model_config = ConfigDict(frozen=True)
+
+    master_address: str
+    """host:port of the master's RPC; another one than before once the master's node was lost."""
+    mounted: bool | None
+    """Whether the store's segment is mounted, or None while the master process cannot be reached."""
+
+
 class StoreNodeStatus(BaseModel):
     """One node's store, as it reported itself."""
 

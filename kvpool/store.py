@@ -8,8 +8,9 @@ worker, from its threads.
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from threading import Lock, Timer
 
-from tailrace.kvpool.block_check import CORRUPT, BlockCheck
+from tailrace.kvpool.block_check import CORRUPT, BlockCheck, Register
 from tailrace.kvpool.counts import Counts
 
 PAUSED = -9999
@@ -28,13 +29,16 @@ MAX_PIECES = 500
 """Of one call. Mooncake's TCP transport (0.3.13.post1) takes 2,048 pieces for a peer, from all threads together, and
 fails the rest with -800: 128 keys of 60 pieces in one call lost 94. Smaller calls were no slower (350 MB/s)."""
 
+CLOSE_S = 60.0
+"""No thread is in a call of a former client by then: one takes 4.3 s with a dead master, and a transfer up to 30 s."""
+
 LOSSES = {-800, -900}  # the other codes say something about a key, these about the pool
 
 
 class PoolStore:
     """`retry_s`: how long nothing is tried after a call that failed as a whole. `clock`: seconds, monotonic.
 
-    `check`: of each block, or None. A block whose check fails is a miss, is counted and is removed from the pool.
+    `check`: makes the check of each block, or None. A block whose check fails is a miss, is counted and is removed.
     """
 
     def __init__(
@@ -42,11 +46,26 @@ class PoolStore:
         store,
         counts: Counts,
         retry_s: float,
-        check: BlockCheck | None = None,
+        check: Callable[[Register], BlockCheck] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._store, self._counts, self._retry_s, self._check, self._clock = store, counts, retry_s, check, clock
+        self._store, self._counts, self._retry_s, self._clock = store, counts, retry_s, clock
         self._paused_until_s = 0.0
+        self._lock = Lock()  # between `replace` and a thread that registers memory
+        self._registered: list[tuple[int, int]] = []
+        self._check = None if check is None else check(self.register_buffer)
+
+    def replace(self, store) -> None:
+        """Continue with another client, of a master at another address; it gets the memory of the former one."""
+        with self._lock:
+            for address, size in self._registered:
+                if (code := store.register_buffer(address, size)) != 0:
+                    raise RuntimeError(f"the new client of the pool does not take the KV cache: Mooncake says {code}")
+            former, self._store = self._store, store
+        self._paused_until_s = 0.0
+        closing = Timer(CLOSE_S, former.close)
+        closing.daemon = True
+        closing.start()
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         """1 where a key is there, 0 where not, a code below 0 where that is unknown."""
@@ -72,7 +91,9 @@ class PoolStore:
         self._store.batch_remove(keys, force=True)
 
     def register_buffer(self, address: int, size: int) -> int:
-        return self._store.register_buffer(address, size)
+        with self._lock:
+            self._registered.append((address, size))
+            return self._store.register_buffer(address, size)
 
     def close(self) -> None:
         self._store.close()

@@ -16,7 +16,7 @@ from tailrace.kvpool.child_process import ChildProcess, Launch
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 from tailrace.kvpool.master import REPORT_S
 from tailrace.kvpool.programs import program
-from tailrace.kvpool.status import PoolDown, StoreNodeStatus
+from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 
 REMOUNT_S = 20.0
 """A store whose segment the master has not known for so long is started again; it mounts again within about 3 s."""
@@ -25,8 +25,8 @@ SSD_FILE = "kv_cache.data"
 SSD_BUFFER_BYTES = 128 * 2**20
 """Reads from the SSD pass through this buffer; upstream's 1.25 GB would be taken from the node at once."""
 
-Report = Callable[[StoreNodeStatus, str], Awaitable[bool | None]]
-"""KvMaster.report, wherever it is."""
+Report = Callable[[StoreNodeStatus, str], Awaitable[MasterAnswer | None]]
+"""KvMaster.report, wherever it is; None while it is being restarted."""
 
 
 class KvStoreNode:
@@ -54,7 +54,12 @@ class KvStoreNode:
         """Report and look after the process until the report fails, which means: the master is gone for good."""
         known_s = time.monotonic()
         while True:
-            mounted = await self._report(self._status(), self.segment)
+            answer = await self._report(self._status(), self.segment)
+            if answer is not None and answer.master_address != self._master_address:
+                self._master_address = answer.master_address
+                self._process.kill()  # it is started again with this address
+                answer = None
+            mounted = None if answer is None else answer.mounted
             if mounted is not False:
                 known_s = time.monotonic()
             elif time.monotonic() - known_s > REMOUNT_S:

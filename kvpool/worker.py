@@ -7,16 +7,21 @@ a late load still writes into blocks that the scheduler keeps pinned until it ha
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
+from mooncake.store import MooncakeDistributedStore
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.rdma_utils import get_requester_local_hostname
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import MooncakeStoreWorkerMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
+from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip
 
-from tailrace.kvpool.block_check import BlockCheck, DeviceBytes, host_bytes, mac_key
+from tailrace.kvpool.block_check import BlockCheck, DeviceBytes, Register, host_bytes, mac_key
 from tailrace.kvpool.counts import Counts
 from tailrace.kvpool.keys import PREFIX
 from tailrace.kvpool.store import MAX_PIECES, PoolStore
@@ -69,18 +74,18 @@ class PoolWorker(MooncakeStoreWorker):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._load_deadline_s = extra["load_deadline_s"]
         self._counts = Counts()
-        self.store = PoolStore(self.store, self._counts, extra["retry_s"], self._block_check(extra))
+        self.store = PoolStore(self.store, self._counts, extra["retry_s"], block_check(extra))
+        self._client = MooncakeStoreConfig.load_from_config()
         self._loads: dict[str, Load] = {}
         self._broken: set[int] = set()  # blocks of loads that failed and have not returned
         self._invalid: set[int] = set()  # blocks to be computed again, to be reported in this step
         self._report = PoolWorkerMetadata()
 
-    def _block_check(self, extra: dict) -> BlockCheck | None:
-        if extra["block_check"] == "off":
-            return None
-        key = mac_key(extra["mac_key_file"]) if extra["block_check"] == "mac" else None
-        read = host_bytes if current_platform.is_cpu() else DeviceBytes()
-        return BlockCheck(self.store.register_buffer, MAX_PIECES, key, read)
+    def rejoin(self, master_address: str) -> None:
+        """Continue with the master at another address. Raises RuntimeError, and changes nothing, if it is not there."""
+        config, store = replace(self._client, master_server_address=master_address), MooncakeDistributedStore()
+        setup_mooncake_store(store, config, get_requester_local_hostname(get_ip()))
+        self.store.replace(store)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -200,6 +205,15 @@ class PoolWorker(MooncakeStoreWorker):
         return measured
 
 
+def block_check(extra: dict) -> Callable[[Register], BlockCheck] | None:
+    """Makes the check that `kv_connector_extra_config` asks for."""
+    if extra["block_check"] == "off":
+        return None
+    key = mac_key(extra["mac_key_file"]) if extra["block_check"] == "mac" else None
+    read = host_bytes if current_platform.is_cpu() else DeviceBytes()
+    return lambda register: BlockCheck(register, MAX_PIECES, key, read)
+
+
 def pool_worker(worker) -> PoolWorker:
     """The worker side of the connector in a vLLM worker: for functions that `collective_rpc` calls there."""
     return get_kv_transfer_group().connector_worker
@@ -208,6 +222,11 @@ def pool_worker(worker) -> PoolWorker:
 def layout(worker) -> tuple[tuple[str, ...], int]:
     """`PoolWorker.layout` by `collective_rpc`."""
     return pool_worker(worker).layout()
+
+
+def rejoin(worker, master_address: str) -> None:
+    """`PoolWorker.rejoin` by `collective_rpc`."""
+    pool_worker(worker).rejoin(master_address)
 
 
 def probe(worker) -> list[tuple[int, float]]:

@@ -46,6 +46,9 @@ class HostStore:
             results.append(at)
         return results
 
+    def close(self) -> None:
+        self.kept.clear()
+
     def batch_remove(self, keys, force) -> None:
         assert force
         for key in keys:
@@ -67,7 +70,7 @@ def places(block_bytes: np.ndarray) -> list[list[int]]:
 
 def pool_of(raw: HostStore, key: bytes | None = None) -> tuple[PoolStore, Counts]:
     counts = Counts()
-    return PoolStore(raw, counts, 1.0, BlockCheck(raw.register_buffer, MAX_PIECES, key)), counts
+    return PoolStore(raw, counts, 1.0, lambda register: BlockCheck(register, MAX_PIECES, key)), counts
 
 
 @pytest.mark.parametrize("key", [None, bytes(range(32))], ids=["checksum", "mac"])
@@ -138,6 +141,29 @@ def test_threads_do_not_share_their_checks():
     for thread in threads:
         thread.join()
     assert failures == [] and len(raw.registered) == 4
+
+
+def test_another_client_gets_the_memory_of_the_former_one():
+    first, second, wrote, read = HostStore(), HostStore(), memory(1), memory(None)
+    store, _ = pool_of(first)
+    assert store.register_buffer(read.ctypes.data, read.nbytes) == 0
+    store.batch_put_from_multi_buffers(KEYS, places(wrote), SIZES, None)
+    store.replace(second)
+    assert second.registered == first.registered and len(second.registered) == 2
+    assert store.batch_get_into_multi_buffers(KEYS, places(read), SIZES) == [-704] * BLOCKS
+    store.batch_put_from_multi_buffers(KEYS, places(wrote), SIZES, None)
+    assert store.batch_get_into_multi_buffers(KEYS, places(read), SIZES) == [PIECES * PIECE_BYTES] * BLOCKS
+
+
+def test_a_client_that_refuses_the_memory_changes_nothing():
+    first, wrote = HostStore(), memory(1)
+    store, _ = pool_of(first)
+    store.batch_put_from_multi_buffers(KEYS, places(wrote), SIZES, None)
+    second = HostStore()
+    second.register_buffer = lambda address, size: -600
+    with pytest.raises(RuntimeError, match="does not take the KV cache: Mooncake says -600"):
+        store.replace(second)
+    assert store.batch_get_into_multi_buffers(KEYS, places(memory(None)), SIZES)[0] == PIECES * PIECE_BYTES
 
 
 def test_a_secret_is_read_from_a_file_and_missing_ones_are_named(tmp_path):

@@ -17,6 +17,9 @@ from tailrace.app.fuzz.handles import DAMAGES, RAY_ERRORS
 from tailrace.app.fuzz.replica import SimulatedReplica
 from tailrace.app.fuzz.stepper import TORN
 
+OVERWRITTEN = "overwritten-"
+"""The content of a weights folder that another process has written to begins with this."""
+
 
 class Fault(NamedTuple):
     """`at_s`: of the run. `target`: which replica or driver, modulo their number. `seconds`, `number`: by kind."""
@@ -105,9 +108,9 @@ async def _overwrite(site: FaultSite, fault: Fault) -> None:
     """A trainer writes other weights into the folder of the present ones, and the old ones back later."""
     folders = site.cluster.disk.folders
     folder = f"w{site.ledger.version}"
-    if folder in folders:
-        old = folders[folder]
-        folders[folder] = TORN if fault.number % 3 == 0 else f"overwritten-{fault.number}"
+    old = folders.get(folder, TORN)
+    if old != TORN and not old.startswith(OVERWRITTEN):  # another trainer has done the same
+        folders[folder] = TORN if fault.number % 3 == 0 else f"{OVERWRITTEN}{fault.number}"
         await asyncio.sleep(fault.seconds)
         folders[folder] = old
 

@@ -41,6 +41,7 @@ class Steps(Protocol):
     def load_weights(self, version: int, source: str, digest: str) -> None: ...
     def weights_refusal(self, source: str) -> str | None: ...
     def reset_cache(self) -> bool: ...
+    def rejoin_pool(self, master_address: str) -> None: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
 
@@ -79,6 +80,10 @@ class EngineLoop:
     def reset_cache(self) -> Future[bool]:
         """Drops the KV of chunks that have ended. Gives False, and drops nothing, while chunks are running."""
         return self._ask(self._reset_cache)
+
+    def rejoin_pool(self, master_address: str) -> Future[None]:
+        """Continues with the pool's master at another address. The future gets RuntimeError if it does not answer."""
+        return self._ask(self._rejoin, master_address)
 
     def load_weights(self, version: int, source: str, digest: str = "") -> Future[None]:
         """Puts the weights in folder `source` into the running model, as `version`, after the chunks in flight.
@@ -237,6 +242,9 @@ class EngineLoop:
 
     def _reset_cache(self) -> bool:
         return self._stepper.reset_cache()
+
+    def _rejoin(self, master_address: str) -> None:
+        self._stepper.rejoin_pool(master_address)
 
     def _stop(self, reason: str) -> None:
         with self._lock:

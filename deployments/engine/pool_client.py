@@ -12,7 +12,7 @@ from dataclasses import replace
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.kvpool.connector import PoolConnector
 from tailrace.kvpool.counts import Counts
-from tailrace.kvpool.worker import layout, probe
+from tailrace.kvpool.worker import layout, probe, rejoin
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 
 CAUSE_OF_NEW = "new"  # a first chunk: its context was not computed before
@@ -23,7 +23,7 @@ class PoolClient:
 
     def __init__(self, engine, save_deadline_s: float, speeds: SpeedEstimator):
         self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
-        self._save_deadline_s, self._speeds = save_deadline_s, speeds
+        self._engine, self._save_deadline_s, self._speeds = engine, save_deadline_s, speeds
         self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; float: time of `hold`
         self._counts: Counter[str] = Counter()
         self._waits = Counts()
@@ -32,6 +32,10 @@ class PoolClient:
         self.token_bytes = sum(size for _, size in layouts)
         for tokens, took_s in engine.collective_rpc(probe)[0]:
             speeds.pull(tokens, took_s)
+
+    def rejoin(self, master_address: str) -> None:
+        """Continues with the master at another address. Raises RuntimeError if it does not answer."""
+        self._engine.collective_rpc(rejoin, args=(master_address,))
 
     def wish(self, chunk: ChunkRequest) -> dict:
         """Returns vLLM's `kv_transfer_params` of a chunk. `forgo` can cancel the save later."""

@@ -30,7 +30,7 @@ from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import rebind
 from tailrace.kvpool.config import PoolConfig
-from tailrace.kvpool.pool import join_pool
+from tailrace.kvpool.pool import follow_pool, join_pool
 from tailrace.kvpool.status import PoolDown
 
 
@@ -82,6 +82,9 @@ class Engine:
         )
         if model is not None:
             self._watching = asyncio.get_running_loop().create_task(watch(drafters, model))
+        if endpoint is not None:
+            follow = follow_pool(pool, here.app_name, endpoint, self._rejoin_pool)
+            self._following = asyncio.get_running_loop().create_task(follow)
         self._started_at = time.time()
         self._telemetry = Telemetry("tailrace-engine", otlp)
 
@@ -117,6 +120,9 @@ class Engine:
     async def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
         """Ends a chunk at the next token; its own call returns the tokens so far. Unknown ids are ignored."""
         self._runner.abort(chunk_id, keep_kv)
+
+    async def _rejoin_pool(self, master_address: str) -> None:
+        await asyncio.wrap_future(self._runner.rejoin_pool(master_address))
 
     async def load_weights(self, version: int, source: str, digest: str) -> None:
         """Loads a folder's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""

@@ -259,6 +259,10 @@ class Stepper:
         self.weights_version = version
         self._constant |= {"weights_version": version, "weights_source": source, "weights_digest": found}
 
+    def rejoin_pool(self, master_address: str) -> None:
+        """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
+        self._link.rejoin(master_address)
+
     def weights_refusal(self, source: str) -> str | None:
         """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
         reasons = self._engine.collective_rpc("weights_refusal", args=(source,))

@@ -20,7 +20,7 @@ def put_and_get(pool: PoolEndpoint, key: bytes | None) -> dict[str, int]:
     from mooncake.store import ReplicateConfig
 
     client, counts = store_client(pool), Counts()
-    store = PoolStore(client, counts, retry_s=1.0, check=BlockCheck(client.register_buffer, MAX_PIECES, key))
+    store = PoolStore(client, counts, retry_s=1.0, check=lambda register: BlockCheck(register, MAX_PIECES, key))
     wrote = np.random.default_rng(0).integers(0, 256, (BLOCKS, PIECES, PIECE_BYTES), np.uint8)
     read = np.zeros_like(wrote)
     keys, sizes = [f"block-{number}" for number in range(BLOCKS)], [[PIECE_BYTES] * PIECES] * BLOCKS

@@ -1,4 +1,4 @@
-"""Two nodes: a store on each, and KV that travels to the node where its sample is expected next."""
+"""Two nodes: a store on each; KV travels to the node where its sample is expected next; the master's node is lost."""
 
 import asyncio
 import os
@@ -18,8 +18,21 @@ FEW_SLOTS = {"max_running": 2, "cores": None}
 """Samples have to wait, so that there is time for KV to travel."""
 
 
+def start_master_there(file) -> None:
+    """On the node that will be lost."""
+    import ray
+
+    @ray.remote(num_cpus=0, resources={"lost": 1})
+    def start() -> None:
+        from tailrace.kvpool.pool import ensure_pool
+
+        ray.get(ensure_pool(file.application.args.pool, file.application.name).where.remote())
+
+    ray.get(start.remote())
+
+
 @pytest.fixture(scope="module")
-def client(model_dir):
+def cluster(model_dir):
     os.environ.update(LOOPBACK_ONLY)
     import ray
     from ray import serve
@@ -32,14 +45,21 @@ def client(model_dir):
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
+        cluster.lost = cluster.add_node(num_cpus=0, resources={"lost": 1})
         ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
+        start_master_there(file)
         serve.run(build_from_file(file), name=file.application.name, route_prefix=None)
-        yield RolloutClient(file.application.name)
+        yield cluster
     finally:
         serve.shutdown()
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    return RolloutClient(load_config().application.name)
 
 
 def run(work):
@@ -78,4 +98,35 @@ def test_kv_travels_ahead_to_the_node_where_its_sample_goes_on(client):
     assert after["pool_tokens"] > before.get("pool_tokens", 0)
     assert {n: [s.token_ids for s in g.samples] for n, g in plain.items()} == {
         n: [s.token_ids for s in g.samples] for n, g in ahead.items()
+    }
+
+
+async def mounted(client: RolloutClient, but_not_at: str = "") -> dict:
+    """The pool's status once its master is at another address and both stores are mounted there."""
+    while True:
+        status = (await client.pool_status()).status
+        moved = status is not None and status["master_address"] != but_not_at
+        if moved and sum(bool(node["segment"]) for node in status["store_nodes"]) == 2:
+            return status
+        await asyncio.sleep(0.2)
+
+
+async def pulls(client: RolloutClient) -> dict:
+    """The groups of the first rollout that pulls KV from the pool: engines rejoin within seconds."""
+    for turn in range(20):
+        before = (await reported(client)).get("pool_tokens", 0)
+        groups = await roll(client, f"again-{turn}", moving("off"))
+        if (await reported(client)).get("pool_tokens", 0) > before:
+            return groups
+    raise AssertionError("no KV was pulled after the master had moved")
+
+
+def test_the_masters_node_is_lost_and_the_pool_continues_on_another(client, cluster):
+    before = run(mounted(client))
+    plain = run(roll(client, "before", moving("off")))
+    cluster.remove_node(cluster.lost)
+    run(mounted(client, before["master_address"]))
+    groups = run(pulls(client))
+    assert {n: [s.token_ids for s in g.samples] for n, g in plain.items()} == {
+        n: [s.token_ids for s in g.samples] for n, g in groups.items()
     }
