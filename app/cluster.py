@@ -117,10 +117,12 @@ def _is_loopback(address: str) -> bool:
 
 @contextmanager
 def _local_cluster(file: ServeFile) -> Iterator[None]:
-    os.environ.update(LOOPBACK_ONLY)  # before Ray is imported
+    os.environ.update(LOOPBACK_ONLY)
     import ray
     from ray import serve
+    from ray._private import ray_constants
 
+    ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray was imported before, it has read the variable already
     engine = file.application.of("Engine")
     needed_cpus = engine.most_replicas * (engine.ray_actor_options.num_cpus or 0)
     if file.application.args.drafter is not None:
@@ -134,6 +136,9 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         log_to_driver=False,
         logging_level="WARNING",
     )
+    if not _is_loopback(f"{ray.util.get_node_ip_address()}:0"):
+        ray.shutdown()
+        raise Failed("Ray listens on all interfaces, and a local service must not: call service() before importing ray")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
     logging.getLogger("ray.serve").setLevel("WARNING")
     try:

@@ -24,6 +24,7 @@ from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
+from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.token_mode import require_token_mode
 from tailrace.kvpool.config import PoolConfig
@@ -51,6 +52,7 @@ class Coordinator:
         allow_no_token: bool = False,
     ):
         require_token_mode(allow_no_token)
+        keep_serve_port_on_node()
         app_name = serve.get_replica_context().app_name
         self._start(
             engines=EngineClient(engines),
@@ -124,8 +126,8 @@ class Coordinator:
         return self._rollouts.deliveries.cancel(batch_id)
 
     @admits(Role.TRAINER)
-    async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
-        return await self._rollouts.update_weights(version, source)
+    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
+        return await self._rollouts.update_weights(version, source, digest)
 
     @admits(Role.OBSERVER)
     async def status(self) -> ServiceStatus:

@@ -13,6 +13,7 @@ from ray import serve
 
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.server import Address, DrafterServer
+from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
@@ -22,6 +23,7 @@ class Drafter:
     """`target`: the verifying engines. Raises ValueError, one line, if the two models' tokens differ."""
 
     def __init__(self, config: DrafterConfig, target: EngineConfig):
+        keep_serve_port_on_node()
         if (refusal := vocabulary_refusal(Path(target.model), Path(config.model))) is not None:
             raise ValueError(refusal)
         here = serve.get_replica_context()
