@@ -9,7 +9,7 @@ DASHBOARD_PORT ?= 8265
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long package lint bench serve lock docs clean
+.PHONY: help setup demo test test-pure test-long package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -47,6 +47,9 @@ serve: setup ## a local Ray head (token authentication, loopback), and serve.yam
 
 lock: setup ## renew requirements/*.txt from pyproject.toml
 	@$(PY) scripts/lock.py
+
+sbom: ## out/sbom.cdx.json: the locked packages with their hashes, as CycloneDX
+	@$(PYTHON) scripts/sbom.py
 
 docs: setup ## renew the generated pages of docs/
 	$(PY) scripts/configuration_reference.py

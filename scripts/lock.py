@@ -1,10 +1,11 @@
-"""Writes requirements/{cpu,gpu,dev}.txt from pyproject.toml: each package pinned with ==, with its hash.
+"""Writes requirements/{cpu,torch,gpu,dev}.txt from pyproject.toml: each package pinned with ==, with its hash.
 
 `cpu` and `gpu` lock the runtime extras of those names. `dev` locks the tests, lint and baselines (the `dev` group and
 the `bench` extra) beyond `cpu`. pip resolves by a dry run over metadata; this file walks pip's report from the direct
 requirements and writes the packages that it reaches, except LEFT_OUT (and their own needs).
 Run by `make lock`, on Linux x86_64 with Python 3.11, since wheels and markers are those of this interpreter, and where
-pip finds a CPU build of torch, so that cpu.txt gets no CUDA packages.
+pip finds a CPU build of torch, so that cpu.txt gets no CUDA packages. That build is in torch.txt, by itself: it is not
+on the package index, and where it is not to be had `make setup` takes the one of gpu.txt.
 """
 
 import json
@@ -24,6 +25,10 @@ NAMES = ("cpu", "gpu", "dev")
 # does not exist"); vLLM runs text models without them.
 NO_CUDA = {"torchvision", "torchaudio", "torchcodec"}
 LEFT_OUT = {"cpu": NO_CUDA, "gpu": set(), "dev": NO_CUDA}
+TORCH_HEAD = (
+    "# torch's build for CPUs, made from pyproject.toml by `make lock`: Linux x86_64, Python 3.11. "
+    "Not on the package index."
+)
 RESOLVE = ("install", "--dry-run", "--ignore-installed", "--quiet", "--no-cache-dir", "--use-feature=fast-deps")
 
 
@@ -77,7 +82,8 @@ def lock(name: str) -> int:
         if (name, package) == ("cpu", "torch"):
             if not version.endswith("+cpu"):
                 raise SystemExit(f"pip found torch {version}; let it find a CPU build (PIP_EXTRA_INDEX_URL)")
-            continue  # not on the package index: `make setup` installs it in its own step
+            (FOLDER / "torch.txt").write_text(f"{TORCH_HEAD}\ntorch=={version} --hash=sha256:{sha256}\n")
+            continue
         if "+" in version:
             raise SystemExit(f"{package} {version} is a local build; a lock holds published versions only")
         lines.append(f"{package}=={version} --hash=sha256:{sha256}")

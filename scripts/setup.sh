@@ -42,19 +42,23 @@ if [ -n "$missing" ]; then
 fi
 
 locks="requirements/cpu.txt requirements/dev.txt"
-torch=$(sed -n '/^cpu = \[/,/^]/s/^ *"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
 # shellcheck disable=SC2086
-stamp=.venv/.stamp-$({ cat $locks; echo "$torch"; } | sha256sum | cut -c1-16)
+stamp=.venv/.stamp-$(cat $locks requirements/torch.txt | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
     .venv/bin/python -m pip --version >/dev/null 2>&1 || { say "making .venv"; "$PYTHON" -m venv --clear .venv; }
     for lock in $locks; do
         say "installing $lock ($([ "$lock" = requirements/cpu.txt ] && echo "about 600 MB" || echo "one package is compiled"))"
         pip install --no-deps --require-hashes -r "$lock" || fail "$lock did not install; make setup resumes"
     done
-    # torch last, and by itself: its CPU build is not on the package index, so it cannot carry the lock's one
-    # hash. Where pip knows a CPU build it wins (2.13.0+cpu > 2.13.0); elsewhere comes the CUDA one (several GB).
-    say "installing $torch"
-    pip install "$torch" || fail "$torch did not install; make setup resumes"
+    # torch last, and by itself: its CPU build is not on the package index. Where pip knows no such build, the one for
+    # CUDA comes with what it needs (several GB), as locked for GPUs. A build with another hash is an error.
+    say "installing requirements/torch.txt"
+    if ! pip install --no-deps --require-hashes -r requirements/torch.txt; then
+        grep -q "No matching distribution" "$log" || fail "requirements/torch.txt did not install; make setup resumes"
+        say "pip knows no CPU build of torch; installing the one for CUDA (several GB)"
+        pip install --no-deps --require-hashes -r <(grep -E '^(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==' \
+            requirements/gpu.txt) || fail "torch did not install; make setup resumes"
+    fi
     say "importing the packages"
     quietly .venv/bin/python -c "import torch, vllm, ray, transformers, mooncake.store, arctic_inference.suffix_decoding" ||
         fail "a package does not import; make clean setup starts afresh"

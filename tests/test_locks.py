@@ -30,9 +30,18 @@ def test_every_line_is_one_pin_with_one_hash(name):
     assert len(pins(name)) == len(found) > (10 if name == "dev" else 100)
 
 
+def test_torch_for_cpus_is_one_pin_with_one_hash_and_all_that_it_needs_is_locked():
+    (line,) = lines("torch.txt")
+    version = LOCKED["cpu"]["torch"]
+    assert re.fullmatch(rf"torch=={re.escape(version)}\+cpu --hash=sha256:[0-9a-f]{{64}}", line)
+    assert version == pins("gpu")["torch"], "which stands in where pip knows no CPU build"
+    needs = {"filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec"}
+    assert needs <= set(pins("cpu")), "it is installed with --no-deps"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_file_names_an_address(name):
-    for file in (FOLDER / f"{name}.txt", ROOT / "pyproject.toml"):
+    for file in (FOLDER / f"{name}.txt", FOLDER / "torch.txt", ROOT / "pyproject.toml"):
         assert not re.search(r"://|index-url|find-links|@ |\w\.(?:org|com|net|io)\b", file.read_text()), file
 
 
