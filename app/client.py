@@ -62,7 +62,7 @@ class RolloutClient:
         self._stream = self._handle.options(stream=True)
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
-        self._weights: tuple[int, str] | None = None  # version and folder of this client's last update
+        self._weights: tuple[int, str, str] | None = None  # version, folder and digest of this client's last update
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
         """Roll out a batch. Yields each group as it finishes, in any order.
@@ -135,16 +135,17 @@ class RolloutClient:
 
     cancel_blocking = blocking(cancel)
 
-    async def update_weights(self, version: int, source: str) -> WeightsLoaded:
+    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
         """Load the safetensors folder `source` on every replica. Samples in flight continue under `version`.
 
         `version` must not be below the current one; the current one again, with the same content, is done already, so a
-        call may be repeated. Raises WeightsRejected, with the reason, if the update failed.
+        call may be repeated. `digest`: of the content that is meant, from an earlier `WeightsLoaded`; empty for any.
+        Raises WeightsRejected, with the reason, if the update failed.
         """
-        answer = await self._ask("update_weights", version, source)
+        answer = await self._ask("update_weights", version, source, digest)
         if isinstance(answer, Rejected):
             raise WeightsRejected(answer.reason)
-        self._weights = version, source
+        self._weights = version, source, answer.digest
         return answer
 
     update_weights_blocking = blocking(update_weights)

@@ -109,6 +109,23 @@ def test_a_paused_sample_is_cancelled_with_its_batch():
     assert game.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
 
 
+@pytest.mark.parametrize("took_chunk", [False, True])
+def test_a_sample_is_not_to_blame_for_replicas_that_never_took_its_chunk(took_chunk):
+    """The coordinator may lose sight of all replicas within a moment, and the sample passes through each."""
+    names = [f"r{number}" for number in range(MAX_ATTEMPTS + 1)]
+    game = Game(*names, samples=1)
+    game.play(0.5, lambda start: False)
+    for _ in range(MAX_ATTEMPTS):
+        (start,) = game.running
+        game.core.observe(ev.ReplicaLeft(game.now, start.replica_id, "not running", took_chunk))
+        actions = game.core.decide(ev.Tick(game.now))
+        game.running = [action for action in actions if isinstance(action, StartChunk)]
+        game.ends |= {action.sample_id: action for action in actions if isinstance(action, EndSample)}
+    assert {end.end for end in game.ends.values()} == ({SampleEnd.FAILED} if took_chunk else set())
+    game.play(100.0, lambda start: False)
+    assert {end.end for end in game.ends.values()} == {SampleEnd.FAILED if took_chunk else SampleEnd.LENGTH}
+
+
 def test_a_replica_that_leaves_while_it_is_aside_is_forgotten():
     game = Game("bad", "good", samples=32)
     game.play(3.0, lambda start: start.replica_id == "bad")

@@ -171,6 +171,31 @@ def test_a_new_coordinator_adopts_the_weights_that_it_finds():
     run(scenario)
 
 
+@pytest.mark.parametrize("replicas", [("a",), ()])
+def test_an_update_repeated_at_a_new_coordinator_must_be_of_the_same_content(replicas):
+    async def scenario(weights, engines):
+        engines.folders["w7"] = "written over"
+        refused = await weights.want(7, "w7", "seven")
+        if replicas:
+            assert refused == Rejected(
+                reason="weights folder w7: it is not one content of version 7 (seven, written over)"
+            )
+            assert weights.version == 0
+            engines.folders["w7"] = "seven"
+            assert await weights.want(7, "w7", "seven") is None
+        else:
+            assert refused is None, "no replica can look"
+            engines.held["late"] = (0, "start")
+            await settle(weights, engines)
+            assert engines.held["late"] == (0, "start") and "other weights" in weights.problem
+            engines.folders["w7"] = "seven"
+        await settle(weights, engines, now=1e12)
+        assert (weights.version, weights.digest) == (7, "seven")
+        assert set(engines.held.values()) == {(7, "seven")}
+
+    run(scenario, *replicas)
+
+
 def test_an_overtaken_update_says_so():
     async def scenario(weights, engines):
         engines.folders |= {"w1": "one", "w2": "two"}

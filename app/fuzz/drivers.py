@@ -117,12 +117,18 @@ class SimulatedDriver:
         self.ended = True
 
     async def _roll(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
-        """All groups of a batch. The client continues after faults by itself."""
+        """All groups of a batch. The client continues after faults by itself, unless its weights are overwritten."""
         groups: dict[str, GroupResult] = {}
-        async for group in client.rollout(batch):
-            if group.prompt_id in groups:
-                raise Wrong(f"{batch.batch_id}: group {group.prompt_id} came twice")
-            groups[group.prompt_id] = group
+        while True:
+            try:
+                async for group in client.rollout(batch):
+                    if group.prompt_id in groups:
+                        raise Wrong(f"{batch.batch_id}: group {group.prompt_id} came twice")
+                    groups[group.prompt_id] = group
+                break
+            except WeightsRejected:
+                groups.clear()
+                await asyncio.sleep(AGAIN_S)
         if len(groups) < len(batch.groups):
             raise Wrong(f"{batch.batch_id}: {len(groups)} of {len(batch.groups)} groups came")
         return groups

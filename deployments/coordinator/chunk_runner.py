@@ -16,7 +16,7 @@ from opentelemetry.trace import INVALID_SPAN, StatusCode
 from tailrace.deployments.coordinator.ledger import SampleRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
-from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, is_own_cancel, one_line
+from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, is_own_cancel, one_line
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
@@ -52,7 +52,7 @@ class ChunkRunner:
             event, write = self._finished(start, sample, result, request.weights_digest)
             span.set_attribute("new_tokens", event.new_tokens)
         except ReplicaLost as error:
-            event = ReplicaLeft(self._now(), start.replica_id, str(error))
+            event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
         except ChunkError as error:
             event = ChunkFailed(self._now(), start.chunk_id, str(error))
         except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end

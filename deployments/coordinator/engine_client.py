@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
-from tailrace.deployments.messages.errors import ChunkError, EngineDown, ReplicaLost, one_line
+from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, EngineDown, ReplicaLost, one_line
 from tailrace.deployments.router import ReplicaGone, poll_all
 
 POLL_TIMEOUT_S = 10.0
@@ -80,7 +80,9 @@ class EngineClient:
     async def _call(self, replica_id: str, method: str, *arguments):
         try:
             return await self._handle.options(session_id=replica_id, method_name=method).remote(*arguments)
-        except (RayActorError, ReplicaGone, EngineDown) as error:
+        except ReplicaGone as error:
+            raise ChunkNotTaken(one_line(error)) from error
+        except (RayActorError, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
             raise ChunkError(one_line(error.cause or error)) from error

@@ -119,13 +119,13 @@ class Rollouts:
             raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
         self._tell(ev.ReplicasReserved(self.now(), replicas))
 
-    async def update_weights(self, version: int, source: str) -> WeightsLoaded | Rejected:
+    async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
         """Every replica loads the folder `source` in place, between chunks; samples in flight continue under `version`.
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """
         await self._looked.wait()
-        if (refusal := await self._weights.want(version, source)) is not None:
+        if (refusal := await self._weights.want(version, source, digest)) is not None:
             return refusal
         self._follow_weights()
         return await self._weights.loaded()

@@ -55,10 +55,11 @@ class Weights:
         """Whether a replica has read the wanted weights. Without replicas an update is accepted unread."""
         return bool(self.digest)
 
-    async def want(self, version: int, source: str) -> Rejected | None:
+    async def want(self, version: int, source: str, digest: str = "") -> Rejected | None:
         """From now on these weights; or why not, and nothing changes.
 
-        The present version with the present content is no change, so an update may be repeated.
+        The present version with the present content is no change, so an update may be repeated. `digest`: of the
+        content that is meant, where the caller knows it from an earlier answer; empty for any.
         """
         if (reason := invalid(version, source)) or (reason := self._too_old(version)):
             return Rejected(reason=reason)
@@ -68,12 +69,15 @@ class Weights:
             return Rejected(reason=f"weights folder {source}: a replica could not look at it in time")
         except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's: nothing has changed
             return Rejected(reason=str(error) or one_line(error))
-        if len(found) > 1:
-            return Rejected(reason=f"weights folder {source}: replicas read different contents ({sorted(found)})")
-        digest = next(iter(found), "")  # no replica is up: the first one to load it reports it
-        if reason := self._too_old(version) or self._other(version, source, digest):
+        wanted = {digest} - {""}
+        found = found or wanted
+        read = next(iter(found), "")  # no replica is up: the first one to load it reports it
+        reason = (
+            self._too_old(version) or _not_one(version, source, found | wanted) or self._other(version, source, read)
+        )
+        if reason:
             return Rejected(reason=reason)
-        self._set(version, source, digest)
+        self._set(version, source, read)
         return None
 
     def _too_old(self, version: int) -> str | None:
@@ -183,6 +187,13 @@ class Weights:
                     self._withdraw()
         finally:
             self._loading.discard(replica_id)
+
+
+def _not_one(version: int, source: str, digests: set[str]) -> str | None:
+    """Why the digests read by replicas, and the one that is meant, are no single content."""
+    if len(digests) > 1:
+        return f"weights folder {source}: it is not one content of version {version} ({', '.join(sorted(digests))})"
+    return None
 
 
 def invalid(version: object, source: object) -> str | None:

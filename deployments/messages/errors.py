@@ -14,6 +14,10 @@ class ReplicaLost(ConnectionError):
     """The replica is gone; its chunks must run again on another one."""
 
 
+class ChunkNotTaken(ReplicaLost):
+    """The replica was gone before it took the chunk, which therefore cannot be the cause."""
+
+
 class ChunkError(RuntimeError):
     """The replica refused or failed this chunk; the replica itself is alive."""
 

@@ -159,7 +159,7 @@ class RolloutCore:
             if self._races.passes_on(chunk):
                 continue
             sample = self._running.count_out(chunk)
-            if self._failures.lose(sample):
+            if event.took_chunk and self._failures.lose(sample):
                 self._give_up_on(sample, f"replica {event.replica_id} left: {event.error}")
             else:
                 self._wait_again(sample)

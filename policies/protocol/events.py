@@ -118,11 +118,15 @@ class ReplicaJoined:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeft:
-    """A replica is gone, and its running chunks with it. `error` is one line."""
+    """A replica is gone, and its running chunks with it. `error` is one line.
+
+    `took_chunk`: False if it was gone before it took a chunk, so that no sample can be the cause.
+    """
 
     now: float
     replica_id: str
     error: str
+    took_chunk: bool = True
 
 
 @dataclass(frozen=True, slots=True)

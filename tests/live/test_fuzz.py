@@ -26,6 +26,8 @@ KEPT = {
     1132: "a context shard's call was cancelled",
     10191: "an update that no replica had read stood for ever",
     1143: "all replicas refused for two minutes",
+    101216: "a sample was given up for replicas that were gone before they took its chunk",
+    101649: "a repeated update was of other weights",
 }
 """Seeds that have found a defect once."""
 
