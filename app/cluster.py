@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -35,6 +35,14 @@ def service(file: ServeFile, address: str | None) -> Iterator[RolloutClient]:
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """A cluster of one machine: with the first, Ray 2.60 calls its node 127.0.0.1 and listens there alone; without it
 raylet, GCS and every worker listen on all interfaces (seen with `ss -ltn`). Serve's replica port still does."""
+
+
+def keep_token_private(environment: Mapping[str, str]) -> None:
+    """Make the file of Ray's token readable to its owner alone: Ray 2.60 makes it readable to all users."""
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.exists() and path.stat().st_uid == os.getuid():
+        path.chmod(0o600)
+
 
 DEPLOY_S = 600.0
 """Max wait for a deployment in progress: a large model takes minutes to load."""
@@ -136,6 +144,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         log_to_driver=False,
         logging_level="WARNING",
     )
+    keep_token_private(os.environ)
     if not _is_loopback(f"{ray.util.get_node_ip_address()}:0"):
         ray.shutdown()
         raise Failed("Ray listens on all interfaces, and a local service must not: call service() before importing ray")

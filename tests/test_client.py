@@ -109,3 +109,12 @@ def test_connect_refuses_another_cluster_than_the_connected_one(monkeypatch, add
         return
     with pytest.raises(ValueError, match=r"connected to the Ray cluster at 10\.0\.0\.7:6379"):
         cluster.connect(address)
+
+
+def test_ray_s_token_is_readable_to_its_owner_alone(tmp_path):
+    token = tmp_path / "auth_token"
+    cluster.keep_token_private({"RAY_AUTH_TOKEN_PATH": str(token)})  # none yet
+    token.write_text("secret")
+    token.chmod(0o644)
+    cluster.keep_token_private({"RAY_AUTH_TOKEN_PATH": str(token)})
+    assert token.stat().st_mode & 0o777 == 0o600 and token.read_text() == "secret"

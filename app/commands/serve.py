@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -17,7 +16,7 @@ import click
 import yaml
 
 from tailrace.app.allow_code import allow_code_option
-from tailrace.app.cluster import LOOPBACK_ONLY, declared
+from tailrace.app.cluster import LOOPBACK_ONLY, declared, keep_token_private
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput, Failed, MissingExtra
 from tailrace.policies.families.allowed_code import added_code
@@ -43,7 +42,7 @@ def command(config, port, dashboard_port):
     resolve_model(file.application.args.engine.model)
     environment = _environment()
     _run(("ray", "get-auth-token", "--generate"), environment)
-    _token_path(environment).chmod(0o600)  # Ray leaves it readable to every user of the machine
+    keep_token_private(environment)
     head = _start_head(port, dashboard_port, environment)
     dashboard = f"http://{LOOPBACK}:{dashboard_port}"
     try:
@@ -65,11 +64,6 @@ def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str
         written.write(yaml.safe_dump(declared(file)) if added_code() else config.read_text())
         written.flush()
         _run(("serve", "deploy", "--address", dashboard, written.name), environment)
-
-
-def _token_path(environment: Mapping[str, str]) -> Path:
-    """The file of Ray's token."""
-    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def _environment() -> dict[str, str]:

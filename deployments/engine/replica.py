@@ -26,6 +26,7 @@ from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.drafts import DraftReport, by_source
+from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import rebind
@@ -57,6 +58,7 @@ class Engine:
         drafter: DrafterConfig | None = None,
         drafters: DeploymentHandle | None = None,
     ):
+        keep_serve_port_on_node()
         here = serve.get_replica_context()
         endpoint, self._pool_problem = None, ""
         if pool is not None:
