@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tailrace.app.deployment_settings import (
@@ -20,6 +19,7 @@ from tailrace.app.deployment_settings import (
     StrictModel,
 )
 from tailrace.app.errors import BadInput
+from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
@@ -93,9 +93,11 @@ class Application(StrictModel):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         """Pick each deployment's model by its name, so that errors speak of the one that was meant."""
+        if not isinstance(value, list | tuple) or not all(isinstance(item, dict | BaseModel) for item in value):
+            raise ValueError("give a list of deployments, each with its keys, such as [{name: Engine}]")
         names = [item.get("name") if isinstance(item, dict) else item.name for item in value]
         for name in names:
-            if name not in SETTINGS:
+            if not isinstance(name, str) or name not in SETTINGS:
                 raise ValueError(f"no deployment is called {name!r}; known: {', '.join(SETTINGS)}")
         if len(set(names)) < len(names):
             raise ValueError("a deployment is named twice")
@@ -209,13 +211,11 @@ def otlp_wanted() -> bool:
 def load_config(path: Path = DEFAULT_CONFIG) -> ServeFile:
     """Read and check a configuration file. Raises BadInput that names file and key."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path)
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}; give an existing file with --config") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise BadInput(f"{path}{where}: not YAML: {getattr(error, 'problem', error)}") from error
+    except ValueError as error:
+        raise BadInput(f"{path}: {error}") from error
     try:
         return ServeFile.model_validate(data or {})
     except ValidationError as error:

@@ -182,7 +182,7 @@ def environment_uses(tree: ast.Module) -> list[str]:
 def beyond_the_simulator(name: str) -> set[str]:
     """Imports that a file of the simulator must not have."""
     found = ours_of(tree_of(name)) | {each for each in imports_of(tree_of(name)) if each.split(".")[0] in HEAVY}
-    allowed = re.compile(r"(policies|app\.config|app\.simulator)\b")
+    allowed = re.compile(r"(policies|app\.config|app\.strict_yaml|app\.simulator)\b")
     return {each for each in found if not allowed.match(each)}
 
 

@@ -1,13 +1,16 @@
 """Rollouts on disk survive interruption: what is whole stays, what is half is cut, nothing is done twice."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tailrace.app.commands.rollout import _unfinished
 from tailrace.app.errors import BadInput
 from tailrace.app.files.results import ResultsFile
-from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment
 from tailrace.policies.protocol.actions import SampleEnd
 
 
@@ -64,3 +67,58 @@ def test_other_settings_never_mix_with_what_is_there(tmp_path, seed, step, chang
 def test_a_cancelled_or_failed_sample_leaves_its_group_to_do(end, unfinished):
     (sample,) = group("a").samples
     assert _unfinished(sample.model_copy(update={"finish_reason": SampleEnd(end)})) is unfinished
+
+
+def test_two_runs_never_write_one_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    first = ResultsFile(path)
+    with pytest.raises(BadInput, match=r"out.jsonl: another run writes it now; wait for its end"):
+        ResultsFile(path)
+    first.close()
+    ResultsFile(path).close()
+
+
+def test_groups_of_other_weights_never_mix_with_those_that_are_there(tmp_path):
+    path = tmp_path / "out.jsonl"
+    results = ResultsFile(path)
+    segment = Segment(weights_version=0, weights_digest="abc", replica_id="r", start=0, end=2)
+    (sample,) = group("a").samples
+    made = group("a").model_copy(update={"samples": (sample.model_copy(update={"segments": (segment,)}),)})
+    results.append(made, prompt("a"), 0, 0)
+    results.close()
+    again = ResultsFile(path)
+    again.check_weights("abc")
+    again.check_weights("")
+    with pytest.raises(BadInput, match="its groups are of weights abc, the service has def; give another --out"):
+        again.check_weights("def")
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_results_file import group, prompt
+from tailrace.app.errors import Failed
+from tailrace.app.files.results import ResultsFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+results = ResultsFile(Path(sys.argv[1]))
+try:
+    for number in range(100):
+        results.append(group(f"g{number}"), prompt(f"g{number}"), 0, 0)
+except Failed as failed:
+    print(failed.exit_code, len(results.done), failed)
+"""
+"""The system refuses writes beyond 1,000 bytes, after a part of a line: as on a disk that is full."""
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_groups_that_are_there(tmp_path):
+    path = tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", FULL_DISK, str(path), str(Path(__file__).parent)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kept = path.read_bytes().count(b"\n")
+    assert said.startswith(f"1 {kept} {path}: File too large; {kept} groups are in it") and kept > 0
+    assert path.read_bytes().endswith(b"}\n")
+    results = ResultsFile(path)
+    assert len(results.done) == kept
+    assert [p.prompt_id for p in results.missing([prompt("g0"), prompt("new")], 0, 0)] == ["new"]

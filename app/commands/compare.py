@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tailrace.app.config import first_error
 from tailrace.app.errors import BadInput
 from tailrace.app.simulator.report import spread
+from tailrace.app.strict_json import parse_json
 
 FILE = click.Path(path_type=Path)
 
@@ -76,7 +77,7 @@ def compared(a: Path, b: Path) -> dict:
 def read(path: Path) -> Simulated:
     """A report. Raises BadInput, in one line that names the file and the key."""
     try:
-        return Simulated.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return Simulated.model_validate(parse_json(path.read_bytes()))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:

@@ -106,6 +106,7 @@ async def _drive(client, batch, results, journal: Path | None):
     follower = asyncio.create_task(progress.follow())
     groups = []
     try:
+        results.check_weights((await client.status()).weights_digest)
         async for group in client.rollout(batch):
             groups.append(group)
             if not any(map(_unfinished, group.samples)):

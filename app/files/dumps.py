@@ -6,7 +6,6 @@ name file and line; earlier lines have been yielded already. Called by app/files
 """
 
 import gzip
-import json
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from tailrace.app.config import first_error
 from tailrace.app.errors import BadInput
+from tailrace.app.strict_json import parse_object
 from tailrace.deployments.messages.rollout import Segment
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -128,12 +128,7 @@ def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[list[Dumped]]
 
 def _parse(line: bytes) -> list[Dumped]:
     """Raises ValueError, or ValidationError, that names the fault."""
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(item, dict):
-        raise ValueError(f"a JSON object is needed, not {type(item).__name__}")
+    item = parse_object(line, constants=True)
     if "prompt_token_ids" in item:
         return list(OurLine.model_validate(item).answers())
     if "epochs" in item:

@@ -1,12 +1,12 @@
 """Prompts from a JSONL file: one `PromptGroup` a line. Errors are BadInput and name file, line and key."""
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from tailrace.app.config import first_error
 from tailrace.app.errors import BadInput
+from tailrace.app.strict_json import parse_object
 from tailrace.deployments.messages.rollout import PromptGroup
 
 
@@ -16,9 +16,9 @@ def read_prompts(path: Path, defaults: dict) -> list[PromptGroup]:
     A line without `prompt_id` is called after its number. Raises BadInput on the first bad line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: cannot be read: {error}") from error
+        lines = path.read_bytes().split(b"\n")  # `splitlines` also cuts at characters that JSON permits in strings
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     prompts, seen = [], {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -35,13 +35,11 @@ def read_prompts(path: Path, defaults: dict) -> list[PromptGroup]:
     return prompts
 
 
-def _parse(path: Path, number: int, line: str, defaults: dict) -> PromptGroup:
+def _parse(path: Path, number: int, line: bytes, defaults: dict) -> PromptGroup:
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path} line {number}: not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(data, dict):
-        raise BadInput(f"{path} line {number}: a JSON object is needed, not {type(data).__name__}")
+        data = parse_object(line)
+    except ValueError as error:
+        raise BadInput(f"{path} line {number}: {error}") from error
     try:
         return PromptGroup.model_validate({"prompt_id": f"line-{number}", **defaults, **data})
     except ValidationError as error:

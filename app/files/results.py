@@ -1,15 +1,17 @@
 """Rollouts on disk: one finished group a line, appended as it comes, so that a run can be taken up again.
 
-Invariant: a line is whole or it is cut off when the file is opened again; a group is written once. Each line carries
-a digest of its request, so runs with different settings never mix.
+Invariant: a line is whole or it is cut off; a group is written once; one process writes at a time. Each line carries a
+digest of its request, and its segments the digests of their weights, so runs with different settings never mix.
 """
 
+import fcntl
 import json
 import os
 from hashlib import blake2b
 from pathlib import Path
 
-from tailrace.app.errors import BadInput
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.strict_json import parse_object
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup
 
 
@@ -21,31 +23,36 @@ def request_digest(prompt: PromptGroup, seed: int, step: int) -> str:
 
 
 class ResultsFile:
-    """Open for appending. Raises BadInput when the file cannot be written or holds something else."""
+    """Open for appending. Raises BadInput when the file cannot be written, is in use or holds something else."""
 
     def __init__(self, path: Path):
         self.path = path
+        self.weights: set[str] = set()  # digests, of the last segments of all samples
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b")  # noqa: SIM115 - closed by `close`
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInput(f"{path}: another run writes it now; wait for its end or give another --out") from error
         except OSError as error:
             raise BadInput(f"{path}: cannot be written: {error.strerror}; give another --out") from error
         self.done = self._read()
 
     def _read(self) -> dict[str, str]:
         """Digests by prompt id of the groups that are there; a half-written last line is cut off."""
-        self._file.seek(0)
-        done, good = {}, 0
-        for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                group = json.loads(line)
-                done[group["prompt_id"]] = group["request"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise BadInput(f"{self.path} line {number}: not a rollout of ours; give another --out") from error
-            good += len(line)
-        self._file.truncate(good)
+        done, self._bytes = {}, 0
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    group = parse_object(line, constants=True)
+                    done[group["prompt_id"]] = group["request"]
+                    self.weights |= {weights_of(sample["segments"]) for sample in group["samples"]} - {""}
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                    raise BadInput(f"{self.path} line {number}: not a rollout of ours; give another --out") from error
+                self._bytes += len(line)
+        self._cut()
         return done
 
     def missing(self, prompts: list[PromptGroup], seed: int, step: int) -> list[PromptGroup]:
@@ -59,17 +66,47 @@ class ResultsFile:
                 )
         return [prompt for prompt in prompts if prompt.prompt_id not in self.done]
 
+    def check_weights(self, digest: str) -> None:
+        """Raises BadInput if the groups are of other weights than the service's. `digest`: empty if not known yet."""
+        if digest and (others := self.weights - {digest}):
+            raise BadInput(
+                f"{self.path}: its groups are of weights {', '.join(sorted(others))}, the service has {digest}; "
+                "give another --out"
+            )
+
     def append(self, group: GroupResult, prompt: PromptGroup, seed: int, step: int) -> None:
+        """Raises Failed, and keeps all earlier groups, if the disk is full."""
         line = {
             "prompt_id": group.prompt_id,
             "request": request_digest(prompt, seed, step),
             "prompt_token_ids": group.prompt_token_ids,
             "samples": [sample.model_dump(mode="json") for sample in group.samples],
         }
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            self._write(data)
+        except OSError as error:
+            self._cut()
+            kept = f"{len(self.done)} groups are in it"
+            raise Failed(f"{self.path}: {error.strerror}; {kept}, mend it and run again for the rest") from error
+        self._bytes += len(data)
         self.done[group.prompt_id] = line["request"]
 
     def close(self) -> None:
         self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        os.fsync(self._file.fileno())
+
+    def _cut(self) -> None:
+        """Ends the file after its last whole line."""
+        if os.fstat(self._file.fileno()).st_size > self._bytes:
+            self._file.truncate(self._bytes)
+
+
+def weights_of(segments: list[dict]) -> str:
+    """The digest of the weights that made the last segment; empty without one."""
+    return segments[-1].get("weights_digest", "") if segments else ""

@@ -5,11 +5,16 @@ every step of a replay for real; the trace decides the tokens. Errors are BadInp
 """
 
 import gzip
-import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from tailrace.app.config import first_error
 from tailrace.app.errors import BadInput
+from tailrace.app.files.dumps import TraceLine
+from tailrace.app.strict_json import parse_object
 from tailrace.deployments.messages.rollout import PromptGroup
 
 
@@ -17,17 +22,22 @@ def read_trace(path: Path) -> list[dict]:
     """The lines of a trace, each with `prompt_id`, `prompt` and `epochs`."""
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        text = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read: {error}") from error
     lines = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            item = json.loads(line)
-            lines.append({key: item[key] for key in ("prompt_id", "prompt", "epochs")})
-            _ = [sample["text"] for epoch in item["epochs"] for sample in epoch["samples"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise BadInput(f"{path} line {number}: not a trace line: {error!r}") from error
+            item = parse_object(line, constants=True)
+            if not TraceLine.model_validate(item).epochs:
+                raise ValueError("epochs: it is empty; give the samples of one or more")
+        except ValidationError as error:
+            raise BadInput(f"{path} line {number}: not a trace line: {first_error(error, TraceLine)}") from error
+        except ValueError as error:
+            raise BadInput(f"{path} line {number}: not a trace line: {error}") from error
+        lines.append({key: item[key] for key in ("prompt_id", "prompt", "epochs")})
     if not lines:
         raise BadInput(f"{path}: holds no prompt")
     return lines

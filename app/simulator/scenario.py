@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tailrace.app.simulator.acceptance import AcceptanceTable, Measured, ModelledMethod
 from tailrace.app.simulator.laws import Law, draw_steps, solve
 from tailrace.app.simulator.types import Workload, WorkloadGroup
+from tailrace.app.strict_yaml import read_yaml
 
 FOLDER = Path(__file__).parent / "scenarios"
 T = TypeVar("T")
@@ -184,9 +184,9 @@ def load_scenario(name_or_path: str) -> Scenario:
         near = get_close_matches(name_or_path, scenario_names(), n=3) or scenario_names()
         raise ValueError(f"{name_or_path}: no such scenario or file; did you mean {', '.join(near)}?")
     try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+        data = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a scenario is a mapping of keys")
     try:

@@ -35,7 +35,7 @@ def entries(lines: Iterable[str]) -> Iterator[Entry]:
             for action in data.get("actions", ()):
                 ((kind, fields),) = action.items()
                 yield Entry(number, now, kind, SimpleNamespace(**fields))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"line {number}: not a line of a journal") from error
     if not number:
         raise ValueError("line 1: not a line of a journal: there is none")

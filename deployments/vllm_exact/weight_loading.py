@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from tailrace.deployments.messages.errors import one_line
 from tailrace.kvpool.keys import digest_of_files
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -75,9 +76,12 @@ def checked_digest(folder: str) -> str:
     Reads the whole folder, which the load that follows then finds in the page cache.
     """
     digest = weights_digest(folder)
-    for name, tensor in _read(folder):
-        if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
-            raise ValueError(f"weights folder {folder}: {name} has a value that is not a finite number")
+    try:
+        for name, tensor in _read(folder):
+            if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
+                raise ValueError(f"weights folder {folder}: {name} has a value that is not a finite number")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights folder {folder}: cannot be read: {one_line(error)}") from error
     if weights_digest(folder) != digest:
         raise ValueError(f"weights folder {folder}: it was written to meanwhile; update again once it is complete")
     return digest
