@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from waiting import until
 
 from tailrace.app.client import PoliciesRejected, RolloutClient
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
@@ -21,9 +22,9 @@ def batch(name: str) -> RolloutBatch:
 
 def test_an_observer_reads_the_status_alone(client):
     observer = RolloutClient(role="observer")
-    assert observer.status_blocking().replicas
+    assert len(until(lambda: observer.status_blocking().replicas)) == 2
     changes = observer.replica_changes_blocking()
-    assert next(changes).wanted == 2
+    assert next(changes).wanted >= 1
     changes.close()
     for call in (
         lambda: list(observer.rollout_blocking(batch("observed"))),
