@@ -31,6 +31,33 @@ def environment(port: int) -> dict[str, str]:
     return os.environ | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
+EXAMPLE = {"PYTHONPATH": str(ROOT / "examples" / "my_policy")}
+"""Where the service finds the package that it is allowed to import."""
+
+STRANGER = """
+from my_policy import ShortestFirst
+class Mine(ShortestFirst):
+    'Of a package that the service was not given.'
+"""
+
+OTHER_POLICIES = """
+from tailrace import PromptGroup, RolloutBatch, connect
+from tailrace.app.client import PoliciesRejected
+from tailrace.policies.families.allowed_code import allow_code
+from tailrace.policies.families.registry import Policies
+allow_code("my_policy", "stranger")
+client = connect("auto")
+client.set_policies_blocking(Policies(ordering={"type": "my_policy:ShortestFirst", "args": {"head_start": 8}}))
+groups = (PromptGroup(prompt_id="p", text="One, two,", samples=1, max_tokens=4),)
+(group,) = client.rollout_blocking(RolloutBatch(batch_id="by-my-policy", groups=groups, seed=1))
+print(client.status_blocking().policies["ordering"])
+try:
+    client.set_policies_blocking(Policies(ordering="stranger:Mine"))
+except PoliciesRejected as error:
+    print("refused:", error)
+client.set_policies_blocking(Policies())
+"""
+
 MASTERS: list[str] = []
 """Addresses of pool masters that tests have met: none may be left in the end."""
 
@@ -51,8 +78,10 @@ def served(tiny_model, tmp_path_factory):
     config = tmp_path_factory.mktemp("served") / "serve.yaml"
     config.write_text(yaml.safe_dump(file))
     arguments = ("-m", "tailrace", "serve", "--config", str(config), "--port", str(port))
-    arguments += ("--dashboard-port", str(dashboard))
-    process = subprocess.Popen((sys.executable, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    arguments += ("--dashboard-port", str(dashboard), "--allow-code", "my_policy")
+    process = subprocess.Popen(
+        (sys.executable, *arguments), cwd=ROOT, env=os.environ | EXAMPLE, stdout=subprocess.PIPE, text=True
+    )
     said = process.stdout.readline()
     assert f"127.0.0.1:{port}" in said, said
     yield port
@@ -95,6 +124,19 @@ def test_rollout_resumes_and_traces(served, tmp_path):
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["prompt_id"] for line in lines] == ["a", "b"]
     assert all(len(line["samples"]) == 3 for line in lines)
+
+
+def test_policies_of_the_package_on_the_command_line_are_taken_and_a_stranger_s_are_not(served, tmp_path):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    both = {"PYTHONPATH": f"{EXAMPLE['PYTHONPATH']}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        (sys.executable, "-c", OTHER_POLICIES), cwd=ROOT, env=environment(served) | both, capture_output=True,
+        text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    now, refused = done.stdout.strip().splitlines()[-2:]
+    assert "my_policy:ShortestFirst" in now
+    assert "code of package 'stranger' is not allowed and was not imported" in refused
 
 
 def test_the_pool_is_seen_and_drained(served):
