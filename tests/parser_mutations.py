@@ -26,7 +26,7 @@ def mutated_value(value: object, rng: Random) -> object:
             continue
         parent = value
         for key in path[:-1]:
-            parent = parent[key]
+            parent = copy.deepcopy(parent[key])
         _change(parent, path[-1], rng)
     return value
 
@@ -43,11 +43,11 @@ def _change(parent: dict | list, key: object, rng: Random) -> None:
         case 0 if isinstance(parent, dict):
             del parent[key]
         case 1 if isinstance(parent, dict):
-            parent[rng.choice(("unknown", "", str(key) + "s", str(key).upper()))] = parent[key]
+            parent[rng.choice(("unknown", "", str(key) + "s", str(key).upper()))] = copy.deepcopy(parent[key])
         case 2 if isinstance(parent, list):
-            parent.insert(key, parent[key])
+            parent.insert(key, copy.deepcopy(parent[key]))
         case _:
-            parent[key] = rng.choice(STRANGE)
+            parent[key] = copy.deepcopy(rng.choice(STRANGE))
 
 
 def mutated_bytes(data: bytes, rng: Random) -> bytes:

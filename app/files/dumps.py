@@ -92,7 +92,7 @@ class TraceEpoch(BaseModel):
 
 
 class TraceLine(BaseModel):
-    prompt_id: str | int
+    prompt_id: Annotated[str, Field(min_length=1)] | int
     prompt: str
     epochs: list[TraceEpoch]
 

@@ -101,7 +101,7 @@ def read_journal(lines: Iterable[str]) -> Journal:
                 header = _header(data)
             else:
                 entries.append(_entry(data))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"line {number}: not a line of a journal: {str(error).splitlines()[0]}") from error
     if header is None:
         raise ValueError("line 1: not a line of a journal: there is none")
