@@ -1,6 +1,7 @@
 """Failed chunks: the replica or the sample is to blame, and each pauses for a while."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from tailrace.policies.core.failures import (
     MAX_DOUBTFUL_ATTEMPTS,
     MAX_SAMPLES,
     REPLICA_PAUSE_S,
+    Failures,
 )
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
@@ -107,6 +109,24 @@ def test_a_paused_sample_is_cancelled_with_its_batch():
     game.play(4.0, lambda start: True)
     assert game.ends["g#0"].end is SampleEnd.CANCELLED
     assert game.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+
+
+def test_a_replica_is_set_aside_for_a_sample_that_has_succeeded_elsewhere_since():
+    table = SimpleNamespace(set_aside=lambda replica_id, why: aside.append(replica_id))
+    running, aside = SimpleNamespace(turns=0), []
+    failures = Failures(table, running)
+
+    def on(name: str, replica_id: str) -> tuple[SimpleNamespace, SimpleNamespace]:
+        running.turns += 1
+        return SimpleNamespace(sample_id=name), SimpleNamespace(replica_id=replica_id, born=running.turns)
+
+    failures.fail(*on("s0", "bad"), "refused", 0.0)
+    failures.succeed(*on("s0", "good"))
+    failures.fail(*on("s0", "good"), "out of memory", 1.0)
+    for number in range(1, MAX_SAMPLES):
+        failures.fail(*on(f"s{number}", "bad"), "refused", 2.0)
+    assert aside == ["bad"]
+    assert failures.attempts(SimpleNamespace(sample_id="s0")) == 1
 
 
 @pytest.mark.parametrize("took_chunk", [False, True])

@@ -141,8 +141,8 @@ class Failures:
         samples = self._streaks[replica_id].samples
         for sample_id in samples & self._attempts.keys():
             attempts = self._attempts[sample_id]
-            attempts.forgiven += attempts.failed.pop(replica_id)
-            del attempts.own[replica_id]
+            attempts.forgiven += attempts.failed.pop(replica_id, 0)  # 0: a success since then has cleared the others
+            attempts.own.pop(replica_id, None)
         samples.clear()
 
     def pause(self, sample: Sample, until_s: float) -> None:

@@ -27,6 +27,7 @@ KEPT = {
     10191: "an update that no replica had read stood for ever",
     1143: "all replicas refused for two minutes",
     101216: "a sample was given up for replicas that were gone before they took its chunk",
+    103835: "a replica was set aside for a failure of a sample that has succeeded since",
     101649: "a repeated update was of other weights",
 }
 """Seeds that have found a defect once."""
