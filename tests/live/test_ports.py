@@ -53,26 +53,35 @@ def role_of(process: psutil.Process) -> str:
     return f"unknown: {' '.join(process.cmdline())[:200]}"
 
 
-def by_ss() -> list[tuple[int, str]]:
-    """Process id and address of each listening socket."""
+def by_ss() -> list[tuple[int, str, int]]:
+    """Process id, address and port of each listening socket."""
     lines = subprocess.run(("ss", "-ltnpH"), capture_output=True, text=True, check=True).stdout.splitlines()
     found = []
     for line in lines:
-        host = line.split()[3].rpartition(":")[0].strip("[]")
-        found += [(int(pid), host.partition("%")[0]) for pid in set(re.findall(r"pid=(\d+)", line))]
+        host, _, port = line.split()[3].rpartition(":")
+        address = host.strip("[]").partition("%")[0]
+        found += [(int(pid), address, int(port)) for pid in set(re.findall(r"pid=(\d+)", line))]
     return found
 
 
-def by_psutil() -> list[tuple[int, str]]:
+def by_psutil() -> list[tuple[int, str, int]]:
     sockets = psutil.net_connections("tcp")
-    return [(one.pid, one.laddr.ip) for one in sockets if one.status == psutil.CONN_LISTEN and one.pid]
+    return [(one.pid, *one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN and one.pid]
 
 
-def listening(driver: psutil.Process) -> dict[str, set[Sockets]]:
-    """By role: the numbers of sockets of its processes, among the driver and all that it has started."""
+def open_sockets() -> set[tuple[int, str, int]]:
+    return set(by_ss() if shutil.which("ss") else by_psutil())
+
+
+def listening(driver: psutil.Process, before: set[tuple[int, str, int]]) -> dict[str, set[Sockets]]:
+    """By role: the numbers of sockets of its processes, among the driver and all that it has started.
+
+    `before` are those of other tests, which the driver's process had open before the service started.
+    """
     processes = {one.pid: one for one in driver.children(recursive=True)}
     addresses = defaultdict(list)
-    for pid, host in by_ss() if shutil.which("ss") else by_psutil():
+    sockets = open_sockets()
+    for pid, host, _ in sockets - before:
         if pid == driver.pid or pid in processes:
             addresses[pid].append(host.removeprefix("::ffff:"))
     found = defaultdict(set)
@@ -92,7 +101,12 @@ def documented() -> dict[str, tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def driver(tiny_model):
+def before() -> set[tuple[int, str, int]]:
+    return open_sockets()
+
+
+@pytest.fixture(scope="module")
+def driver(tiny_model, before):
     engine = {"model": str(tiny_model), "max_model_len": 256, "max_running": 4, "kv_cache_gib": 0.25}
     drafter = {"model": str(tiny_model), "window": 4, "kv_cache_gib": 0.25}
     arguments = {"engine": engine, "drafter": drafter, "pool": {"dram_gib": 0.25}}
@@ -102,9 +116,9 @@ def driver(tiny_model):
         yield psutil.Process()
 
 
-def test_the_sockets_are_those_of_the_table(driver):
+def test_the_sockets_are_those_of_the_table(driver, before):
     table = documented()
-    found = listening(driver)
+    found = listening(driver, before)
     print(*(f"{role:20} {sorted(numbers)}" for role, numbers in sorted(found.items())), sep="\n")
     assert set(found) | {"idle worker"} == set(table), "a worker may be busy, or none idle"
     for role, counts in found.items():
@@ -119,7 +133,7 @@ def test_both_ways_of_looking_agree(driver):
         pytest.skip("ss is not installed; psutil was asked")
     ours = {one.pid for one in (driver, *driver.children(recursive=True)) if not role_of(one).startswith("idle")}
 
-    def seen(found: list[tuple[int, str]]) -> list[tuple[int, bool]]:
-        return sorted((pid, host in ANYWHERE) for pid, host in found if pid in ours)
+    def seen(found: list[tuple[int, str, int]]) -> list[tuple[int, bool, int]]:
+        return sorted((pid, host in ANYWHERE, port) for pid, host, port in found if pid in ours)
 
     assert seen(by_ss()) == seen(by_psutil())

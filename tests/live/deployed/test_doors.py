@@ -22,7 +22,7 @@ def batch(name: str) -> RolloutBatch:
 
 def test_an_observer_reads_the_status_alone(client):
     observer = RolloutClient(role="observer")
-    assert len(until(lambda: observer.status_blocking().replicas)) == 2
+    until(lambda: len(observer.status_blocking().replicas) == 2)
     changes = observer.replica_changes_blocking()
     assert next(changes).wanted >= 1
     changes.close()
