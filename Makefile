@@ -9,7 +9,7 @@ DASHBOARD_PORT ?= 8265
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -30,6 +30,10 @@ test-pure: setup ## the pure tests alone, on two cores
 
 test-long: setup ## the tests marked long: races, draft models and the certificate at length (minutes)
 	@$(PY) -m pytest --long -m long
+
+test-hosts: setup ## `ray up` to tokens on three hosts of this machine, then partitions and dead hosts (root; minutes)
+	@apt-get install -y -qq --no-install-recommends iproute2 nftables openssh-server rsync >/dev/null
+	@$(PY) -m pytest --hosts -m hosts tests/live/hosts
 
 package: setup ## the wheel, built and installed in fresh environments (minutes; needs a package index)
 	@$(PY) -m pytest tests/packaging

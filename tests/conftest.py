@@ -1,6 +1,7 @@
 """Three tiers by marker, run in this order: pure (no marker), live (Ray, vLLM, the demo model), gpu.
 
-Tests marked `long` are left out unless `--long` is given; `make test-long` runs them alone.
+Tests marked `long` or `hosts` are left out unless `--long` or `--hosts` is given. `make test-long` and
+`make test-hosts` run them alone.
 
 Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
 are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. What was
@@ -18,6 +19,7 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 LIVE_FOLDER = ROOT / "tests" / "live"
 TIERS = ("pure", "live", "gpu")
+ON_REQUEST = {"long": "the tests marked `long`", "hosts": "the tests on hosts of their own (root)"}
 HEAVY = {"ray", "vllm"}
 OURS = {"tailrace", "benchmarks", "research"}
 
@@ -77,13 +79,15 @@ def pytest_make_collect_report(collector):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too")
+    for marker, tests in ON_REQUEST.items():
+        parser.addoption(f"--{marker}", action="store_true", help=f"run {tests}, too")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    for marker in ON_REQUEST:
+        if not config.getoption(f"--{marker}"):
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
     for item in items:
         if tier_of(item) == "live":
             item.add_marker("live")

@@ -91,6 +91,7 @@ RUNS = (
     VerificationRun("kv_bits_flipped", chunked(32, "fixed", "round_robin"), TWO, FLIPS, flip_kv_bits),
     VerificationRun("engine_hung", chunked(23, "fixed"), TWO, disturb=freeze_a_step),
     VerificationRun("master_node_lost", chunked(32, "fixed", "round_robin"), TWO, MOVES, lose_the_master),
+    VerificationRun("head_restarted", chunked(23, "fixed"), Service(GROUP, restarted=True), ("drafted_tokens", "note")),
     VerificationRun("own_drafts_cap_5", chunked(64, "fixed"), Service(OWN_CAP_5)),
     VerificationRun("ngram_drafts", chunked(64, "off"), Service(drafts(method="ngram", draft_tokens=4, lookup_min=1))),
     VerificationRun("decoupled", chunked(64, MODEL), DRAFTED, ("model_tokens",)),

@@ -17,11 +17,12 @@ Engine = tuple[tuple[str, object], ...]
 @dataclass(frozen=True, slots=True)
 class Service:
     """`engine`: settings that differ. `elastic`: replicas may be given back. `drafter`: a draft model has the place of
-    one replica."""
+    one replica. `restarted`: its cluster is a process of its own, and is restarted under the run."""
 
     engine: Engine = ()
     elastic: bool = False
     drafter: bool = False
+    restarted: bool = False
 
     def of(self, file: ServeFile, folder: Path) -> ServeFile:
         """The configuration of this service, but for its engine settings. `folder`: for a draft model's weights, if

@@ -19,6 +19,7 @@ from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
 from tailrace.app.progress import RolloutProgress
 from tailrace.app.summary import summarise
+from tailrace.app.verification.restarted_head import roll_over_restart
 from tailrace.app.verification.runs import RUNS, SHOWN, VerificationRun
 from tailrace.deployments.coordinator.journal import read_journal
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult
@@ -107,10 +108,13 @@ def roll_all(
             wanted = kind.of(with_engine(file, dict(kind.engine)), Path(folder))
             ours = [run for run in runs if run.service == kind]
             say(f"starting a service for {', '.join(run.name for run in ours)}")
-            with service(wanted, None) as client:
+            with contextlib.nullcontext() if kind.restarted else service(wanted, None) as client:
                 for run in ours:
                     began_s = time.monotonic()
-                    done = asyncio.run(roll(client, run, batch, wanted.application.of("Engine").most_replicas))
+                    if kind.restarted:
+                        done = roll_over_restart(wanted, run.policies, batch)
+                    else:
+                        done = asyncio.run(roll(client, run, batch, wanted.application.of("Engine").most_replicas))
                     rolled[run.name] = done
                     say(f"{len(rolled)}/{len(runs)} {run.name}: {line(done)}; {time.monotonic() - began_s:.0f} s")
     return rolled
