@@ -1,5 +1,6 @@
 """The bookkeeping of a soak: its faults, its answers, its memory, its page. The soak itself is in tests/live."""
 
+import asyncio
 import itertools
 import json
 import subprocess
@@ -15,6 +16,7 @@ from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.soak.answers import AnswerBook, Stretch
 from tailrace.app.soak.crossings import judge, request
+from tailrace.app.soak.driver_process import DriverProcess
 from tailrace.app.soak.memory import ProcessLog, mb_per_hour
 from tailrace.app.soak.page import page
 from tailrace.app.soak.processes import Reading, is_alive, read_all, role_of
@@ -247,7 +249,7 @@ def test_two_minutes_are_needed_for_a_slope():
     ("command", "role"),
     [
         (["ray::ServeReplica:tailrace:Engine"], "Engine"),
-        (["ray::ServeReplica:tailrace:Drafter.initialize_and_get_metadata"], "Drafter"),
+        (["ray::ServeReplica:tailrace:Drafter.initialize_and_get_metadata"], "Drafter (starts)"),
         (["ray::ServeController.listen_for_change"], "ServeController"),
         (["ray::ShardActor"], "ShardActor"),
         (["ray::IDLE"], "IDLE"),
@@ -304,7 +306,7 @@ def report(**changes) -> dict:
         "seconds": 400.0, "seed": 0, "stopped": False, "batches": 3, "samples": 40, "tokens": 4000, "lost": 0,
         "repeated": 2, "updates": 1, "unfinished": 0, "wrong": 0, "failed": {}, "first_wrong": [], "driver_errors": [],
         "crossed": {"samples": 4, "checked": 4, "unchecked": 0}, "faults": {"replica_killed": 1},
-        "faults_without_a_victim": 0, "longest_silence_s": 12.0, "contained": {}, "memory": log.report(),
+        "faults_without_a_victim": 0, "longest_silence_s": 12.0, "contained": {}, "memory": log.report(180.0),
         "strikes": [strike], "tokens_per_s": [(5.0, 80.0), (10.0, 90.0)], "rss": log.curves(), "left_over": 0,
     } | changes  # fmt: skip
 
@@ -344,3 +346,43 @@ def test_bad_input_is_one_line_and_nothing_starts(arguments, said, capsys):
     assert run(["soak", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+DRIVER = """
+import json, sys, time
+say = lambda **event: print(json.dumps(event), flush=True)
+file, _, first, rest = sys.argv[1:]
+number = int(first)
+while True:
+    say(event="began", batch=number)
+    time.sleep(0.3)
+    print("a line of a library", flush=True)
+    say(event="ended", batch=number)
+    if rest == "once":
+        break
+    number += 1
+"""
+
+
+def test_a_killed_driver_comes_back_with_its_batch_and_the_last_batch_ends(scripts, tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr("tailrace.app.soak.driver_process.MODULE", ("-c", DRIVER))
+    driver = DriverProcess(scripts[0], "here", tmp_path, lambda name, event: heard.append((name, event)))
+
+    def numbers(kind: str) -> list[int]:
+        return [event["batch"] for _, event in heard if event["event"] == kind]
+
+    async def drive():
+        running = asyncio.create_task(driver.run())
+        while not numbers("ended"):
+            await asyncio.sleep(0.01)
+        while len(numbers("began")) == len(numbers("ended")):
+            await asyncio.sleep(0.01)
+        assert driver.kill()
+        driver.finish()
+        await asyncio.wait_for(running, 60)
+
+    asyncio.run(drive())
+    assert {name for name, _ in heard} == {TRAINER} and driver.pid is None
+    began, ended = numbers("began"), numbers("ended")
+    assert began[-1] == began[-2] == ended[-1] and sorted(set(began)) == ended

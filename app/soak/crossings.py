@@ -14,7 +14,7 @@ from tailrace.app.verification.tokens import difference
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 
 MAX_CHECKED = 240
-"""Stretches that are made again, the first ones; more would take long. The report gives the number of the others."""
+"""Stretches that are made again, at most, evenly over the soak. The report gives the number of the others."""
 
 AT_ONCE = 16
 
@@ -52,7 +52,8 @@ async def check(client: RolloutClient, folders: Sequence[str], book: AnswerBook,
     """Make stretches again, folder by folder. Returns how many samples crossed, and how many stretches were checked."""
     wanted = [(one, stretch) for one in book.crossed for stretch in one.stretches[1:]]
     by_weights = defaultdict(list)
-    for number, (one, stretch) in enumerate(wanted[:MAX_CHECKED]):
+    chosen = wanted[:: -(-len(wanted) // MAX_CHECKED) or 1]
+    for number, (one, stretch) in enumerate(chosen):
         by_weights[stretch.weights].append((one, stretch, f"soak-crossed-{number}"))
     limit = asyncio.Semaphore(AT_ONCE)
 
@@ -67,5 +68,4 @@ async def check(client: RolloutClient, folders: Sequence[str], book: AnswerBook,
         version += (weights - version) % len(folders)
         await client.update_weights(version, folders[weights])
         await asyncio.gather(*(make(*each) for each in of_weights))
-    checked = min(len(wanted), MAX_CHECKED)
-    return {"samples": len(book.crossed), "checked": checked, "unchecked": len(wanted) - checked}
+    return {"samples": len(book.crossed), "checked": len(chosen), "unchecked": len(wanted) - len(chosen)}

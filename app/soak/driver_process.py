@@ -20,6 +20,8 @@ FINISH_S = 300.0
 
 AGAIN_S = 1.0
 
+MODULE = ("-m", "tailrace.app.soak.driver")
+
 
 class DriverProcess:
     """`hear`: called with each event of the driver, see app/soak/driver.py. `folder`: for its script and its stderr."""
@@ -30,19 +32,17 @@ class DriverProcess:
         self._file.write_text(script.model_dump_json())
         self._number = 0
         self._process: asyncio.subprocess.Process | None = None
-        self._finishing = False
-        self.ended = False  # as it was asked to
+        self._finishing, self._in_batch = False, False
 
     async def run(self) -> None:
-        """Until `finish`."""
+        """Until `finish`, and until the batch in flight has ended then."""
         try:
-            while not self._finishing:
+            while self._in_batch or not self._finishing:
                 with self._file.with_suffix(".stderr").open("ab") as errors:
                     self._process = await self._start(errors)
                 async for line in self._process.stdout:
                     self._take(line)
-                code = await self._process.wait()
-                self.ended = self._finishing and code == 0
+                await self._process.wait()
                 await asyncio.sleep(AGAIN_S)
         finally:
             self.kill()
@@ -51,9 +51,11 @@ class DriverProcess:
 
     async def _start(self, errors) -> asyncio.subprocess.Process:
         """In a session of its own, so that Ctrl-C reaches the soak alone."""
-        command = (sys.executable, "-m", "tailrace.app.soak.driver", str(self._file), self._address, str(self._number))
+        arguments = (str(self._file), self._address, str(self._number), "once" if self._finishing else "on")
         return await asyncio.create_subprocess_exec(
-            *command,
+            sys.executable,
+            *MODULE,
+            *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -67,8 +69,11 @@ class DriverProcess:
             return
         event = json.loads(line)
         self._hear(self.script.name, event)
-        if event["event"] == "ended":
-            self._number = event["batch"] + 1
+        match event["event"]:
+            case "began":
+                self._in_batch = True
+            case "ended":
+                self._number, self._in_batch = event["batch"] + 1, False
 
     @property
     def pid(self) -> int | None:
@@ -83,7 +88,7 @@ class DriverProcess:
         return True
 
     def finish(self) -> None:
-        """Ask it to end after the batch in flight."""
+        """Ask it to end after the batch in flight. One that is still connecting ends at once."""
         self._finishing = True
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -59,10 +59,12 @@ async def freeze_engine(scene: Scene) -> str:
     if not engines:
         return ""
     pid, thread, ticks = await asyncio.to_thread(busiest_of, engines)
+    if not ticks:  # all of them wait for chunks
+        return ""
     done: asyncio.Future = asyncio.get_running_loop().create_future()
     Thread(target=_hold, args=(pid, thread, done, asyncio.get_running_loop()), daemon=True).start()
     await done
-    return f"thread {thread} of process {pid}, {'in a step' if ticks else 'idle'}"
+    return f"a step of process {pid}"
 
 
 def _hold(pid: int, thread: int, done: asyncio.Future, loop: asyncio.AbstractEventLoop) -> None:

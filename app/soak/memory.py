@@ -12,7 +12,7 @@ from tailrace.app.soak.processes import Reading
 
 MB = 1e6
 WARM_S = 180.0
-"""Of the soak, and of a process that was started later: engines fill their caches, Python its arenas."""
+"""After the start of a process: engines fill their caches, Python its arenas. At most a quarter of the soak."""
 
 SLOPE_S = 120.0
 """Shortest stretch for a slope: growth within less is noise."""
@@ -35,7 +35,7 @@ class ProcessLog:
             self.looks[one.pid, one.born].append((at_s, one.rss_bytes, one.files))
             self.roles[one.pid, one.born] = one.role  # a worker has its role once its actor is made
 
-    def report(self, warm_s: float = WARM_S) -> dict:
+    def report(self, warm_s: float) -> dict:
         """`processes`: those alive at the end, by role; `ended`: numbers of those that are not, by role."""
         alive = {(one.pid, one.born) for one in self.alive}
         rows = [self._row(key, warm_s) for key in self.looks if key in alive]

@@ -26,7 +26,8 @@ def role_of(arguments: list[str]) -> str:
     """The role of a process by its command line: `Engine`, `MasterActor`, `raylet`, `driver trainer`, ..."""
     name = arguments[0]
     if name.startswith("ray::"):  # ray::ServeReplica:tailrace:Engine.method, ray::ShardActor.method, ray::IDLE
-        return name.split(":")[-1].partition(".")[0].partition(" ")[0]
+        role, _, method = name.split(":")[-1].partition(".")
+        return f"{role} (starts)" if method.startswith("initialize") else role
     if DRIVER in arguments:
         return f"driver {Path(arguments[arguments.index(DRIVER) + 1]).stem}"
     modules = [Path(argument).stem for argument in arguments[1:] if argument.endswith(".py")]

@@ -20,7 +20,7 @@ from tailrace.app.config import ServeFile
 from tailrace.app.soak import crossings, faults
 from tailrace.app.soak.answers import AnswerBook
 from tailrace.app.soak.driver_process import FINISH_S, DriverProcess
-from tailrace.app.soak.memory import ProcessLog
+from tailrace.app.soak.memory import WARM_S, ProcessLog
 from tailrace.app.soak.processes import is_alive, read_all
 from tailrace.app.soak.schedule import Strike, strikes
 from tailrace.app.soak.scripts import DriverScript, scripts_of
@@ -231,7 +231,7 @@ class LiveSoak:
             "faults_without_a_victim": sum(not one["happened"] for one in self._struck),
             "longest_silence_s": round(self._watch.longest_silence_s, 1),
             "contained": dict(sorted(self._watch.contained.items())),
-            "memory": self.log.report(),
+            "memory": self.log.report(min(WARM_S, seconds / 4)),
             "strikes": self._struck,
             "tokens_per_s": [(round(at_s, 1), round(rate, 1)) for at_s, rate in self._watch.rates],
             "rss": self.log.curves(),
