@@ -85,15 +85,12 @@ def _write(out: Path, report: dict) -> None:
 
 
 def _print(report: dict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from tailrace.app.soak.report import lines, memory_rows
 
     for line in lines(report):
         click.echo(line)
-    heads, *rows = memory_rows(report)
-    table = Table(*heads)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    rows = memory_rows(report)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for name, *cells in rows:
+        rest = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        click.echo("  ".join((name.ljust(widths[0]), *rest)))

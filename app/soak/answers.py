@@ -118,7 +118,7 @@ class AnswerBook:
             new = (group.prompt_id, sample.sample_index) not in have
             have.add((group.prompt_id, sample.sample_index))
             self.counts["samples" if new else "repeated"] += 1
-            self.counts["tokens"] += len(sample.token_ids)
+            self.counts["tokens"] += new * len(sample.token_ids)
             if sample.finish_reason in UNFINISHED:
                 self.failed[f"{sample.finish_reason}: {sample.error or 'no reason'}"] += 1
             self._compare(name, number, group, sample)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 FIGURES = ("batches", "samples", "tokens", "updates", "repeated", "lost", "wrong", "unfinished", "left_over")
-HEADS = ("role", "processes", "ended", "RSS at start, MB", "RSS at end, MB", "MB per hour", "files at start", "at end")
+HEADS = ("role", "alive", "ended", "MB at start", "MB at end", "MB per hour", "files at start", "files at end")
 
 
 def faults_of(report: Mapping) -> list[str]:

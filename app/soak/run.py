@@ -103,6 +103,7 @@ class LiveSoak:
             await self._wait(stopped, rolling)
             tasks.pop().cancel()  # no more faults
             seconds = self._now()
+            memory = self.log.report(min(WARM_S, seconds / 4))
             await self._finish(drivers, rolling, stopped)
             unfinished = self._book.unfinished
             if not stopped.is_set():
@@ -113,7 +114,7 @@ class LiveSoak:
             await _cancelled(*tasks, *rolling)
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-        return self._report(seconds, stopped.is_set(), unfinished, crossed)
+        return self._report(seconds, stopped.is_set(), unfinished, crossed) | {"memory": memory}
 
     async def _refer(self, replicas: int) -> None:
         """Roll out each batch under each folder of weights, undisturbed."""
@@ -231,7 +232,6 @@ class LiveSoak:
             "faults_without_a_victim": sum(not one["happened"] for one in self._struck),
             "longest_silence_s": round(self._watch.longest_silence_s, 1),
             "contained": dict(sorted(self._watch.contained.items())),
-            "memory": self.log.report(min(WARM_S, seconds / 4)),
             "strikes": self._struck,
             "tokens_per_s": [(round(at_s, 1), round(rate, 1)) for at_s, rate in self._watch.rates],
             "rss": self.log.curves(),
