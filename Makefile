@@ -6,10 +6,12 @@ PYTHON ?= python3.11
 TRACE ?= ../shared/traces/amc23.jsonl.gz
 RAY_PORT ?= 6379
 DASHBOARD_PORT ?= 8265
+MINUTES ?= 60
+SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -34,6 +36,9 @@ test-long: setup ## the tests marked long: races, draft models and the certifica
 test-hosts: setup ## `ray up` to tokens on three hosts of this machine, then partitions and dead hosts (root; minutes)
 	@apt-get install -y -qq --no-install-recommends iproute2 nftables openssh-server rsync >/dev/null
 	@$(PY) -m pytest --hosts -m hosts tests/live/hosts
+
+soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
+	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak
 
 package: setup ## the wheel, built and installed in fresh environments (minutes; needs a package index)
 	@$(PY) -m pytest tests/packaging

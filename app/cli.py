@@ -27,6 +27,7 @@ COMMANDS = {
     "schema": "Print the JSON schema of serve.yaml.",
     "serve": "Start a local cluster and deploy the service on it.",
     "simulate": "Simulate the papers' workloads with the live decision code.",
+    "soak": "Disturb a real service at random for an hour; check every token.",
     "timeline": "Draw what every replica did in a recorded run.",
     "verify": "Show that scheduling never changes a token.",
 }

@@ -36,7 +36,15 @@ CHEAP = [
     ],
 ]
 LIVE = "starts Ray and vLLM; tests/live covers it"
-NOT_RUN = [("rollout", LIVE), ("serve", LIVE), ("verify", LIVE), ("profile", LIVE), ("pool", LIVE), ("drafts", LIVE)]
+NOT_RUN = [
+    ("rollout", LIVE),
+    ("serve", LIVE),
+    ("verify", LIVE),
+    ("soak", LIVE),
+    ("profile", LIVE),
+    ("pool", LIVE),
+    ("drafts", LIVE),
+]
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ ROOMS = (
     "app/timeline",
     "app/replay",
     "app/verification",
+    "app/soak",
     "app/fuzz",
     "app/commands",
 )

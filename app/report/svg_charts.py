@@ -88,14 +88,19 @@ def curves(
     stepped=False,
     share=False,
     shaded: Points = (),
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Lines. `stepped`: a value holds until the next point; `share`: y in per cent; `shaded`: stretches of x."""
+    """Lines. `stepped`: a value holds until the next point; `share`: y in per cent; `shaded`: stretches of x.
+
+    `marks`: values of x with a text, drawn as lines across.
+    """
     across = Axis(*x[:2], LEFT, W - RIGHT, x[2])
     up = Axis(*y[:2], H - BOTTOM, TOP, y[2], share)
     lines = [
         _rect("shade", across.at(low), TOP, across.at(high) - across.at(low), H - BOTTOM - TOP, "tail")
         for low, high in shaded
     ]
+    lines += [_rect("part", across.at(at) - 0.75, TOP, 1.5, H - BOTTOM - TOP, said) for at, said in marks]
     for name, points in series.items():
         path = _path([(across.at(a), up.at(b)) for a, b in thinned(points, across.high)], stepped)
         lines.append(f'<path class="line {colours[name]}" d="{path}"><title>{escape(name)}</title></path>')

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.verification.flipped_bits import flip
-from tailrace.app.verification.frozen_thread import busiest_thread, freeze, processes_titled
+from tailrace.app.verification.frozen_thread import busiest_of, freeze, processes_titled
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus, ServiceStatus
 
@@ -49,12 +49,18 @@ async def _under_way(client: RolloutClient, batch_id: str) -> ServiceStatus:
         await asyncio.sleep(0.1)
 
 
-def _kill(part: str, no_restart: bool = True, but: str = "") -> int:
-    """Kill every actor with `part`, and without `but`, in its name. Returns their number."""
+def kill_actors(part: str, no_restart: bool = True, but: str = "", place: float | None = None) -> int:
+    """Kill every actor with `part`, and without `but`, in its name. Returns their number.
+
+    `place`: kill one of them alone, by its place in the order of names, from 0 to below 1.
+    """
     import ray
 
     everyone = ray.util.list_named_actors(all_namespaces=True)
     actors = [named for named in everyone if part in named["name"] and not (but and but in named["name"])]
+    if place is not None:
+        first = int(place * len(actors))
+        actors = sorted(actors, key=lambda named: named["name"])[first : first + 1]
     for actor in actors:
         ray.kill(ray.get_actor(actor["name"], actor["namespace"]), no_restart=no_restart)
     return len(actors)
@@ -64,20 +70,20 @@ async def kill_a_replica(client: RolloutClient, batch_id: str) -> str:
     """Kill, in mid-chunk, the replica with the max number of chunks."""
     status = await _under_way(client, batch_id)
     victim = max(status.replicas, key=lambda replica: replica.running)
-    _kill(victim.replica_id)
+    kill_actors(victim.replica_id)
     return f"killed replica {victim.replica_id}, which ran {victim.running} chunks"
 
 
 async def kill_the_coordinator(client: RolloutClient, batch_id: str) -> str:
     """Serve starts another, which knows nothing; the driver's client continues."""
     status = await _under_way(client, batch_id)
-    return f"killed {_kill('#Coordinator#')} coordinator with {status.running} samples running"
+    return f"killed {kill_actors('#Coordinator#')} coordinator with {status.running} samples running"
 
 
 async def kill_the_context(client: RolloutClient, batch_id: str) -> str:
     """Kill every actor that keeps the group context; Ray starts them again, empty."""
     await _under_way(client, batch_id)
-    return f"killed {_kill('-context-', no_restart=False)} actors of the group context"
+    return f"killed {kill_actors('-context-', no_restart=False)} actors of the group context"
 
 
 async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
@@ -85,7 +91,7 @@ async def kill_the_drafter(client: RolloutClient, batch_id: str) -> str:
     before = guesses(await client.status())
     while guesses(await _under_way(client, batch_id)) <= before:
         await asyncio.sleep(0.05)
-    return f"draft models killed: {_kill('#Drafter#')}"
+    return f"draft models killed: {kill_actors('#Drafter#')}"
 
 
 def guesses(status: ServiceStatus) -> int:
@@ -107,9 +113,7 @@ async def lose_a_replica(client: RolloutClient, batch_id: str) -> str:
 async def freeze_a_step(client: RolloutClient, batch_id: str) -> str:
     """Stop, in mid-step, the thread of an engine: its process lives and answers, its step never ends."""
     status = await _under_way(client, batch_id)
-    pids = await asyncio.to_thread(processes_titled, "Engine")
-    threads = [await asyncio.to_thread(busiest_thread, pid) for pid in pids]
-    pid, thread, _ = max(threads, key=lambda found: found[2])
+    pid, thread, _ = await asyncio.to_thread(busiest_of, processes_titled("Engine"))
     freeze(thread)
     return f"froze a step of process {pid} with {status.running} samples running"
 
@@ -130,7 +134,7 @@ async def lose_the_master(client: RolloutClient, batch_id: str) -> str:
     """End the pool's master for good, with its process: all that is left of it once its node is gone."""
     await _under_way(client, batch_id)
     view = await client.pool_status()
-    ended = _kill("-kv-", but="-store-")
+    ended = kill_actors("-kv-", but="-store-")
     if view is not None and view.status is not None and view.status["master_pid"]:
         os.kill(view.status["master_pid"], signal.SIGKILL)
     return f"ended {ended} master of the pool" if ended else ""

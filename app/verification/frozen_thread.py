@@ -38,6 +38,11 @@ def busiest_thread(pid: int) -> tuple[int, int, int]:
     return pid, thread, used[thread]
 
 
+def busiest_of(pids: list[int]) -> tuple[int, int, int]:
+    """Returns `busiest_thread` of the process whose busiest thread uses the max of the CPU."""
+    return max(map(busiest_thread, pids), key=lambda found: found[2])
+
+
 def freeze(thread: int) -> None:
     """Stops a thread. Raises OSError where the system does not permit it."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -154,10 +154,10 @@ def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
     first, noise = None, [np.zeros(1)]
     for group in sorted(expected, key=lambda g: g.prompt_id):
         for sample in group.samples:
-            difference, gaps = _difference(sample, theirs.get((group.prompt_id, sample.sample_index)))
+            found, gaps = difference(sample, theirs.get((group.prompt_id, sample.sample_index)))
             noise.append(gaps)
-            if difference and first is None:
-                first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **difference}
+            if found and first is None:
+                first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **found}
     seen = np.concatenate(noise)
     return {
         "identical": first is None,
@@ -167,7 +167,7 @@ def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
     }
 
 
-def _difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np.ndarray]:
+def difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np.ndarray]:
     """The first difference, and the logprob differences of the tokens before it."""
     if b is None:
         return {"position": 0, "what": "missing"}, np.zeros(0)

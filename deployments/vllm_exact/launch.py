@@ -86,6 +86,7 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process: quick start, no second hop
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # ExactSampler needs the model runner that has `sampler`
+        "VLLM_CONFIGURE_LOGGING": "0",  # it would close Serve's log handler; a new controller then stops the replica
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # a model is a local folder; never wait for a hub

@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import ray
+from ray import serve
+from waiting import until
 
 from tailrace.app.client import RolloutClient, RolloutRejected
-from tailrace.app.verification.disturbances import kill_the_coordinator
+from tailrace.app.verification.disturbances import kill_actors, kill_the_coordinator
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
@@ -87,6 +90,34 @@ def test_a_batch_outlives_its_coordinator(client):
     assert note.startswith("killed 1 coordinator with ") and " 0 samples" not in note
     assert found == undisturbed
     run(gone(client))
+
+
+def test_a_lost_controller_of_serve_takes_no_replica_with_it(client):
+    """A new one asks each replica for the file of its log, and stops one that cannot answer."""
+
+    def engines() -> set[str]:
+        return {replica.replica_id for replica in run(client.status()).replicas}
+
+    def settled():
+        deployments = serve.status().applications["tailrace"].deployments.values()
+        return all(one.status == "HEALTHY" and set(one.replica_states) == {"RUNNING"} for one in deployments)
+
+    before = until(lambda: settled() and engines())
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", "serve")
+    first = ray.get(controller.get_pid.remote())
+    assert kill_actors("SERVE_CONTROLLER_ACTOR", no_restart=False) == 1
+    until(lambda: answered(controller.get_pid.remote()) not in (None, first))
+    until(settled)
+    assert engines() == before
+    assert run(tokens_of(client, batch_of("after", groups=1, samples=2, max_tokens=20)))
+
+
+def answered(call):
+    """The answer of an actor, or None while it starts again."""
+    try:
+        return ray.get(call, timeout=10)
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
 
 
 def test_leaving_the_iterator_cancels_the_batch(client):
