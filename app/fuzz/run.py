@@ -7,11 +7,15 @@ exception stays unread; nothing is left over in the books.
 import asyncio
 import gc
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 from tailrace.app.fuzz.cluster import SimulatedCluster, Size
 from tailrace.app.fuzz.drivers import DriverPlan, Ledger, SimulatedDriver, Wrong
 from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
+from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
+from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 
 FAULTS_S = 60.0
@@ -121,8 +125,15 @@ def _end(loop: VirtualLoop) -> None:
 
 
 async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
+    with TemporaryDirectory(prefix="tailrace-fuzz-") as folder:
+        rng = Random(f"token log/{plan.seed}")
+        log_disk = LogDisk(rng.choice(LOG_DISKS), Path(folder), rng)
+        cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"), log_disk)
+        return await _play(plan, ledger, cluster)
+
+
+async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str | None:
     now = asyncio.get_running_loop().time
-    cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"))
     drivers = [SimulatedDriver(one, cluster, ledger) for one in plan.drivers]
     running: dict[int, tuple[Process, asyncio.Task]] = {}
 
