@@ -113,10 +113,9 @@ def run(plan: RunPlan) -> Outcome:
 
 
 def _end(loop: VirtualLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
+    while tasks := asyncio.all_tasks(loop):  # the end of a task may begin another
+        for task in tasks:
+            task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())
     del tasks

@@ -1,19 +1,15 @@
 """Knobs of the group-context service. Read by its actors, by the engines' feeds and by the coordinator."""
 
 from pathlib import PurePosixPath
-from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
-def _plain_folder(path: str) -> str:
-    if not path.startswith("/") or ".." in PurePosixPath(path).parts:
+def plain_folder(path: str | None) -> str | None:
+    """The path of a folder that nodes may share. Raises ValueError if it is relative or leads upwards."""
+    if path is not None and (not path.startswith("/") or ".." in PurePosixPath(path).parts):
         raise ValueError(f"{path!r}: give an absolute path without `..`")
     return path
-
-
-Folder = Annotated[str, AfterValidator(_plain_folder)]
-"""Path of a folder that several nodes may share."""
 
 
 class ContextConfig(BaseModel):
@@ -22,7 +18,7 @@ class ContextConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shards: int = Field(1, ge=1, le=16, description="actors that share the prompts among them")
-    history_dir: Folder | None = Field(
+    history_dir: str | None = Field(
         None, description="absolute folder, the same on every node; null: history lasts as long as its actors"
     )
     history_epochs: int = Field(16, ge=1, description="newest epochs kept of each prompt")
@@ -36,3 +32,5 @@ class ContextConfig(BaseModel):
     deadline_s: float = Field(2.0, gt=0, description="an actor that takes longer has not answered an engine")
     lengths_deadline_s: float = Field(0.5, gt=0, description="a batch starts without past lengths that take longer")
     retry_s: float = Field(1.0, gt=0, description="pause of an engine's traffic with an actor after a failure")
+
+    _plain = field_validator("history_dir")(plain_folder)

@@ -6,8 +6,8 @@ of each group's end. Called by `Rollouts` alone.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.deliveries import Delivery
 from tailrace.deployments.coordinator.ledger import GroupRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
@@ -21,6 +21,9 @@ from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, parse_traceparent
 from tailrace.policies.protocol.actions import EmitGroup, EndSample, SampleEnd
 
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
+    from tailrace.deployments.context.service import ContextService
+
 
 class LiveBatches:
     """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds."""
@@ -28,7 +31,7 @@ class LiveBatches:
     def __init__(
         self,
         prompts: Prompts,
-        context: ContextService | None,
+        context: "ContextService | None",
         telemetry: Telemetry,
         token_log: TokenLog,
         weights: Weights,

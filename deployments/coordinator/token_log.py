@@ -84,7 +84,7 @@ class BatchFile:
     def __init__(self, path: Path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._part = path, path.with_name(f"{path.name}.{token_hex(4)}")
-        self._size = 0  # what is on disk for certain
+        self._size = 0  # bytes that are on disk for certain
         self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @property
