@@ -100,7 +100,7 @@ def run(plan: RunPlan) -> Outcome:
         problem = str(error)
     seconds = loop.time()
     asyncio.set_event_loop(None)
-    _end(loop)
+    end_of(loop)
     problem = problem or next(iter(loop.errors), None)
     return Outcome(
         seed=plan.seed,
@@ -112,7 +112,8 @@ def run(plan: RunPlan) -> Outcome:
     )
 
 
-def _end(loop: VirtualLoop) -> None:
+def end_of(loop: VirtualLoop) -> None:
+    """End all tasks of a loop, and close it."""
     while tasks := asyncio.all_tasks(loop):  # the end of a task may begin another
         for task in tasks:
             task.cancel()
