@@ -262,7 +262,7 @@ class Rollouts:
             self._follow_weights()
 
     async def _log_early(self) -> None:
-        """Log the tokens of the present weights, which are about to be earlier ones, while turns continue."""
+        """Log all tokens so far, while turns continue: their weights may change soon."""
         if self._token_log.is_on:
             await self._token_log.write_early(unlogged(self.groups(), inf))
 
@@ -355,6 +355,8 @@ class Rollouts:
             self._restart_core("submit", error)
             return Rejected(reason=f"batch {message.batch_id!r} was ended by an error: {one_line(error)}")
         self._batches.add(batch)
+        if any(spec.begun for spec in batch.specs):  # the file is now this coordinator's
+            self._spawn(self._log_early())
         if delivery.is_over:  # its driver has left meanwhile
             self._tell(ev.BatchCancelled(self.now(), batch.core_id))
         self._wake.set()
