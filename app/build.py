@@ -39,5 +39,12 @@ def _bind(args: AppArgs, coordinator, engine, drafter) -> Application:
         drafters = drafter.bind(drafts, config)
     engines = engine.bind(config, 0, otlp, args.pool, args.context, drafts, drafters)
     return coordinator.bind(
-        engines, model, config.max_model_len, otlp, args.pool, args.context, allow_no_token=args.allow_no_token
+        engines,
+        model,
+        config.max_model_len,
+        otlp,
+        args.pool,
+        args.context,
+        token_log_dir=args.token_log_dir,
+        allow_no_token=args.allow_no_token,
     )

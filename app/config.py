@@ -20,7 +20,7 @@ from tailrace.app.deployment_settings import (
 )
 from tailrace.app.errors import BadInput
 from tailrace.app.strict_yaml import read_yaml
-from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
@@ -37,9 +37,16 @@ class AppArgs(StrictModel):
     engine: EngineConfig = EngineConfig(model="demo")
     pool: PoolConfig | None = Field(PoolConfig(), description="null: every move recomputes")
     context: ContextConfig | None = Field(ContextConfig(), description="null: an engine drafts from its own samples")
+    token_log_dir: str | None = Field(
+        None,
+        description="absolute folder, the same on every node, for tokens of earlier weights; null: they are lost with "
+        "the coordinator, and made again under the present weights",
+    )
     drafter: DrafterConfig | None = Field(None, description="a draft model on replicas of its own; null: none")
 
     allow_no_token: bool = Field(False, description="start also where Ray's token mode is off: a closed network alone")
+
+    _plain = field_validator("token_log_dir")(plain_folder)
 
     @model_validator(mode="after")
     def _drafts(self):

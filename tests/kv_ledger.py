@@ -14,6 +14,11 @@ def group_of(sample_id: str) -> str:
     return sample_id.rpartition("#")[0]
 
 
+def begun_tokens(event: ev.SamplesSubmitted) -> dict[str, int]:
+    """Tokens that samples have as they are submitted, by sample_id."""
+    return {f"{spec.group_id}#{one.index}": one.tokens for spec in event.groups for one in spec.begun}
+
+
 @dataclass
 class KvLedger:
     keeps: bool  # whether samples keep their KV over an update
@@ -55,6 +60,7 @@ class KvLedger:
         match event:
             case ev.SamplesSubmitted(groups=groups):
                 self.specs.update((f"{spec.group_id}#{i}", spec) for spec in groups for i in range(spec.samples))
+                self.tokens |= begun_tokens(event)
             case ev.ReplicaJoined(replica_id=replica_id, node_id=node_id):
                 self.nodes.setdefault(replica_id, node_id)
             case ev.ReplicaLeft(replica_id=replica_id):

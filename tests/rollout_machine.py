@@ -6,7 +6,7 @@ Called by the law tests.
 """
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
 
@@ -137,14 +137,21 @@ class Player:
     def submit(self):
         self.batches += 1
         groups = tuple(
-            ev.GroupSpec(
+            self.begin(ev.GroupSpec(
                 f"b{self.batches}.{i}", self.pick((1, 30, 63, 64, 150, 9_000)), 1 + self.take(4),
                 self.pick((1, 5, 64, 130, 400)), self.pick(((), (), ((3, 60), (9,)), ((), (0, 900)))),
-            )
+            ))
             for i in range(1 + self.take(3))
         )  # fmt: skip
         self.reveal(groups)
         self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups))
+
+    def begin(self, spec: ev.GroupSpec) -> ev.GroupSpec:
+        """The group, of which now and then an earlier coordinator has begun some samples."""
+        if not self.pick((False, False, False, True)):
+            return spec
+        begun = {self.take(spec.samples): 1 + self.take(spec.max_tokens) for _ in range(1 + self.take(2))}
+        return replace(spec, begun=tuple(ev.Begun(i, tokens, self.take(4) == 3) for i, tokens in begun.items()))
 
     def reveal(self, groups):
         if name_of(self.play.core.policies.ordering) == "oracle_longest_first":

@@ -161,3 +161,12 @@ def test_a_journal_imports_no_code():
     with pytest.raises(ValueError, match=r"policies\.ordering is of module antigravity; a journal imports no code"):
         read_journal([line])
     assert "antigravity" not in sys.modules
+
+
+def test_begun_samples_are_read_back():
+    core = JournaledCore(Policies())
+    spec = ev.GroupSpec("g", 10, 2, 30, begun=(ev.Begun(1, 12, True),))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (spec,)))
+    core.decide(ev.Tick(0.0))
+    journal = read_journal(core.journal().splitlines())
+    assert journal.entries[0].groups == (spec,) and replay(journal) is None

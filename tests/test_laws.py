@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from kv_ledger import begun_tokens
 from rollout_machine import (
     CHUNKS,
     KV_ON_UPDATE,
@@ -97,6 +98,8 @@ def test_tokens_only_grow_and_never_beyond_the_sample_s_own_bound(played):
     """Law 1, conservation: of tokens. `max_tokens` is the sample's, over all its chunks."""
     tokens = defaultdict(int)
     for event, actions, ledger in walk(played):
+        if isinstance(event, ev.SamplesSubmitted):
+            tokens |= begun_tokens(event)
         if isinstance(event, ev.ChunkFinished):
             tokens[ledger.running[event.chunk_id].sample_id] += event.new_tokens
         for action in actions:
@@ -126,8 +129,10 @@ def test_nothing_is_left_when_everything_has_run_out(played):
 @law
 def test_the_chunks_of_a_sample_tile_its_answer(played):
     """Law 2, exactness, as far as the core goes: each position is asked for, and counted, exactly once."""
-    pieces, ends = defaultdict(list), {}
+    pieces, ends, begun = defaultdict(list), {}, {}
     for event, actions, ledger in walk(played):
+        if isinstance(event, ev.SamplesSubmitted):
+            begun |= begun_tokens(event)
         if isinstance(event, ev.ChunkFinished):
             start = ledger.running[event.chunk_id]
             pieces[start.sample_id].append((start.start, start.start + event.new_tokens))
@@ -135,8 +140,9 @@ def test_the_chunks_of_a_sample_tile_its_answer(played):
         chunk_ids = [action.chunk_id for action in actions if isinstance(action, StartChunk)]
         assert not set(chunk_ids) & set(ledger.running) and len(set(chunk_ids)) == len(chunk_ids)
     for sample_id, parts in pieces.items():
-        assert [begin for begin, _ in parts] == [0] + [end for _, end in parts[:-1]]
-        assert parts[-1][1] == ends[sample_id] == sum(end - begin for begin, end in parts)
+        first = begun.get(sample_id, 0)
+        assert [begin for begin, _ in parts] == [first] + [end for _, end in parts[:-1]]
+        assert parts[-1][1] == ends[sample_id] == first + sum(end - begin for begin, end in parts)
 
 
 def test_no_view_has_a_field_for_a_true_length():
@@ -261,6 +267,8 @@ def test_who_is_told_that_it_does_not_fit_was_told_the_truth(played):
     policies = played.core.policies
     free = policies.ordering.type != "group_static" and policies.placement.type != "pinned"
     for event, actions, ledger in walk(played):
+        if isinstance(event, ev.SamplesSubmitted):
+            tokens |= begun_tokens(event)
         if isinstance(event, ev.ChunkFinished):
             tokens[ledger.running[event.chunk_id].sample_id] += event.new_tokens
         for action in actions:

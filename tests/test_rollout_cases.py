@@ -200,3 +200,50 @@ def test_two_batches_live_side_by_side_and_end_apart():
     finish(core, two)
     assert [a.batch_id for a in tick(core) if isinstance(a, EmitGroup)] == ["two"]
     assert core.is_running(one.chunk_id) and core.counts() == {"waiting": 0, "running": 1, "batches": 1}
+
+
+def begun(*samples: tuple[int, int, bool], group_id: str = "g") -> ev.GroupSpec:
+    return ev.GroupSpec(group_id, 10, 3, 30, begun=tuple(ev.Begun(*sample) for sample in samples))
+
+
+def test_a_begun_sample_continues_at_its_next_token():
+    core = core_of(chunk_tokens=10, r=20)
+    submit(core, begun((1, 12, False)))
+    starts = tick(core)
+    assert [(start.sample_id, start.start, start.max_tokens) for start in starts] == [
+        ("g#0", 0, 10), ("g#1", 12, 10), ("g#2", 0, 10),
+    ]  # fmt: skip
+    finish(core, starts[1])
+    assert [(start.start, start.max_tokens) for start in tick(core)] == [(22, 8)]
+
+
+def test_a_sample_that_had_ended_before_ends_at_once():
+    core = core_of(r=20)
+    submit(core, begun((0, 30, False), (2, 4, True)))
+    one, other, start = tick(core)
+    assert [(end.sample_id, end.end) for end in (one, other)] == [("g#0", SampleEnd.LENGTH), ("g#2", SampleEnd.STOP)]
+    assert start.sample_id == "g#1"
+    finish(core, start)
+    assert [type(action) for action in tick(core)] == [EndSample, EmitGroup]
+    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+
+
+@pytest.mark.parametrize("ordering", ORDERINGS)
+def test_a_batch_that_had_ended_before_needs_no_replica(ordering):
+    core = core_of(ordering)
+    submit(core, begun((0, 1, True), (1, 30, False), (2, 9, True)))
+    assert [type(action) for action in tick(core)] == [EndSample, EndSample, EndSample, EmitGroup]
+    core.observe(join("r", 20))
+    assert tick(core) == () and core.counts()["batches"] == 0
+
+
+@pytest.mark.parametrize(
+    "samples", [((3, 1, False),), ((-1, 1, False),), ((0, 0, False),), ((0, 31, False),), ((0, 1, True), (0, 1, True))]
+)
+def test_samples_that_cannot_have_begun_so_are_refused(samples):
+    core = core_of(r=20)
+    with pytest.raises(ev.IllegalEvent, match="begun"):
+        submit(core, begun(*samples))
+    assert tick(core) == ()
+    submit(core, begun())
+    assert len(tick(core)) == 3

@@ -59,9 +59,13 @@ async def settle(weights: Weights, engines: Engines, now: float = 0.0) -> None:
     weights.observe(engines.reports())
 
 
+async def at_once() -> None:
+    """Nothing has to be written before weights change."""
+
+
 def run(scenario, *replicas: str) -> None:
     engines = Engines(*replicas)
-    asyncio.run(asyncio.wait_for(scenario(Weights(engines), engines), 5.0))
+    asyncio.run(asyncio.wait_for(scenario(Weights(engines, before=at_once), engines), 5.0))
 
 
 def test_an_update_reaches_every_replica_and_may_be_repeated():
@@ -214,13 +218,13 @@ def test_an_overtaken_update_says_so():
 @pytest.mark.parametrize("version", [0, -1, True, None, "1", 1.0, MAX_VERSION + 1])
 @pytest.mark.parametrize("source", ["w1"])
 def test_a_bad_version_is_refused_by_name(version, source):
-    refused = asyncio.run(Weights(SimpleNamespace()).want(version, source))
+    refused = asyncio.run(Weights(SimpleNamespace(), before=at_once).want(version, source))
     assert refused.reason == f"weights version is {version!r}; give an integer from 1 to {MAX_VERSION}"
 
 
 @pytest.mark.parametrize("source", [None, "", {"a": 5}])
 def test_a_bad_folder_is_refused_by_name(source):
-    refused = asyncio.run(Weights(SimpleNamespace()).want(1, source))
+    refused = asyncio.run(Weights(SimpleNamespace(), before=at_once).want(1, source))
     assert refused.reason == f"weights folder is {source!r}; give a path"
 
 
@@ -229,7 +233,7 @@ def test_a_bad_folder_is_refused_by_name(source):
 ])  # fmt: skip
 def test_a_batch_under_other_weights_is_refused(wants, refused):
     group = {"prompt_id": "p", "text": "x"}
-    answer = Weights(SimpleNamespace()).refusal(RolloutBatch(batch_id="b", groups=(group,), **wants))
+    answer = Weights(SimpleNamespace(), before=at_once).refusal(RolloutBatch(batch_id="b", groups=(group,), **wants))
     assert (answer is not None) == refused
     if refused:
         assert answer.by is RejectedBy.WEIGHTS and "holds weights version 0, the batch wants 7" in answer.reason

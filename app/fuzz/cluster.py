@@ -9,6 +9,7 @@ from random import Random
 
 from tailrace.app.fuzz.actors import SimulatedMaster, SimulatedShard
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
+from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.replica import SimulatedReplica
 from tailrace.app.fuzz.stepper import VOCABULARY, Disk, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
@@ -19,6 +20,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.coordinator.token_log import TokenLog
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
@@ -68,8 +70,15 @@ class SimulatedCoordinator(Coordinator.func_or_class):
     """The Serve shell of the coordinator, with collaborators that exist already."""
 
     def __init__(
-        self, engines: EngineClient, pool: ActorHandle | None, shards: list | None, telemetry: Telemetry, nonce: str
+        self,
+        engines: EngineClient,
+        pool: ActorHandle | None,
+        shards: list | None,
+        telemetry: Telemetry,
+        token_log: TokenLog,
+        nonce: str,
     ):
+        self.token_log = token_log
         self._start(
             nonce=nonce,
             engines=engines,
@@ -77,6 +86,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
             telemetry=telemetry,
             kv_pool_manager=KvPoolManager(pool) if pool is not None else None,
             context=ContextService(shards, ContextConfig()) if shards is not None else None,
+            token_log=token_log,
         )
 
     @property
@@ -87,8 +97,8 @@ class SimulatedCoordinator(Coordinator.func_or_class):
 class SimulatedCluster:
     """See the module docstring. `rng`: of latencies and boot times."""
 
-    def __init__(self, size: Size, rng: Random):
-        self.size, self._rng = size, rng
+    def __init__(self, size: Size, rng: Random, log_disk: LogDisk):
+        self.size, self._rng, self.log_disk = size, rng, log_disk
         self._now = asyncio.get_running_loop().time
         self.telemetry = Telemetry("fuzz")
         self.disk = Disk({"start": "start"})
@@ -167,7 +177,11 @@ class SimulatedCluster:
     def kill_coordinator(self) -> None:
         if self._up.is_set():
             self._up.clear()
+            version = self.coordinator.rollouts.status().weights_version
+            if self.coordinator.token_log.is_complete(version):
+                self.log_disk.lose(self.coordinator.rollouts.groups(), version)
             self.coordinator_process.kill()
+            self.log_disk.damage()
             self.controller.spawn(self._start_coordinator(self._rng.uniform(1.0, 10.0)))
 
     async def _start_coordinator(self, after_s: float) -> None:
@@ -179,9 +193,9 @@ class SimulatedCluster:
         if self.shards:
             pairs = zip(self.shard_processes, self.shards, strict=True)
             shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
-        self.coordinator = process.run(
-            SimulatedCoordinator, EngineClient(self._engines), pool, shards, self.telemetry, f"{self.coordinators}."
-        )
+        token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
+        engines, nonce = EngineClient(self._engines), f"{self.coordinators}."
+        self.coordinator = process.run(SimulatedCoordinator, engines, pool, shards, self.telemetry, token_log, nonce)
         self.coordinator_process = process
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
         await process.spawn(self.coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))

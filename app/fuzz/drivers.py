@@ -120,6 +120,7 @@ class SimulatedDriver:
         """All groups of a batch. The client continues after faults by itself, unless its weights are overwritten."""
         groups: dict[str, GroupResult] = {}
         while True:
+            self._cluster.log_disk.begin(batch.batch_id)
             try:
                 async for group in client.rollout(batch):
                     if group.prompt_id in groups:
@@ -185,6 +186,8 @@ class SimulatedDriver:
         for segment in sample.segments:
             self._check_segment(key, tokens[segment.start : segment.end], segment, where)
         self._check_end(group, sample, where)
+        if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
+            raise Wrong(f"{where}: {problem}")
         if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:
             raise Wrong(f"{where}: cancelled without a request")
         lost = len(self._cluster.gone) >= MAX_ATTEMPTS and " left: " in (sample.error or "")

@@ -7,11 +7,15 @@ exception stays unread; nothing is left over in the books.
 import asyncio
 import gc
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 from tailrace.app.fuzz.cluster import SimulatedCluster, Size
 from tailrace.app.fuzz.drivers import DriverPlan, Ledger, SimulatedDriver, Wrong
 from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
+from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
+from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 
 FAULTS_S = 60.0
@@ -96,7 +100,7 @@ def run(plan: RunPlan) -> Outcome:
         problem = str(error)
     seconds = loop.time()
     asyncio.set_event_loop(None)
-    _end(loop)
+    end_of(loop)
     problem = problem or next(iter(loop.errors), None)
     return Outcome(
         seed=plan.seed,
@@ -108,11 +112,11 @@ def run(plan: RunPlan) -> Outcome:
     )
 
 
-def _end(loop: VirtualLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
+def end_of(loop: VirtualLoop) -> None:
+    """End all tasks of a loop, and close it."""
+    while tasks := asyncio.all_tasks(loop):  # the end of a task may begin another
+        for task in tasks:
+            task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())
     del tasks
@@ -121,8 +125,15 @@ def _end(loop: VirtualLoop) -> None:
 
 
 async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
+    with TemporaryDirectory(prefix="tailrace-fuzz-") as folder:
+        rng = Random(f"token log/{plan.seed}")
+        log_disk = LogDisk(rng.choice(LOG_DISKS), Path(folder), rng)
+        cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"), log_disk)
+        return await _play(plan, ledger, cluster)
+
+
+async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str | None:
     now = asyncio.get_running_loop().time
-    cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"))
     drivers = [SimulatedDriver(one, cluster, ledger) for one in plan.drivers]
     running: dict[int, tuple[Process, asyncio.Task]] = {}
 

@@ -5,6 +5,13 @@ from pathlib import PurePosixPath
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
+def plain_folder(path: str | None) -> str | None:
+    """The path of a folder that nodes may share. Raises ValueError if it is relative or leads upwards."""
+    if path is not None and (not path.startswith("/") or ".." in PurePosixPath(path).parts):
+        raise ValueError(f"{path!r}: give an absolute path without `..`")
+    return path
+
+
 class ContextConfig(BaseModel):
     """Where tokens of groups in flight and answers of earlier epochs are kept, their bounds, and deadlines."""
 
@@ -26,9 +33,4 @@ class ContextConfig(BaseModel):
     lengths_deadline_s: float = Field(0.5, gt=0, description="a batch starts without past lengths that take longer")
     retry_s: float = Field(1.0, gt=0, description="pause of an engine's traffic with an actor after a failure")
 
-    @field_validator("history_dir")
-    @classmethod
-    def _a_plain_folder(cls, path: str | None) -> str | None:
-        if path is not None and (not path.startswith("/") or ".." in PurePosixPath(path).parts):
-            raise ValueError(f"{path!r}: give an absolute path without `..`")
-        return path
+    _plain = field_validator("history_dir")(plain_folder)

@@ -8,6 +8,7 @@ as data, and name code of the deployment's list alone.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from secrets import token_hex
 
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.coordinator.token_log import TokenLog
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
@@ -38,7 +40,7 @@ from tailrace.policies.families.registry import Policies
 class Coordinator:
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`: None: there is none. `allow_no_token`: see `AppArgs`. Raises TokenModeOff.
+    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. Raises TokenModeOff.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Coordinator:
         otlp: bool,
         pool: PoolConfig | None = None,
         context: ContextConfig | None = None,
+        token_log_dir: str | None = None,
         allow_no_token: bool = False,
     ):
         require_token_mode(allow_no_token)
@@ -60,6 +63,7 @@ class Coordinator:
             telemetry=Telemetry("tailrace-coordinator", otlp),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
+            token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=token_hex(3),
         )
 
@@ -70,6 +74,7 @@ class Coordinator:
         telemetry: Telemetry,
         kv_pool_manager: KvPoolManager | None,
         context: ContextService | None,
+        token_log: TokenLog,
         nonce: str,
     ) -> None:
         """Start the loops of a coordinator with these collaborators."""
@@ -81,6 +86,7 @@ class Coordinator:
             telemetry=telemetry,
             kv_pool_manager=kv_pool_manager,
             context=context,
+            token_log=token_log,
             nonce=nonce,
         )
         loops = [self._rollouts.run(), self._rollouts.poll()]

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 
+from tailrace.deployments.coordinator.ledger import GroupRecord
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
-from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 
 
 class Delivery:
@@ -20,9 +21,9 @@ class Delivery:
         self.driver, self.renewed_s = driver, now
         self.coming: set[str] = set()
         self.is_over = False
-        self._message = message
+        self.batch_id, self._message = message.batch_id, message
         self._groups = {group.prompt_id: group for group in message.groups}
-        self._ready: deque[GroupResult | Rejected] = deque()
+        self._ready: deque[tuple[GroupResult | Rejected, GroupRecord | None]] = deque()
         self._reader = 0
         self._changed = asyncio.Event()  # of the present reader
 
@@ -51,9 +52,18 @@ class Delivery:
     def is_read_by(self, reader: int) -> bool:
         return reader == self._reader
 
-    def put(self, item: GroupResult | Rejected) -> None:
-        """A group is done, or the batch has failed."""
-        self._ready.append(item)
+    @property
+    def groups(self) -> Collection[PromptGroup]:
+        """All groups that drivers have named."""
+        return self._groups.values()
+
+    def unread(self) -> list[GroupRecord]:
+        """Groups that are done, and not given to a driver."""
+        return [record for _, record in self._ready if record is not None]
+
+    def put(self, item: GroupResult | Rejected, record: GroupRecord | None = None) -> None:
+        """A group is done, or the batch has failed. `record`: of the group."""
+        self._ready.append((item, record))
         self._changed.set()
 
     def end(self) -> None:
@@ -66,7 +76,7 @@ class Delivery:
         """The next item; `Rejected` once there is another reader."""
         while reader == self._reader:
             if self._ready:
-                item = self._ready.popleft()
+                item, _ = self._ready.popleft()
                 if isinstance(item, GroupResult):
                     self.coming.discard(item.prompt_id)
                 return item
@@ -93,6 +103,10 @@ class Deliveries:
 
     def __len__(self):
         return len(self._open)
+
+    def unread(self) -> list[GroupRecord]:
+        """Groups of all batches that are done, and not given to a driver."""
+        return [record for delivery in self._open.values() for record in delivery.unread()]
 
     async def read(
         self, message: RolloutBatch, driver: str, have: Collection[str]

@@ -141,10 +141,18 @@ def _object(data: dict) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    known = json.loads(json.dumps(asdict(value)))  # fields added since it was written have their defaults
-    if {key: known.get(key) for key in fields} != fields:  # an unknown key, a number in quotes
+    if not _holds(json.loads(json.dumps(asdict(value))), fields):  # an unknown key, a number in quotes
         raise ValueError(f"{name}: other fields than {', '.join(asdict(value))}, or values of other kinds")
     return value
+
+
+def _holds(known: Any, fields: Any) -> bool:
+    """Whether an object has these fields; those added since it was written have their defaults."""
+    if isinstance(known, dict) and isinstance(fields, dict):
+        return all(key in known and _holds(known[key], value) for key, value in fields.items())
+    if isinstance(known, list) and isinstance(fields, list):
+        return len(known) == len(fields) and all(map(_holds, known, fields))
+    return known == fields
 
 
 class Difference(NamedTuple):

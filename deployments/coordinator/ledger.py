@@ -15,6 +15,7 @@ from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftReport, by_source
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment, Timings
 from tailrace.policies.protocol.actions import SampleEnd
+from tailrace.policies.protocol.events import Begun, ChunkEnd
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class SampleRecord:
     parts: list[ChunkResult] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
+    logged: int = 0  # of the tokens, in the token log; that log alone writes it
     kv_names: bytes = b""  # of the context's blocks that a replica has reported, see kvpool.keys
     started_s: float | None = None
     finished_s: float = 0.0
@@ -124,6 +126,7 @@ class GroupRecord:
     prompt_key: str
     samples: list[SampleRecord] = field(default_factory=list)
     prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
+    log_name: bytes = b""  # in the token log, once that has written of it
 
     @classmethod
     def of(cls, batch_id: str, step: int, prepared: Prepared, keys: list[SampleKey]) -> "GroupRecord":
@@ -138,6 +141,14 @@ class GroupRecord:
     def ref(self) -> GroupRef:
         """The group's name in the group context."""
         return GroupRef(f"{self.batch_id}/{self.group.prompt_id}", self.prompt_key)
+
+    def begun(self) -> tuple[Begun, ...]:
+        """The samples that have tokens, as the core is to take them."""
+        return tuple(
+            Begun(sample.index, sample.tokens, sample.parts[-1].end is ChunkEnd.STOP)
+            for sample in self.samples
+            if sample.tokens
+        )
 
     def result(self, prompts: Prompts) -> GroupResult:
         return GroupResult(

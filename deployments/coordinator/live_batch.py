@@ -4,7 +4,8 @@ Invariant: a group leaves with its samples when it is emitted, and the batch is 
 Called by `Rollouts` alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from opentelemetry.trace import Span
 
@@ -14,6 +15,7 @@ from tailrace.deployments.coordinator.ledger import GroupRecord, SampleRecord
 from tailrace.deployments.coordinator.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
@@ -64,6 +66,25 @@ class LiveBatch:
     @property
     def over(self) -> bool:
         return not self.groups
+
+    def resume(self, found: Iterable[tuple[str, LoggedTokens]], may_be: Callable[[int, str], bool]) -> int:
+        """Begin samples with tokens from the log, by prompt id. Returns the number of records that cannot be of them.
+
+        `may_be`: whether weights of this version and digest can have come before the present ones.
+        """
+        refused = 0
+        for prompt_id, tokens in found:
+            group, segment = self.groups.get(f"{self.core_id}/{prompt_id}"), tokens.segment
+            if group is None or segment.start != group.samples[tokens.index].tokens:
+                continue  # the driver has the group, or a record before this one was refused
+            fits = segment.end <= self._max_tokens[f"{self.core_id}/{prompt_id}"]
+            if fits and may_be(segment.weights_version, segment.weights_digest):
+                part = tokens.part()
+                group.samples[tokens.index].append(segment.start, part, segment.replica_id, segment.weights_digest)
+            else:
+                refused += 1
+        self.specs = tuple(replace(spec, begun=self.groups[spec.group_id].begun()) for spec in self.specs)
+        return refused
 
     def emit(self, group_id: str) -> GroupRecord:
         """Give the record of a group whose samples have ended, and forget it."""

@@ -6,16 +6,23 @@ of each group's end. Called by `Rollouts` alone.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.deliveries import Delivery
+from tailrace.deployments.coordinator.ledger import GroupRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.coordinator.prompts import Prompts
+from tailrace.deployments.coordinator.token_log import TokenLog
+from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, parse_traceparent
 from tailrace.policies.protocol.actions import EmitGroup, EndSample, SampleEnd
+
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
+    from tailrace.deployments.context.service import ContextService
 
 
 class LiveBatches:
@@ -24,11 +31,14 @@ class LiveBatches:
     def __init__(
         self,
         prompts: Prompts,
-        context: ContextService | None,
+        context: "ContextService | None",
         telemetry: Telemetry,
+        token_log: TokenLog,
+        weights: Weights,
         nonce: str,
         now: Callable[[], float],
     ):
+        self._token_log, self._weights = token_log, weights
         self._prompts, self._context, self._telemetry = prompts, context, telemetry
         self._nonce, self._now, self._submissions = nonce, now, 0
         self._batches: dict[str, LiveBatch] = {}  # by their ids in the core
@@ -50,7 +60,7 @@ class LiveBatches:
         keys = [one.prompt_key for one in prepared]
         past = await self._context.lengths(keys) if self._context is not None else {}
         self._submissions += 1
-        return LiveBatch(
+        batch = LiveBatch(
             message=message,
             core_id=f"{message.batch_id}~{self._nonce}{self._submissions}",
             delivery=delivery,
@@ -58,6 +68,18 @@ class LiveBatches:
             past=past,
             submitted_s=self._now(),
         )
+        if found := await self._token_log.read(message, delivery.groups):
+            self._resume(batch, found)
+        return batch
+
+    def _resume(self, batch: LiveBatch, found: list[tuple[str, LoggedTokens]]) -> None:
+        if refused := batch.resume(found, self._weights.may_have_been):
+            self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
+
+    def groups(self) -> list[GroupRecord]:
+        """Groups that are not done, of batches with a driver."""
+        live = (batch for batch in self._batches.values() if not batch.delivery.is_over)
+        return [group for batch in live for group in batch.groups.values()]
 
     def add(self, batch: LiveBatch) -> None:
         """The core has taken it."""
@@ -85,7 +107,7 @@ class LiveBatches:
     def emit(self, action: EmitGroup) -> None:
         batch = self._home.pop(action.group_id)
         group = batch.emit(action.group_id)
-        batch.delivery.put(group.result(self._prompts))
+        batch.delivery.put(group.result(self._prompts), group)
         if self._context is not None:
             self._context.end(group.ref)
         if batch.over:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from math import inf
 
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
@@ -17,12 +18,14 @@ from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.deliveries import Deliveries, Delivery
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
+from tailrace.deployments.coordinator.ledger import GroupRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.coordinator.live_batches import LiveBatches
 from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.status import replica_statuses, waits_for
+from tailrace.deployments.coordinator.token_log import TokenLog, unlogged
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
@@ -62,12 +65,13 @@ class Rollouts:
         telemetry: Telemetry,
         kv_pool_manager: KvPoolManager | None,
         context: ContextService | None,
+        token_log: TokenLog,
         nonce: str,
     ):
         """`nonce`: no other coordinator of this application has or has had it."""
         self._engines, self._telemetry, self._context = engines, telemetry, context
         self._kv_pool_manager = kv_pool_manager
-        self._weights = Weights(engines)
+        self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
         self._chunk_runner = ChunkRunner(engines, telemetry, self.now, self._weights.digests)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
@@ -75,7 +79,15 @@ class Rollouts:
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
         self._wake, self._looked = asyncio.Event(), asyncio.Event()
         self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
-        self._batches = LiveBatches(prompts, context, telemetry, nonce, self.now)
+        self._batches = LiveBatches(
+            prompts=prompts,
+            context=context,
+            telemetry=telemetry,
+            token_log=token_log,
+            weights=self._weights,
+            nonce=nonce,
+            now=self.now,
+        )
         self._tasks: set[asyncio.Task] = set()
         self._calls: dict[str, asyncio.Task] = {}  # of running chunks, by chunk id
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
@@ -108,6 +120,8 @@ class Rollouts:
 
     def _cancel(self, delivery: Delivery) -> bool:
         """Cancel a batch's samples in the core. Returns False if there are none."""
+        if delivery.is_over and self._token_log.is_on:
+            self._spawn(self._token_log.forget(delivery.batch_id))
         core_ids = self._batches.core_ids(delivery)
         for core_id in core_ids:
             self._tell(ev.BatchCancelled(self.now(), core_id))
@@ -147,7 +161,7 @@ class Rollouts:
             weights_digest=self._weights.digest,
             pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
-            contained=dict(self._contained),
+            contained=dict(self._contained + self._token_log.problems),
         )
 
     def books(self) -> dict[str, int]:
@@ -166,7 +180,7 @@ class Rollouts:
     # ---- the loops ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Observe, decide, act, for ever."""
+        """Observe, log tokens that cannot be made again, decide, act, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -175,6 +189,7 @@ class Rollouts:
             try:
                 self._exchange_core()
                 self._observe()
+                await self._log_tokens()
                 self._act(self._core.decide(ev.Tick(self.now())))
             except Exception as error:  # noqa: BLE001 - of a policy, or a defect: the core's books may be half written
                 self._restart_core("turn", error)
@@ -228,13 +243,32 @@ class Rollouts:
         logging.getLogger(__name__).error("contained in %s: %s", place, one_line(error), exc_info=error)
 
     def _follow_weights(self) -> None:
-        """Start the loads that are due, and notify the core of a new version."""
+        """Start the loads that are due, and notify the core of a new version, once older tokens are logged."""
+        if not self._token_log.is_complete(self._weights.version):
+            self._wake.set()  # the next turn logs, and comes here
+            return
         list(map(self._spawn, self._weights.loads(asyncio.get_running_loop().time())))
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old and self._weights.is_confirmed:
             self._tell(ev.WeightsChanged(self.now(), new))
             if self._kv_pool_manager is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
                 self._kv_pool_manager.retire(old)
+
+    async def _log_tokens(self) -> None:
+        """Log the tokens of earlier weights, if there are new ones or the weights are about to change."""
+        version = self._weights.version
+        if not self._token_log.is_complete(version):
+            await self._token_log.write(unlogged(self.groups(), version), version)
+            self._follow_weights()
+
+    async def _log_early(self) -> None:
+        """Log all tokens so far, while turns continue: their weights may change soon."""
+        if self._token_log.is_on:
+            await self._token_log.write_early(unlogged(self.groups(), inf))
+
+    def groups(self) -> list[GroupRecord]:
+        """All groups that their drivers do not have yet."""
+        return [*self._batches.groups(), *self.deliveries.unread()]
 
     def _tell(self, event: ev.Event, write: Callable[[], None] | None = None) -> None:
         self._inbox.append((event, write))
@@ -255,6 +289,8 @@ class Rollouts:
                 continue
             if write is not None and counts:  # else another chunk has made, or will make, the same tokens
                 write()
+                if event.weights_version < self._weights.version:
+                    self._token_log.reopen()
 
     def _is_late(self, event: ev.Event) -> bool:
         """Whether the subject of an event is over already: a lost replica's chunk, an emitted batch."""
@@ -319,6 +355,8 @@ class Rollouts:
             self._restart_core("submit", error)
             return Rejected(reason=f"batch {message.batch_id!r} was ended by an error: {one_line(error)}")
         self._batches.add(batch)
+        if any(spec.begun for spec in batch.specs):  # the file is now this coordinator's
+            self._spawn(self._log_early())
         if delivery.is_over:  # its driver has left meanwhile
             self._tell(ev.BatchCancelled(self.now(), batch.core_id))
         self._wake.set()

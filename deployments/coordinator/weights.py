@@ -7,7 +7,7 @@ the core routes to it. Used by `Rollouts`.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,13 @@ PAUSE_S = (0.5, 30.0)
 class Weights:
     """Version 0 names the weights that the engines were started with. `digests`: by version, as far as known."""
 
-    def __init__(self, engines: "EngineClient"):
+    def __init__(self, engines: "EngineClient", before: Callable[[], Awaitable[None]]):
+        """`before`: awaited before other weights are wanted."""
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
         self.problem: str | None = None  # why the last load of a replica failed
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
-        self._engines = engines
+        self._engines, self._before = engines, before
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
@@ -69,6 +70,7 @@ class Weights:
             return Rejected(reason=f"weights folder {source}: a replica could not look at it in time")
         except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's: nothing has changed
             return Rejected(reason=str(error) or one_line(error))
+        await self._before()
         wanted = {digest} - {""}
         found = found or wanted
         read = next(iter(found), "")  # no replica is up: the first one to load it reports it
@@ -135,6 +137,10 @@ class Weights:
         if other or not self.is_confirmed:
             return replace(report, weights_version=OTHER_WEIGHTS)
         return report
+
+    def may_have_been(self, version: int, digest: str) -> bool:
+        """Whether these can be the present weights, or earlier ones, as far as is known here."""
+        return version <= self.version and self.digests.get(version) in (None, "", digest)
 
     def refusal(self, batch: RolloutBatch) -> Rejected | None:
         """Why a batch must not run under the present version, or None."""

@@ -90,6 +90,8 @@ class Group:
         """`position`: index among its batch's groups. `arrivals`: number of groups of all earlier batches."""
         self.spec, self.batch_id, self.position, self.arrival = spec, batch_id, position, arrivals + position
         self.samples = [Sample(self, index) for index in range(spec.samples)]
+        for begun in spec.begun:
+            self.samples[begun.index].generated_tokens = begun.tokens
         self.unended = spec.samples
         self.running = self.chunks = 0
         self.finished_lengths: tuple[int, ...] = ()  # sorted; `LengthTracker` alone writes these four

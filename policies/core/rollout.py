@@ -21,7 +21,7 @@ from tailrace.policies.core.races import Races, counts
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import ENDED, WAITING, Chunk, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
-from tailrace.policies.core.sample_ends import BY_ITSELF, end_by
+from tailrace.policies.core.sample_ends import BY_ITSELF, end_before, end_by
 from tailrace.policies.core.scaling import Limits, Scaling
 from tailrace.policies.core.unassigned import UnassignedGroups
 from tailrace.policies.core.validation import check_finish, check_groups, check_join, check_measured, check_pool
@@ -81,6 +81,10 @@ class RolloutCore:
         self._lengths.admit(groups)
         self._unassigned.add(groups)
         self._scaling.reopen()
+        for group in groups:
+            for begun in group.spec.begun:
+                if (end := end_before(begun, group.spec)) is not None:
+                    self._end(group.samples[begun.index], end, None, "it had ended before")
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
         self._waiting.reveal(event.lengths)

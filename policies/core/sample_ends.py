@@ -2,9 +2,16 @@
 
 from tailrace.policies.core.request_buffer import Chunk
 from tailrace.policies.protocol.actions import SampleEnd
-from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished
+from tailrace.policies.protocol.events import Begun, ChunkEnd, ChunkFinished, GroupSpec
 
 BY_ITSELF = (SampleEnd.STOP, SampleEnd.LENGTH)
+
+
+def end_before(begun: Begun, spec: GroupSpec) -> SampleEnd | None:
+    """Returns how a sample ended before it was submitted, or None if it continues."""
+    if begun.stopped:
+        return SampleEnd.STOP
+    return SampleEnd.LENGTH if begun.tokens == spec.max_tokens else None
 
 
 def end_by(event: ChunkFinished, chunk: Chunk) -> tuple[SampleEnd, str] | None:

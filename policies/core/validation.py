@@ -24,6 +24,11 @@ def check_groups(event: SamplesSubmitted) -> None:
             raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
         if any(tokens < 0 for epoch in spec.past_lengths for tokens in epoch):
             raise IllegalEvent(f"{spec.group_id}: no answer had a negative length")
+        begun = {one.index: one.tokens for one in spec.begun}
+        if len(begun) < len(spec.begun) or not begun.keys() <= set(range(spec.samples)):
+            raise IllegalEvent(f"{spec.group_id}: begun samples {[one.index for one in spec.begun]} of {spec.samples}")
+        if not all(0 < tokens <= spec.max_tokens for tokens in begun.values()):
+            raise IllegalEvent(f"{spec.group_id}: begun with {list(begun.values())} tokens of {spec.max_tokens}")
         if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
             raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
 

@@ -19,10 +19,20 @@ class ChunkEnd(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A sample of which an earlier coordinator has made `tokens` tokens. `stopped`: the last one was a stop token."""
+
+    index: int
+    tokens: int
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSpec:
     """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks.
 
-    `past_lengths`: tokens of earlier answers to this prompt, one tuple per epoch, newest first.
+    `past_lengths`: tokens of earlier answers to this prompt, one tuple per epoch, newest first. `begun`: samples that
+    an earlier coordinator has begun.
     """
 
     group_id: str
@@ -30,6 +40,7 @@ class GroupSpec:
     samples: int
     max_tokens: int
     past_lengths: tuple[tuple[int, ...], ...] = ()
+    begun: tuple[Begun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

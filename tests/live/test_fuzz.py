@@ -1,7 +1,11 @@
 """The live shell in simulation: seeds with all faults, and that the simulation finds the defects that it is for."""
 
+import asyncio
 import json
 import logging
+from dataclasses import replace
+from pathlib import Path
+from random import Random
 
 import pytest
 from click.testing import CliRunner
@@ -9,11 +13,17 @@ from click.testing import CliRunner
 from tailrace.app.cli import main
 from tailrace.app.fuzz import stepper
 from tailrace.app.fuzz.campaign import campaign, outcome_of
+from tailrace.app.fuzz.cluster import SimulatedCluster
+from tailrace.app.fuzz.drivers import driver_client
 from tailrace.app.fuzz.faults import KINDS
-from tailrace.app.fuzz.run import plan_of, run, shortened
+from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
+from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.coordinator import chunk_runner
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.coordinator.token_log import TokenLog
 from tailrace.deployments.engine.engine_loop import EngineLoop
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.core import failures
 from tailrace.policies.protocol.events import ReplicasReserved
 
@@ -88,6 +98,28 @@ def errors_that_are_not_contained(monkeypatch):
     monkeypatch.setattr(Rollouts, "_restart_core", restart_core)
 
 
+def tokens_that_are_written_late(monkeypatch):
+    async def write_early(self, batches):
+        pass
+
+    monkeypatch.setattr(TokenLog, "write_early", write_early)
+
+
+def tokens_that_are_not_written(monkeypatch):
+    async def write(self, batches, version):
+        self._complete_under = version
+
+    tokens_that_are_written_late(monkeypatch)
+    monkeypatch.setattr(TokenLog, "write", write)
+
+
+def tokens_that_are_not_read(monkeypatch):
+    async def read(self, batch, groups):
+        return []
+
+    monkeypatch.setattr(TokenLog, "read", read)
+
+
 @pytest.mark.parametrize(
     ("broken", "kinds", "first", "problem"),
     [
@@ -95,6 +127,8 @@ def errors_that_are_not_contained(monkeypatch):
         (threads_that_live, ("hang_for_ever",), 0, "have not ended"),
         (contents_by_version, ("overwrite", "join", "kill"), 59, "are not those of weights"),
         (replicas_without_blame, ("refuse",), 0, "given up"),
+        (tokens_that_are_not_written, ("coordinator",), 19, "were not kept"),
+        (tokens_that_are_not_read, ("coordinator",), 19, "were not kept"),
         (errors_that_are_not_contained, ("strange_reserve",), 0, "a loop of the coordinator has ended"),
     ],
 )
@@ -103,6 +137,62 @@ def test_the_simulation_finds_the_defect(monkeypatch, broken, kinds, first, prob
     broken(monkeypatch)
     problems = (outcome_of(seed, kinds).problem for seed in range(first, first + 60))
     assert problem in next(filter(None, problems))
+
+
+class ShutDisk(LogDisk):
+    """A folder of the token log that answers only while it is `open`."""
+
+    def __init__(self, folder: Path):
+        super().__init__("sound", folder, Random(0))
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def in_thread(self, work, *args):
+        await self.open.wait()
+        return await super().in_thread(work, *args)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_weights_go_only_once_their_tokens_are_on_disk(tmp_path, monkeypatch, early):
+    """An update waits for the log; turns wait only for tokens that came late; and all outlive the coordinator."""
+    if not early:
+        tokens_that_are_written_late(monkeypatch)
+
+    async def story():
+        disk = ShutDisk(tmp_path)
+        size = replace(
+            plan_of(0).size, replicas=2, limits=None, mean_tokens=400, step_tokens=1, step_s=0.1, policies={}
+        )
+        cluster = SimulatedCluster(size, Random(0), disk)
+        group = PromptGroup(prompt_id="p", token_ids=(1, 2), samples=4, max_tokens=200)
+        batch = RolloutBatch(batch_id="b", groups=(group,))
+        rolling = asyncio.ensure_future(groups_of(driver_client(cluster), batch))
+        await asyncio.sleep(5.0)
+        disk.open.clear()
+        cluster.disk.folders["w1"] = "content-1"
+        update = asyncio.ensure_future(driver_client(cluster).update_weights(1, "w1"))
+        made = []
+        for _ in range(2):
+            await asyncio.sleep(4.0)
+            made.append(cluster.coordinator.rollouts.status().batches[0].tokens)
+            assert {replica.stepper.stats().weights_version for replica in cluster.replicas.values()} == {0}
+        assert 0 < made[0] < made[1] or not early
+        disk.open.set()
+        await update
+        await asyncio.sleep(1.0)
+        cluster.kill_coordinator()
+        (result,) = await rolling
+        assert [disk.problem("b", "p", sample) for sample in result.samples] == [None] * 4
+        assert [[one.weights_version for one in sample.segments][:1] for sample in result.samples] == [[0]] * 4
+        assert cluster.coordinators == 2
+
+    loop = VirtualLoop()
+    loop.run_until_complete(story())
+    end_of(loop)
+
+
+async def groups_of(client, batch: RolloutBatch) -> list:
+    return [group async for group in client.rollout(batch)]
 
 
 def test_a_failing_schedule_is_shortened(monkeypatch):

@@ -42,7 +42,13 @@ class UserCluster:
         """`ray up`: returns when the head runs and every worker has joined."""
         command = (PROGRAMS / "ray", "up", "--yes", "--no-config-cache", self._file.name)
         done = subprocess.run(
-            command, cwd=self._file.parent, env=self._environment, capture_output=True, text=True, timeout=600, check=False
+            command,
+            cwd=self._file.parent,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         self.await_nodes(1 + len(self.workers))

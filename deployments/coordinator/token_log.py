@@ -1,0 +1,267 @@
+"""Tokens that cannot be made again, on disk: those of weights that are gone, of batches in flight.
+
+Invariant: before a replica drops the weights of a sample's tokens, these are on disk in the file of their batch, and
+the next coordinator begins the sample with them. Tokens of the present weights are not there: they can be made again.
+A damaged record ends the reading of its file, and its tokens are made again. No method raises for a fault of the disk
+or of the content: it is counted in `problems`, and the service continues as without a log. Called by `Rollouts` and
+`LiveBatches`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.deployments.coordinator.ledger import GroupRecord, SampleRecord
+from tailrace.deployments.messages.chunk import ChunkResult, sample_key
+from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.logged_tokens import MAGIC, LoggedTokens, group_digest, packed, read_records
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, Segment
+from tailrace.policies.protocol.events import ChunkEnd
+
+MAX_AGE_S = 24 * 3600.0
+"""A file that was not written to for this long is deleted: the driver of its batch has not come back."""
+
+TURN_S = 10.0
+"""Longest wait of the coordinator's loop, on which all batches depend, for a few tokens to reach the disk."""
+
+BULK_S = 600.0
+"""Longest wait of an update, or of a batch that begins, for gigabytes: as long as for a load of weights."""
+
+
+class Unlogged(NamedTuple):
+    """Tokens of a sample from `sample.logged` to `end` that are to be written, and the state of the sample then."""
+
+    sample: SampleRecord
+    parts: tuple[ChunkResult, ...]
+    segments: tuple[Segment, ...]
+    end: int
+
+
+def unlogged(groups: Collection[GroupRecord], version: float) -> dict[str, list[Unlogged]]:
+    """By batch id, the tokens of weights below `version` that are not in the log."""
+    found: dict[str, list[Unlogged]] = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        end = max((one.end for one in sample.segments if one.weights_version < version), default=0)
+        if end > sample.logged:
+            some = Unlogged(sample, tuple(sample.parts), tuple(sample.segments), end)
+            found.setdefault(sample.group.batch_id, []).append(some)
+    return found
+
+
+def records_of(some: Unlogged) -> Iterator[bytes]:
+    """One packed record for each segment of the unlogged tokens."""
+    group, sample = some.sample.group, some.sample
+    group.log_name = group.log_name or group_digest(group.group, group.samples[0].key)
+    columns = [
+        np.concatenate([getattr(part, name) for part in some.parts]).astype(dtype)
+        for name, dtype in (("token_ids", "<i4"), ("logprobs", "<f4"), ("raw_logprobs", "<f4"))
+    ]
+    for segment in some.segments:
+        start, end = max(segment.start, sample.logged), min(segment.end, some.end)
+        if start < end:
+            stopped = end == some.segments[-1].end and some.parts[-1].end is ChunkEnd.STOP
+            place, cut = segment.model_copy(update={"start": start, "end": end}), (one[start:end] for one in columns)
+            yield packed(LoggedTokens(group.log_name, sample.index, place, stopped, *cut))
+
+
+class BatchFile:
+    """The file of one batch, of this coordinator alone: one of the same name is replaced as this is first written.
+
+    So a coordinator that was cut off, but lives, never writes into the file of the next one. Raises OSError.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path, self._part = path, path.with_name(f"{path.name}.{token_hex(4)}")
+        self._size = 0  # bytes that are on disk for certain
+        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the next coordinator finds it: something has been written."""
+        return self._size > 0
+
+    def append(self, records: Iterable[bytes]) -> None:
+        """Write records and flush them to disk, all or none: a disk that runs full leaves no half of them."""
+        os.ftruncate(self._file, self._size)
+        os.lseek(self._file, self._size, os.SEEK_SET)
+        size = self._size + sum(map(self._put, chain((MAGIC,) if not self._size else (), records)))
+        os.fsync(self._file)
+        if not self._size:
+            os.replace(self._part, self._path)
+            flush_folder(self._path.parent)
+        self._size = size
+
+    def _put(self, data: bytes) -> int:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+        return len(data)
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._part.unlink(missing_ok=True)
+
+
+def flush_folder(folder: Path) -> None:
+    """A new name is on disk only once its folder is."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class TokenLog:
+    """`folder`: None for no log. `app_name`: applications may share a folder. `in_thread`: runs blocking work.
+
+    `problems`: faults by kind.
+    """
+
+    def __init__(self, folder: Path | None, app_name: str, in_thread: Callable[..., Awaitable] = asyncio.to_thread):
+        self._folder, self._in_thread = folder, in_thread
+        self._prefix = blake2b(app_name.encode(), digest_size=4).hexdigest()
+        self.problems: Counter[str] = Counter()
+        self._files: dict[str, BatchFile] = {}  # by batch id; the thread's, as is each `SampleRecord.logged`
+        self._over: set[str] = set()  # batches whose files are to be deleted
+        self._lock = asyncio.Lock()
+        self._late: asyncio.Task | None = None  # work that has missed its deadline
+        self._complete_under: int | None = None
+
+    # ---- whether all is written ----------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        return self._folder is not None
+
+    def is_complete(self, version: int) -> bool:
+        """Whether weights below `version` may go: their tokens have been written, or could not be."""
+        return not self.is_on or self._complete_under == version
+
+    def reopen(self) -> None:
+        """Tokens of older weights have come."""
+        self._complete_under = None
+
+    # ---- called on the event loop ----------------------------------------------------------------------
+
+    async def write(self, batches: Mapping[str, list[Unlogged]], version: int) -> None:
+        """Write tokens, which are then all of those below `version`."""
+        await self._within(TURN_S, self._write, batches)
+        self._complete_under = version
+
+    async def write_early(self, batches: Mapping[str, list[Unlogged]]) -> None:
+        """Write tokens before it is urgent, so that `write` has little to do."""
+        await self._within(BULK_S, self._write, batches)
+
+    async def read(self, batch: RolloutBatch, groups: Collection[PromptGroup]) -> list[tuple[str, LoggedTokens]]:
+        """The tokens of a batch in order, with their prompt ids. `groups`: all of the batch."""
+        return await self._within(BULK_S, self._read, batch, groups) or []
+
+    async def forget(self, batch_id: str) -> None:
+        """Delete the file of a batch that is over, before any other work."""
+        self._over.add(batch_id)
+        await self._within(BULK_S, self._sweep)
+
+    def note(self, kind: str, text: str) -> None:
+        """Count a fault, and log it."""
+        self.problems[f"token_log.{kind}"] += 1
+        logging.getLogger(__name__).warning("contained in token_log: %s", text)
+
+    async def _within(self, deadline_s: float, work: Callable, *args):
+        """The result of `work`, or None if it failed or takes too long.
+
+        A folder may hang for ever: nothing waits for it a second time until it answers.
+        """
+        if not self.is_on:
+            return None
+        if self._late is not None and not self._late.done():
+            return self.note("TimeoutError", f"{self._folder}: still no answer")
+        task = asyncio.get_running_loop().create_task(self._alone(work, *args))
+        done, _ = await asyncio.wait({task}, timeout=deadline_s)
+        if done:
+            return task.result()
+        self._late = task
+        return self.note("TimeoutError", f"{self._folder}: no answer in {deadline_s:.0f} s")
+
+    async def _alone(self, work: Callable, *args):
+        async with self._lock:
+            try:
+                return await self._in_thread(work, *args)
+            except Exception as error:  # noqa: BLE001 - of the disk, or a defect: the log must not end the service
+                return self.note(type(error).__name__, one_line(error))
+
+    # ---- on the thread ---------------------------------------------------------------------------------
+
+    def _write(self, batches: Mapping[str, list[Unlogged]]) -> None:
+        over = self._sweep()
+        for batch_id in batches.keys() - over:
+            try:
+                self._append(batch_id, batches[batch_id])
+            except OSError as error:  # the disk is full, or the folder not ours
+                self.note(type(error).__name__, one_line(error))
+
+    def _append(self, batch_id: str, samples: list[Unlogged]) -> None:
+        file = self._files.pop(batch_id, None) or BatchFile(self._path(batch_id))
+        try:
+            file.append(chain.from_iterable(map(records_of, samples)))
+        finally:
+            if file.is_named:
+                self._files[batch_id] = file
+            else:
+                file.close()
+        for some in samples:
+            some.sample.logged = max(some.sample.logged, some.end)
+
+    def _read(self, batch: RolloutBatch, groups: Collection[PromptGroup]) -> list[tuple[str, LoggedTokens]]:
+        self._sweep()
+        found, strange, names = [], 0, {}
+        try:
+            with open(self._path(batch.batch_id), "rb", opener=_no_link) as file:
+                for group in groups:
+                    key = sample_key(batch.seed, batch.step, group.prompt_id, 0)
+                    names[group_digest(group, key)] = group.prompt_id
+                for tokens in read_records(file):
+                    if tokens.group in names:
+                        found.append((names[tokens.group], tokens))
+                    else:
+                        strange += 1
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            self.note("damaged", f"batch {batch.batch_id!r}: {error}")
+        if strange:
+            self.note("other_batch", f"batch {batch.batch_id!r}: {strange} records are of other prompts or settings")
+        return found
+
+    def _sweep(self) -> set[str]:
+        """Delete files of batches that are over, and old ones. Returns the former batches."""
+        over = set()
+        while self._over:
+            over.add(batch_id := self._over.pop())
+            if (file := self._files.pop(batch_id, None)) is not None:
+                file.close()
+            self._path(batch_id).unlink(missing_ok=True)
+        kept = {self._path(batch_id) for batch_id in self._files}
+        for path in self._folder.glob(f"{self._prefix}-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path not in kept and path.stat().st_mtime < time.time() - MAX_AGE_S:
+                    path.unlink()
+        return over
+
+    def _path(self, batch_id: str) -> Path:
+        return self._folder / f"{self._prefix}-{blake2b(batch_id.encode(), digest_size=16).hexdigest()}"
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
