@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rollout_machine import play
 
@@ -204,12 +204,22 @@ def test_auto_leaves_room_for_all_and_keeps_all_while_nothing_is_known():
 
 # ---- how the core obeys ----------------------------------------------------------------------------
 
+FAILS_AFTER_ITS_REPLICA_WAS_CLOSED = bytes.fromhex(
+    "00000000000000000000000000000039000000000000cd00000000000091010000000d0000010000"
+    "00000000a8000000000000000d00000000000035"
+)
+"""A replica of a bound group closes and is open again; a chunk of the group, which ran on, fails. With tail=hold."""
+
 
 @PROFILE
 @given(
     data=st.binary(min_size=60, max_size=400), chunk_tokens=st.sampled_from((13, None)),
     ordering=st.sampled_from(("seer", "group_static")), placement=st.sampled_from(("least_kv", "pinned")),
     limits=st.sampled_from((Limits(0, 2), Limits(1, 4))),
+)  # fmt: skip
+@example(
+    data=FAILS_AFTER_ITS_REPLICA_WAS_CLOSED, chunk_tokens=13, ordering="group_static", placement="least_kv",
+    limits=Limits(0, 2),
 )  # fmt: skip
 @pytest.mark.parametrize("name", EVERY)
 def test_the_laws_hold_while_replicas_come_and_go(name, data, chunk_tokens, ordering, placement, limits):

@@ -263,9 +263,12 @@ class RolloutCore:
             self._queue(sample)
 
     def _queue(self, sample: Sample) -> None:
-        """Queue a waiting sample. A group whose replica has left is bound again, with all its waiting samples."""
+        """Queue a waiting sample. A group whose replica has left is bound again, with all its waiting samples.
+
+        Its replica may stay again meanwhile; the sample waits for the new one all the same.
+        """
         group = sample.group
-        if group.home is not None and not self.replicas.stays(group.home):
+        if group.home is not None and (group in self._unassigned or not self.replicas.stays(group.home)):
             self._unassigned.add((group,))
             return
         if sample.home is not None and not self.replicas.stays(sample.home):

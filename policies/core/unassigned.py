@@ -13,13 +13,16 @@ from tailrace.policies.families.ordering import Ordering
 class UnassignedGroups:
     def __init__(self, ordering: Ordering, table: ReplicaTable, buffer: RequestBuffer):
         self._ordering, self._table, self._buffer = ordering, table, buffer
-        self._groups: list[Group] = []
+        self._groups: dict[Group, None] = {}  # an ordered set
 
     def __len__(self):
         return len(self._groups)
 
+    def __contains__(self, group: Group) -> bool:
+        return group in self._groups
+
     def add(self, groups: Iterable[Group]) -> None:
-        self._groups += (group for group in groups if group not in self._groups)
+        self._groups |= dict.fromkeys(groups)
 
     def bind(self) -> list[Sample]:
         """Bind every group to a ready replica, if the ordering binds groups.
@@ -28,7 +31,7 @@ class UnassignedGroups:
         """
         if not self._groups or not (ready := self._table.ready()):
             return []
-        groups, self._groups = self._groups, []
+        groups, self._groups = self._groups, {}
         found = []
         for group in (group for group in groups if group.unended):
             of_batch = len(self._buffer.batch(group.batch_id).groups)
