@@ -11,6 +11,7 @@ BEGIN, END = "<!-- core_states: begin -->", "<!-- core_states: end -->"
 
 TABLE = (
     (None, "SamplesSubmitted", "valid and new", "waiting", ""),
+    (None, "SamplesSubmitted", "an earlier coordinator has made all of it", "ended", "EndSample(stop or length)"),
     ("waiting", "Tick", "a replica has room", "running", "StartChunk"),
     ("waiting", "Tick", "all replicas idle, its chunk fits nowhere", "ended", "EndSample(failed)"),
     ("waiting", "BatchCancelled", "", "ended", "EndSample(cancelled)"),

@@ -115,12 +115,11 @@ class BatchFile:
 
 
 def flush_folder(folder: Path) -> None:
-    """A new name is on disk only once its folder is."""
+    """A new name is on disk only once its folder is. Some network file systems cannot flush one, and need not."""
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with contextlib.suppress(OSError):
         os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.close(handle)
 
 
 class TokenLog:
