@@ -43,6 +43,7 @@ class SimulatedMaster(Actor):
         zero = dict.fromkeys(("ssd_bytes", "ssd_capacity_bytes", "evicted_keys", "put_failures", "get_failures"), 0)
         return PoolStatus(
             master_address="master:1",
+            pages_address="master:2",
             master_pid=self.pid,
             master_restarts=self.pid - 1,
             keys=len(self.keys),

@@ -1,5 +1,6 @@
 """Many seeds on all cores: outcomes as they come, and the shortest plan of one that fails."""
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -33,6 +34,8 @@ def _batches(seeds: Iterable[int]) -> Iterator[tuple[int, ...]]:
 
 def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...]) -> list[Outcome]:
     logging.disable(logging.ERROR)  # contained errors are expected here
+    gc.collect()
+    gc.freeze()  # each run collects its own garbage; the modules need not be looked at again
     return [outcome_of(seed, kinds) for seed in seeds]
 
 

@@ -30,6 +30,10 @@ class Fault(NamedTuple):
     seconds: float
     number: int
 
+    @property
+    def end_s(self) -> float:
+        return self.at_s + (self.seconds if self.kind in LASTING else 0.0)
+
 
 class FaultSite:
     """The target of faults. `vanish`: kills a driver by its number and revives it after some seconds."""
@@ -181,6 +185,12 @@ KINDS: dict[str, Callable] = {
     "join": _join,
     "reset": _reset,
 }
+
+LASTING = {
+    "hang", "silence", "partition", "slow", "refuse", "late", "driver", "actor_down", "actor_hangs", "actor_odd",
+    "overwrite", "join",
+}  # fmt: skip
+"""Kinds whose `seconds` say how long they hold."""
 
 
 def schedule(rng: Random, until_s: float, kinds: tuple[str, ...] = tuple(KINDS)) -> tuple[Fault, ...]:

@@ -39,39 +39,53 @@ RAY_ERRORS = (
 DAMAGES = 10
 
 
-async def call(callee: Process, work: Callable, before: Callable | None = None):
-    """Runs `work()` in process `callee`. `before`: awaited first, on the way there."""
-    if before is not None:
-        await _or_dead(callee, asyncio.ensure_future(before()))
+async def call(callee: Process, work: Callable):
+    """Runs `work()` in process `callee`, once a message can pass."""
+    if not callee.reachable:
+        await _answer(callee, asyncio.ensure_future(callee.reached()))
     if not callee.alive:
         raise RayActorError()
     task = callee.spawn(_as_ray(work))
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone by then
     try:
-        return await _or_dead(callee, task)
+        return await _answer(callee, task)
     except asyncio.CancelledError:
         if not caller_is_dead():
             task.cancel()
         raise
 
 
-async def _or_dead(callee: Process, task: asyncio.Future):
-    await asyncio.wait({task, callee.died}, return_when=asyncio.FIRST_COMPLETED)
-    if not callee.alive:
+def _answer(callee: Process, task: asyncio.Task) -> asyncio.Future:
+    """The end of a task that needs `callee`, or RayActorError once that is dead."""
+    answer = asyncio.get_running_loop().create_future()
+
+    def settle(ended: asyncio.Future) -> None:
+        callee.died.remove_done_callback(settle)
+        error = RayActorError() if not task.done() or task.cancelled() else task.exception()
         task.cancel()
-        raise RayActorError()
-    if task.cancelled():
-        raise RayActorError()
-    return task.result()
+        if answer.done():  # its caller has left
+            return
+        if error is None and callee.alive:
+            answer.set_result(task.result())
+        else:
+            answer.set_exception(error or RayActorError())
+
+    task.add_done_callback(settle)
+    callee.died.add_done_callback(settle)
+    return answer
 
 
 async def _as_ray(work: Callable):
     try:
         return await work()
     except Exception as error:  # noqa: BLE001 - as Ray: any exception of the callee goes to the caller
-        raise RayTaskError(
-            "method", f"Traceback\n{type(error).__name__}: {error}", error
-        ).as_instanceof_cause() from None
+        raise task_error(error) from None
+
+
+def task_error(error: Exception) -> Exception:
+    """An exception of a callee as Ray gives it to the caller. Ray would look up the present process and address."""
+    text = f"Traceback\n{type(error).__name__}: {error}"
+    wrapped = RayTaskError("method", text, error, proctitle="simulated", pid=1, ip="127.0.0.1")
+    return wrapped.as_instanceof_cause()
 
 
 class EngineHandle:
@@ -92,7 +106,7 @@ class EngineHandle:
             raise ReplicaGone(f"replica {name!r} is not running; call to {method!r} was not sent")
         await asyncio.sleep(self._rng.random() * 0.05)
         work = partial(getattr(replica.shell, method), *args)
-        answer = await self._parted(replica, call(replica, work, replica.reached))
+        answer = await self._parted(replica, call(replica, work))
         if method == "generate_chunk" and replica.answer_faults:
             answer = await self._faulty(replica.answer_faults.pop(0), replica, work, answer)
         return answer
@@ -102,7 +116,7 @@ class EngineHandle:
         if kind == "late":
             await asyncio.sleep(float(number))
         elif kind == "twice":
-            answer = await call(replica, work, replica.reached)
+            answer = await call(replica, work)
         elif kind == "error":
             raise RAY_ERRORS[int(number) % len(RAY_ERRORS)]()
         elif kind == "damaged":
@@ -210,7 +224,7 @@ class Stream:
                 self._items.put_nowait(item)
             self._items.put_nowait(StopAsyncIteration())
         except Exception as error:  # noqa: BLE001 - goes to the reader
-            self._items.put_nowait(RayTaskError("stream", f"Traceback\n{error!r}", error).as_instanceof_cause())
+            self._items.put_nowait(task_error(error))
 
     def __aiter__(self) -> "Stream":
         return self

@@ -4,6 +4,7 @@ Its event loop and its engine's thread are separate, as in the real one: each ca
 """
 
 import asyncio
+from queue import SimpleQueue
 
 from tailrace.app.fuzz import stepper
 from tailrace.app.fuzz.stepper import SimulatedStepper
@@ -13,7 +14,20 @@ from tailrace.deployments.engine.replica import Engine
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.telemetry import Telemetry
 
-IDLE_S = 0.05
+IDLE_S = 1.0
+"""Longest wait of an idle engine for a command. A fault that holds its thread shows after it."""
+
+
+class Inbox(SimpleQueue):
+    """The inbox of an EngineLoop. `arrived`: set by each command."""
+
+    def __init__(self):
+        super().__init__()
+        self.arrived = asyncio.Event()
+
+    def put(self, item, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        self.arrived.set()
 
 
 class SteppedLoop(EngineLoop):
@@ -21,7 +35,16 @@ class SteppedLoop(EngineLoop):
 
     def __init__(self, stepper: SimulatedStepper, now):
         super().__init__(stepper, now)
+        self._inbox = Inbox()
         self.disk = stepper.disk
+
+    async def idle(self) -> None:
+        """Returns at the next command, or after IDLE_S seconds."""
+        arrived = self._inbox.arrived
+        timer = asyncio.get_running_loop().call_later(IDLE_S, arrived.set)
+        await arrived.wait()
+        timer.cancel()
+        arrived.clear()
 
     def hang(self, hung: bool) -> None:
         self._turn_began_s = self._now() if hung else None
@@ -62,9 +85,15 @@ class SimulatedReplica(Process):
                 self.loop.hang(True)
                 await until(self, "hung_until_s")
                 self.loop.hang(False)
-            slower = 8 if self.slow_until_s > self._now() else 1
-            await asyncio.sleep(self._step_s * slower if self.stepper.busy else IDLE_S)
+            if self.stepper.busy:
+                await asyncio.sleep(self._step_s * (8 if self.slow_until_s > self._now() else 1))
+            else:
+                await self.loop.idle()
         self.loop.end()
+
+    @property
+    def reachable(self) -> bool:
+        return max(self.parted_until_s, self.silent_until_s) <= self._now()
 
     async def reached(self) -> None:
         """Returns when a message can pass and the event loop takes it."""

@@ -24,6 +24,9 @@ FAULTS_S = 60.0
 END_S = 4000.0
 """Until then every driver must have ended: a load of weights may wait 600 s for a replica, a step in vain for 60 s."""
 
+SETTLE_S = 80.0
+"""Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -158,7 +161,9 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
         if (problem := _problem(cluster, running)) is not None:
             return problem
         if all(driver.ended for driver in drivers):
-            return await _left_over(cluster)
+            faults_end_s = max((fault.end_s for fault in plan.faults), default=0.0)
+            await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
+            return _problem(cluster, running) or _left_over(cluster)
     late = [driver.plan.name for driver in drivers if not driver.ended]
     return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
 
@@ -179,14 +184,15 @@ def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
     return next(iter(cluster.defects), None)
 
 
-async def _left_over(cluster: SimulatedCluster) -> str | None:
-    """Entries that are still in the books, a while after the last batch."""
-    await asyncio.sleep(200.0)
+def _left_over(cluster: SimulatedCluster) -> str | None:
+    """Entries that are still in the books, a while after the last batch and the last fault."""
     if cluster.coordinator is None:
         return None
     books = cluster.coordinator.rollouts.books()
     if any(books.values()):
         return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
+    if cluster.master and cluster.coordinator.rollouts.status().pool.status is None:
+        return "the pool answers, and the coordinator has no status of it"
     for replica in cluster.replicas.values():
         if replica.stepper.busy and replica.hung_until_s < 1e8:
             return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"

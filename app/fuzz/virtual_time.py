@@ -4,8 +4,9 @@ Invariant: one thread, and time passes only while nothing can run; so a run is a
 """
 
 import asyncio
+import heapq
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 
 PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 """The process whose code runs now; tasks inherit it."""
@@ -15,26 +16,65 @@ class Deadlock(RuntimeError):
     """Nothing can run and no timer is set: the run would never end."""
 
 
+class Callback:
+    """A call that the loop will make, unless it is cancelled. The place of asyncio's Handle and TimerHandle."""
+
+    __slots__ = ("args", "context", "function", "when_s")
+
+    def __init__(self, function: Callable, args: tuple, context: Context | None, when_s: float):
+        self.function, self.args, self.when_s = function, args, when_s
+        self.context = copy_context() if context is None else context
+
+    def cancel(self) -> None:
+        self.function = self.args = None
+
+    def cancelled(self) -> bool:
+        return self.function is None
+
+    def when(self) -> float:
+        return self.when_s
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Time advances to the next timer at once. `errors`: asyncio's reports of exceptions that were never read."""
+    """Time advances to the next timer at once. `errors`: asyncio's reports of exceptions that were never read.
+
+    Timers of the same time run in the order in which they were set.
+    """
 
     def __init__(self):
         super().__init__()
         self._now_s = 0.0
-        self._selector = self  # BaseEventLoop asks it for events, and for how long to wait
+        self._timers: list[tuple[float, int, Callback]] = []
+        self._set = 0  # timers so far
         self.errors: list[str] = []
-        self.set_task_factory(_task)
         self.set_exception_handler(self._note)
 
     def time(self) -> float:
         return self._now_s
 
-    def select(self, timeout: float | None) -> tuple:
-        """Called by BaseEventLoop when nothing is ready before `timeout` seconds from now."""
-        if timeout is None:
-            raise Deadlock("nothing can run, and no timer is set")
-        self._now_s += timeout
-        return ()
+    def call_soon(self, callback: Callable, *args, context: Context | None = None) -> Callback:
+        call = Callback(callback, args, context, self._now_s)
+        self._ready.append(call)
+        return call
+
+    call_soon_threadsafe = call_soon  # there is no other thread
+
+    def call_later(self, delay: float, callback: Callable, *args, context: Context | None = None) -> Callback:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Callable, *args, context: Context | None = None) -> Callback:
+        call = Callback(callback, args, context, when)
+        self._set += 1
+        heapq.heappush(self._timers, (when, self._set, call))
+        return call
+
+    def create_task(self, coroutine: Coroutine, *, name=None, context: Context | None = None) -> asyncio.Task:
+        task = asyncio.Task(coroutine, loop=self, name=name, context=context)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is not None:
+            process.tasks.add(task)
+            task.add_done_callback(process.tasks.discard)
+        return task
 
     def run_in_executor(self, executor, func: Callable, *args):
         """Runs the function now: there is no other thread."""
@@ -45,28 +85,39 @@ class VirtualLoop(asyncio.BaseEventLoop):
             future.set_exception(error)
         return future
 
-    def _process_events(self, events) -> None:
-        pass
+    def _run_once(self) -> None:
+        """Called by BaseEventLoop again and again until the loop stops; this one call runs until then."""
+        ready = self._ready
+        while not self._stopping:
+            if not ready:
+                self._advance()
+            call = ready.popleft()
+            if call.function is None:
+                continue
+            try:
+                call.context.run(call.function, *call.args)
+            except Exception as error:  # noqa: BLE001 - as asyncio's Handle does
+                self.call_exception_handler({"message": f"{call.function} raised", "exception": error})
 
-    def _write_to_self(self) -> None:
-        pass
+    def _advance(self) -> None:
+        """Goes to the time of the next timer. Raises Deadlock."""
+        timers = self._timers
+        while timers and timers[0][2].function is None:
+            heapq.heappop(timers)
+        if not timers:
+            raise Deadlock("nothing can run, and no timer is set")
+        self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            self._ready.append(heapq.heappop(timers)[2])
 
     def _note(self, loop, context: dict) -> None:
         self.errors.append(f"{context['message']}: {context.get('exception')!r}")
 
 
-def _task(loop, coroutine: Coroutine, **options) -> asyncio.Task:
-    task = asyncio.Task(coroutine, loop=loop, **options)
-    context = options.get("context")
-    process = PROCESS.get() if context is None else context.get(PROCESS)
-    if process is not None:
-        process.tasks.add(task)
-        task.add_done_callback(process.tasks.discard)
-    return task
-
-
 class Process:
-    """A process of the cluster, by name. `died`: done once it is dead."""
+    """A process of the cluster, by name. `died`: done once it is dead. `reachable`: a message to it arrives at once."""
+
+    reachable = True
 
     def __init__(self, name: str):
         self.name, self.alive = name, True
@@ -84,6 +135,9 @@ class Process:
         context = copy_context()
         context.run(PROCESS.set, self)
         return context.run(function, *args)
+
+    async def reached(self) -> None:
+        """Returns when a message can pass and is taken."""
 
     def kill(self) -> None:
         """As SIGKILL: none of its tasks continues. Callers see `died`."""
