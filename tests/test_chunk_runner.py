@@ -9,7 +9,7 @@ import pytest
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.coordinator.prompts import Prepared
-from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
@@ -154,3 +154,69 @@ def test_the_segment_names_the_content_of_the_weights():
 def test_an_abort_that_comes_too_late_is_no_error(answer):
     runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"})
     assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None
+
+
+class Silent:
+    """An engine client whose replica never answers a chunk."""
+
+    async def generate(self, replica_id, chunk):
+        await asyncio.Event().wait()
+
+
+def watched(reports, step_s=4.0) -> tuple[list, int]:
+    """A chunk's events while polls bring these reports, `step_s` seconds apart; and the calls left in the books."""
+
+    async def play():
+        clock = [0.0]
+        runner = ChunkRunner(Silent(), Telemetry("test"), lambda: clock[0], {3: "digest"})
+        run = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
+        for report in reports:
+            await asyncio.sleep(0)
+            clock[0] += step_s
+            runner.watch.look([report])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if not run.done():
+            run.cancel()
+        return [one for one in await asyncio.gather(run, return_exceptions=True) if isinstance(one, tuple)], len(
+            runner.watch
+        )
+
+    return asyncio.run(play())
+
+
+def report(turn: int, **fields) -> EngineStats:
+    return EngineStats(
+        **{
+            "replica_id": "r1", "weights_version": 3, "block_tokens": 16, "kv_capacity_blocks": 100, "max_running": 4,
+            "max_model_len": 512, "draft_tokens": 0, "observed_at": float(turn + 1),
+        } | fields
+    )  # fmt: skip
+
+
+POLLS = 200
+"""At 4 s each: longer than STALLED_S."""
+
+
+@pytest.mark.parametrize("running", [{}, {START.chunk_id: 0}, {START.chunk_id: 7}])
+def test_a_chunk_without_progress_on_a_replica_that_answers_fails(running):
+    ((event, write),), left = watched(report(turn, running=running) for turn in range(POLLS))
+    assert isinstance(event, ChunkFailed) and write is None and left == 0
+    assert event.error.startswith(f"chunk {START.chunk_id}: r1 answers, but made no token of it in 6")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        lambda turn: {"running": {START.chunk_id: turn // 100}},  # a token in 400 s
+        lambda turn: {"observed_at": 1.0},  # one step, or a load of weights
+        lambda turn: {"replica_id": "r2"},
+        lambda turn: {"speeds": {"prefill_tokens_s": 2.0}},  # its cache of 1600 tokens takes 800 s, three times
+    ],
+)
+def test_a_chunk_of_a_slow_or_busy_replica_goes_on(fields):
+    assert watched(report(turn, **fields(turn)) for turn in range(POLLS)) == ([], 0)
+
+
+def test_one_poll_counts_for_seconds_alone():
+    assert watched((report(turn) for turn in range(100)), step_s=1000.0) == ([], 0)

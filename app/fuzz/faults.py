@@ -75,6 +75,11 @@ async def _refuse(site: FaultSite, fault: Fault) -> None:
         replica.stepper.refuses = ""
 
 
+async def _swallow(site: FaultSite, fault: Fault) -> None:
+    if replica := site.replica(fault):
+        replica.stepper.swallow(fault.number)
+
+
 def _answer(text: Callable[[Fault], str]) -> Callable:
     async def do(site: FaultSite, fault: Fault) -> None:
         if replica := site.replica(fault):
@@ -184,6 +189,7 @@ KINDS: dict[str, Callable] = {
     "strange_reserve": _strange_reserve,
     "join": _join,
     "reset": _reset,
+    "swallow": _swallow,
 }
 
 LASTING = {

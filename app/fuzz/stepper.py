@@ -90,6 +90,7 @@ class SimulatedStepper:
             "draft_tokens": 0,
         }
         self.refuses = ""  # why chunks are refused; a fault sets it
+        self._swallowed: set[str] = set()  # chunks that run and make no token
 
     @property
     def busy(self) -> bool:
@@ -110,10 +111,16 @@ class SimulatedStepper:
         if chunk_id in self._running:
             self._finish(chunk_id, ChunkEnd.ABORTED)
 
+    def swallow(self, number: int) -> None:
+        """From now on a running chunk makes no token; the others continue."""
+        if self._running:
+            self._swallowed.add(sorted(self._running)[number % len(self._running)])
+
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         self._steps += 1
         for chunk_id, running in list(self._running.items()):
-            self._decode(chunk_id, running)
+            if chunk_id not in self._swallowed:
+                self._decode(chunk_id, running)
         ended, self._ended = self._ended, []
         return ended
 
@@ -130,6 +137,7 @@ class SimulatedStepper:
 
     def _finish(self, chunk_id: str, end: ChunkEnd) -> None:
         running = self._running.pop(chunk_id)
+        self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
         context_tokens = len(chunk.token_ids) + len(tokens)
         saved = self._pooled and chunk.kv is not None and chunk.kv.save

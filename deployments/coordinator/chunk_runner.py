@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
+from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
 from tailrace.deployments.coordinator.ledger import SampleRecord
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
@@ -35,6 +36,7 @@ class ChunkRunner:
         self, engines: "EngineClient", telemetry: Telemetry, now: Callable[[], float], digests: Mapping[int, str]
     ):
         self._engines, self._telemetry, self._now, self._digests = engines, telemetry, now, digests
+        self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
         """Returns ChunkFinished and the function that writes its tokens down; or ChunkFailed or ReplicaLeft, and None.
@@ -48,7 +50,8 @@ class ChunkRunner:
             if sample.started_s is None:
                 sample.started_s = self._now() - batch.submitted_s
             request = batch.request(sample, start, span, drafting, self._digests)
-            result = await self._engines.generate(start.replica_id, request)
+            answer = self._engines.generate(start.replica_id, request)
+            result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
             event, write = self._finished(start, sample, result, request.weights_digest)
             span.set_attribute("new_tokens", event.new_tokens)
         except ReplicaLost as error:

@@ -220,6 +220,7 @@ class Rollouts:
         for event in self._registry.observe(known, asked_at, self.now()):
             self._tell(event)
         self.replica_target.see(len(self._registry.joined))
+        self._chunk_runner.watch.look(reports)
         self._abort_orphans(reports)
         if gone := self.deliveries.expire():
             self._contained["drivers.silent"] += gone
