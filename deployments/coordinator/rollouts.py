@@ -69,6 +69,7 @@ class Rollouts:
         nonce: str,
     ):
         """`nonce`: no other coordinator of this application has or has had it."""
+        self._began_s = asyncio.get_running_loop().time()
         self._engines, self._telemetry, self._context = engines, telemetry, context
         self._kv_pool_manager = kv_pool_manager
         self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
@@ -91,7 +92,6 @@ class Rollouts:
         self._tasks: set[asyncio.Task] = set()
         self._calls: dict[str, asyncio.Task] = {}  # of running chunks, by chunk id
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
-        self._began_s = asyncio.get_running_loop().time()
 
     def now(self) -> float:
         """Seconds since this object was made."""

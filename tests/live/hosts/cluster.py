@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from waiting import until
 
-from .namespaces import Host, Network
+from hosts.namespaces import Host, Network
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import UserCluster, checkout, cluster_file, machine_environment, write_service
-from .namespaces import Network, missing
+from hosts.cluster import UserCluster, checkout, cluster_file, machine_environment, write_service
+from hosts.namespaces import Network, missing
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,8 @@ class Host:
 
     def ssh_words(self) -> tuple[str, ...]:
         quiet = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
-        return ("ssh", "-i", str(self._network.key), *quiet, "-o", "ConnectTimeout=3", f"root@{self.address}")
+        soon = ("-o", "ConnectTimeout=3", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3")
+        return ("ssh", "-i", str(self._network.key), *quiet, *soon, f"root@{self.address}")
 
     def answers(self) -> bool:
         try:

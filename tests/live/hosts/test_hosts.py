@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from waiting import until
 
-from .cluster import UserCluster
+from hosts.cluster import UserCluster
 
 pytestmark = pytest.mark.hosts
 SOME_GROUPS = 3
