@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
-from tailrace.deployments.coordinator.live_batch import LiveBatch
-from tailrace.deployments.coordinator.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tailrace.deployments.coordinator.deliveries import Deliveries
+from tailrace.deployments.batches.deliveries import Deliveries
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 

@@ -34,6 +34,7 @@ ROOMS = (
     "deployments/drafter",
     "deployments/drafting",
     "deployments/engine",
+    "deployments/batches",
     "deployments/coordinator",
     "app",
     "app/demo",

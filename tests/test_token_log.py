@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tailrace.deployments.coordinator import token_log
-from tailrace.deployments.coordinator.deliveries import Delivery
-from tailrace.deployments.coordinator.ledger import SampleRecord
-from tailrace.deployments.coordinator.live_batch import LiveBatch
-from tailrace.deployments.coordinator.live_batches import LiveBatches
-from tailrace.deployments.coordinator.prompts import Prepared
-from tailrace.deployments.coordinator.token_log import MAX_AGE_S, TokenLog, unlogged
+from tailrace.deployments.batches import token_log
+from tailrace.deployments.batches.deliveries import Delivery
+from tailrace.deployments.batches.ledger import SampleRecord
+from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.token_log import MAX_AGE_S, TokenLog, unlogged
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
@@ -54,7 +54,8 @@ class Coordinator:
     def __init__(self, folder, version: int = 0, in_thread=asyncio.to_thread, digest: str = ""):
         self.log = TokenLog(folder, "app", in_thread)
         self.weights = Weights(SimpleNamespace(), before=at_once)
-        self.batches = LiveBatches(Words(), None, Telemetry("test"), self.log, self.weights, "n", lambda: 0.0)
+        known = self.weights.may_have_been
+        self.batches = LiveBatches(Words(), None, Telemetry("test"), self.log, known, "n", lambda: 0.0)
         self.core = RolloutCore(Policies(), version)
         self.hold(version, digest)
 

@@ -54,7 +54,7 @@ def command(model, rollouts, out, layers, minutes, steps, temperature, max_token
     folder = resolve_model(model)
     from tailrace.app.distill.drafter import Course, make_drafter
     from tailrace.app.distill.texts import read_texts
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
     from tailrace.deployments.vllm_exact.tokenizer_check import outputs
 
     texts = read_texts(list(rollouts), Prompts(str(folder), 0).encode, outputs(folder), max_tokens, seed)

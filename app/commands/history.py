@@ -48,7 +48,7 @@ def import_(files, history_dir, tokenizer, epoch, weights_version, most_epochs, 
     archive = _archive(history_dir, history_epochs=most_epochs, history_mib=most_mib)
     from tailrace.app.files.history_import import HistoryImport
     from tailrace.app.model import resolve_model
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     folder = resolve_model(tokenizer)
     work = HistoryImport(archive, Prompts(str(folder), max_model_len=0), epoch, weights_version)

@@ -87,7 +87,7 @@ def _check_lengths(file, batch, address) -> None:
     if address is not None:
         return
     from tailrace.app.model import resolve_model
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
     from tailrace.deployments.messages.rollout import Rejected
 
     engine = file.application.args.engine

@@ -126,7 +126,7 @@ def _traces(trace: Path, scenario, scale: float, tokenizer: str, acceptance: str
     from tailrace.app.model import resolve_model
     from tailrace.app.replay.recorded import of_trace
     from tailrace.app.replay.setup import TraceSetup
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
     found = of_trace(lines, encode, scenario.samples.value, scenario.max_tokens.value)

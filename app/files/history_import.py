@@ -21,7 +21,7 @@ AT_A_TIME = 512
 
 
 class Tokenizer(Protocol):
-    """The interface of `deployments.coordinator.prompts.Prompts`."""
+    """The interface of `deployments.batches.prompts.Prompts`."""
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -13,14 +13,14 @@ from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.replica import SimulatedReplica
 from tailrace.app.fuzz.stepper import VOCABULARY, Disk, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
-from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.rollouts import Rollouts
-from tailrace.deployments.coordinator.token_log import TokenLog
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 

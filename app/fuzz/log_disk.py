@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from tailrace.app.fuzz.virtual_time import caller_is_dead
-from tailrace.deployments.coordinator.ledger import GroupRecord
+from tailrace.deployments.batches.ledger import GroupRecord
 from tailrace.deployments.messages.rollout import SampleResult, Segment
 
 KINDS = ("sound", "sound", "sound", "full", "damaged", "off")

@@ -112,7 +112,7 @@ def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot
     file = load_config(config)
     lines = read_trace(trace)
     from benchmarks.live.static_baseline import measure, runs
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     engine = file.application.args.engine
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode
@@ -183,7 +183,7 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
     if tokenizer is None:
         return lambda text: len(WORDS_AND_MARKS.findall(text))
     from tailrace.app.model import resolve_model
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
     return lambda text: len(encode(text))
@@ -204,7 +204,7 @@ def drafts(trace, tokenizer, ablation, fit, as_json):
 
     lines = read_trace(trace)
     from benchmarks.drafting.drafts import measure, read_rollouts
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode
     if fit:
@@ -239,7 +239,7 @@ def budgets(trace, tokenizer, prompts, running, profile, as_json):
     lines = read_trace(trace)[:prompts]
     from benchmarks.drafting.budgets import CPU, cost_of, measure
     from benchmarks.drafting.drafts import read_rollouts
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     cost = CPU if profile is None else cost_of(profile)
     encode = Prompts(str(resolve_model(tokenizer)), max_model_len=0).encode

@@ -37,7 +37,7 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
     from benchmarks.live.calibrate import measure
     from tailrace.app.model import resolve_model
     from tailrace.app.verification.tokens import with_engine
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     engine = file.application.args.engine
     encode = Prompts(str(resolve_model(engine.model)), engine.max_model_len).encode

@@ -100,7 +100,7 @@ def _rollouts(trace: Path, engine) -> list:
     from benchmarks.drafting.drafts import read_rollouts
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     lines = read_trace(trace)[:PROMPTS]
     return read_rollouts(lines, Prompts(str(resolve_model(engine.model)), 0).encode)

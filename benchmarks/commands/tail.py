@@ -60,7 +60,7 @@ def _replay(file, lines, samples: int, max_tokens: int):
     from benchmarks.live.tail import Replay
     from tailrace.app.files.traces import replay_groups
     from tailrace.app.model import resolve_model
-    from tailrace.deployments.coordinator.prompts import Prompts
+    from tailrace.deployments.batches.prompts import Prompts
 
     engine = file.application.args.engine
     prompts = Prompts(str(resolve_model(engine.model)), engine.max_model_len)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
+from tailrace.deployments.batches.ledger import SampleRecord
+from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
-from tailrace.deployments.coordinator.ledger import SampleRecord
-from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, is_own_cancel, one_line
 from tailrace.deployments.telemetry import Telemetry

@@ -15,14 +15,14 @@ from pydantic import ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
-from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.rollouts import Rollouts
-from tailrace.deployments.coordinator.token_log import TokenLog
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus

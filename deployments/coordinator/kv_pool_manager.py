@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from tailrace.deployments.coordinator.live_batch import LiveBatch
+from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import is_own_cancel
 from tailrace.deployments.messages.status import PoolView

@@ -12,20 +12,20 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from math import inf
 
+from tailrace.deployments.batches.deliveries import Deliveries, Delivery
+from tailrace.deployments.batches.ledger import GroupRecord
+from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.token_log import TokenLog, unlogged
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.coordinator.core_holder import CoreHolder
-from tailrace.deployments.coordinator.deliveries import Deliveries, Delivery
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
-from tailrace.deployments.coordinator.ledger import GroupRecord
-from tailrace.deployments.coordinator.live_batch import LiveBatch
-from tailrace.deployments.coordinator.live_batches import LiveBatches
-from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.status import replica_statuses, waits_for
-from tailrace.deployments.coordinator.token_log import TokenLog, unlogged
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
@@ -85,7 +85,7 @@ class Rollouts:
             context=context,
             telemetry=telemetry,
             token_log=token_log,
-            weights=self._weights,
+            may_have_been=self._weights.may_have_been,
             nonce=nonce,
             now=self.now,
         )

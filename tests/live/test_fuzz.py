@@ -19,9 +19,9 @@ from tailrace.app.fuzz.faults import KINDS
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
 from tailrace.app.fuzz.virtual_time import VirtualLoop
+from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.coordinator import chunk_runner, chunk_watch
 from tailrace.deployments.coordinator.rollouts import Rollouts
-from tailrace.deployments.coordinator.token_log import TokenLog
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.core import failures

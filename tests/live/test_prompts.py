@@ -2,7 +2,7 @@
 
 import pytest
 
-from tailrace.deployments.coordinator.prompts import Prompts
+from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import ChatMessage, PromptGroup, Rejected
 
 

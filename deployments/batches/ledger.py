@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.context.history import Answer
-from tailrace.deployments.coordinator.prompts import Prepared, Prompts
 from tailrace.deployments.messages.chunk import ChunkResult, SampleKey
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftReport, by_source

@@ -8,12 +8,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tailrace.deployments.coordinator.deliveries import Delivery
-from tailrace.deployments.coordinator.ledger import GroupRecord
-from tailrace.deployments.coordinator.live_batch import LiveBatch
-from tailrace.deployments.coordinator.prompts import Prompts
-from tailrace.deployments.coordinator.token_log import TokenLog
-from tailrace.deployments.coordinator.weights import Weights
+from tailrace.deployments.batches.deliveries import Delivery
+from tailrace.deployments.batches.ledger import GroupRecord
+from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
@@ -26,7 +25,10 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class LiveBatches:
-    """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds."""
+    """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds.
+
+    `may_have_been`: whether a version with a digest may be of the service's present or earlier weights.
+    """
 
     def __init__(
         self,
@@ -34,11 +36,11 @@ class LiveBatches:
         context: "ContextService | None",
         telemetry: Telemetry,
         token_log: TokenLog,
-        weights: Weights,
+        may_have_been: Callable[[int, str], bool],
         nonce: str,
         now: Callable[[], float],
     ):
-        self._token_log, self._weights = token_log, weights
+        self._token_log, self._may_have_been = token_log, may_have_been
         self._prompts, self._context, self._telemetry = prompts, context, telemetry
         self._nonce, self._now, self._submissions = nonce, now, 0
         self._batches: dict[str, LiveBatch] = {}  # by their ids in the core
@@ -73,7 +75,7 @@ class LiveBatches:
         return batch
 
     def _resume(self, batch: LiveBatch, found: list[tuple[str, LoggedTokens]]) -> None:
-        if refused := batch.resume(found, self._weights.may_have_been):
+        if refused := batch.resume(found, self._may_have_been):
             self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
 
     def groups(self) -> list[GroupRecord]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from opentelemetry.trace import Span
 
+from tailrace.deployments.batches.deliveries import Delivery
+from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord
+from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.context.history import PastLength
-from tailrace.deployments.coordinator.deliveries import Delivery
-from tailrace.deployments.coordinator.ledger import GroupRecord, SampleRecord
-from tailrace.deployments.coordinator.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.logged_tokens import LoggedTokens
