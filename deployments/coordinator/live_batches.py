@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.deliveries import Delivery
+from tailrace.deployments.coordinator.ledger import escaped
 from tailrace.deployments.coordinator.live_batch import LiveBatch
 from tailrace.deployments.coordinator.prompts import Prompts
 from tailrace.deployments.messages.errors import one_line
@@ -52,7 +53,7 @@ class LiveBatches:
         self._submissions += 1
         return LiveBatch(
             message=message,
-            core_id=f"{message.batch_id}~{self._nonce}{self._submissions}",
+            core_id=f"{escaped(message.batch_id, '/')}~{self._nonce}{self._submissions}",
             delivery=delivery,
             prepared=prepared,
             past=past,

@@ -24,7 +24,7 @@ from tailrace.policies.families.allowed_code import ENTRY_POINTS, check_allowed
 from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks
 from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
-from tailrace.policies.families.fairness import FairShares, Fairness, FairnessPolicy
+from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairShares
 from tailrace.policies.families.goodput import Goodput
 from tailrace.policies.families.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
 from tailrace.policies.families.lengths import Lengths, LengthsPolicy, MaxFinished
