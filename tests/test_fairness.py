@@ -55,30 +55,30 @@ def batches_of(starts: list[StartChunk]) -> list[str]:
 
 
 def ticks_of_short_batch(fairness: str, ordering: str) -> tuple[float, float]:
-    """Ticks of 8 short samples alone, and beside 160 samples of 16 chunks that have begun."""
+    """Ticks of 8 short samples alone, and alongside 160 samples of 16 chunks that have begun."""
     alone = Cluster(fairness, ordering)
     alone.submit("short", 2, 4, 4 * CHUNK)
     alone.run_out()
-    beside = Cluster(fairness, ordering)
-    beside.submit("long", 20, 8, 16 * CHUNK)
+    shared = Cluster(fairness, ordering)
+    shared.submit("long", 20, 8, 16 * CHUNK)
     for _ in range(3):
-        beside.tick()
-    began = beside.now
-    beside.submit("short", 2, 4, 4 * CHUNK)
-    while "short" not in beside.emitted or beside.core.knows_batch("short"):
-        beside.tick()
-    return alone.emitted["short"], beside.emitted["short"] - began
+        shared.tick()
+    began = shared.now
+    shared.submit("short", 2, 4, 4 * CHUNK)
+    while "short" not in shared.emitted or shared.core.knows_batch("short"):
+        shared.tick()
+    return alone.emitted["short"], shared.emitted["short"] - began
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)
 def test_a_short_batch_beside_a_long_one_takes_about_twice_as_long_as_alone(ordering):
-    alone, beside = ticks_of_short_batch("fair_shares", ordering)
-    assert beside <= 2 * alone + 1
+    alone, shared = ticks_of_short_batch("fair_shares", ordering)
+    assert shared <= 2 * alone + 1
 
 
 def test_in_one_queue_it_waits_for_the_long_one():
-    alone, beside = ticks_of_short_batch("one_queue", "seer")
-    assert beside > 10 * alone
+    alone, shared = ticks_of_short_batch("one_queue", "seer")
+    assert shared > 10 * alone
 
 
 @pytest.mark.parametrize("ordering", ["seer", "group_static"])

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 
-from tailrace.deployments.coordinator.quotas import Load, Quotas
+from tailrace.deployments.coordinator.quotas import BatchLoad, Quotas
 from tailrace.deployments.messages.delivery import WINDOW_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch
@@ -45,9 +45,9 @@ class Delivery:
             return Rejected(reason=reason, by=RejectedBy.READER)
         return None
 
-    def load(self) -> Load:
+    def load(self) -> BatchLoad:
         """Of the whole batch, until it has been read."""
-        return Load.of(tuple(self._groups.values()), self._held_bytes + self._sent_bytes)
+        return BatchLoad.of(tuple(self._groups.values()), self._held_bytes + self._sent_bytes)
 
     def adds(self, message: RolloutBatch) -> bool:
         """Whether a message has groups that this batch does not have yet."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
 
 
-class Load(NamedTuple):
+class BatchLoad(NamedTuple):
     """Of a batch in flight. `result_bytes`: of its finished groups that its driver has not taken."""
 
     samples: int
@@ -19,14 +19,14 @@ class Load(NamedTuple):
     result_bytes: int = 0
 
     @classmethod
-    def of(cls, groups: tuple[PromptGroup, ...], result_bytes: int = 0) -> "Load":
+    def of(cls, groups: tuple[PromptGroup, ...], result_bytes: int = 0) -> "BatchLoad":
         """`tokens`: the sum of max_tokens over all samples."""
         samples = sum(group.samples for group in groups)
         return cls(samples, sum(group.samples * group.max_tokens for group in groups), result_bytes)
 
 
 class Quotas(BaseModel):
-    """Over all batches in flight, whoever their drivers are."""
+    """Over all batches in flight, of all drivers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     max_samples: int | None = Field(None, ge=1, description="samples of all batches in flight; null: no limit")
@@ -37,9 +37,9 @@ class Quotas(BaseModel):
         description="finished groups not taken by their drivers, at which no new batch begins; null: no limit",
     )
 
-    def refusal(self, message: RolloutBatch, others: Mapping[str, Load]) -> Rejected | None:
-        """Why a batch cannot run now beside `others`, by batch id in order of arrival; or None if it can."""
-        name, load = message.batch_id, Load.of(message.groups)
+    def refusal(self, message: RolloutBatch, others: Mapping[str, BatchLoad]) -> Rejected | None:
+        """Why a batch cannot run now, or None if it can. `others`: in flight, by batch id in order of arrival."""
+        name, load = message.batch_id, BatchLoad.of(message.groups)
         reason = (
             _excess("samples", name, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples)
             or _excess("tokens", name, load.tokens, {id_: one.tokens for id_, one in others.items()}, self.max_tokens)

@@ -13,7 +13,7 @@ from tailrace.policies.protocol.views import BatchView
 
 @runtime_checkable
 class Fairness(Protocol):
-    """`apart`: whether each batch has an order of its own. Without it `key` is not asked."""
+    """`apart`: whether each batch has an order of its own. Without it `key` has no effect."""
 
     apart: bool
 
