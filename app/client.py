@@ -82,7 +82,7 @@ class RolloutClient:
         have: list[str] = []
         patience, driver = Patience(self._resume_s), uuid4().hex
         taken = Taken(lambda count: self._handle.renew.remote(self._role, batch.batch_id, driver, count))
-        heartbeat = self._heartbeat(taken.tell)
+        heartbeat = self._heartbeat(taken.send)
         try:
             while len(have) < len(batch.groups):
                 try:

@@ -33,14 +33,14 @@ class Heartbeat:
 
 
 class Taken:
-    """Counts the groups that the caller has taken. `tell`: sends their number, without waiting for an answer."""
+    """Counts the groups that the caller has taken. `send`: sends their number, without waiting for an answer."""
 
-    def __init__(self, tell: Callable[[int], object]):
-        self._tell, self.count, self._bytes = tell, 0, 0
+    def __init__(self, send: Callable[[int], object]):
+        self._send, self.count, self._bytes = send, 0, 0
 
-    def tell(self) -> object:
+    def send(self) -> object:
         self._bytes = 0
-        return self._tell(self.count)
+        return self._send(self.count)
 
     def add(self, group: GroupResult) -> None:
         """One more group. A number that is lost goes with the next sign of life."""
@@ -48,7 +48,7 @@ class Taken:
         self._bytes += result_bytes(group)
         if self._bytes >= ACKNOWLEDGE_BYTES:
             with contextlib.suppress(*lost_service()):
-                self.tell()
+                self.send()
 
 
 class Interrupted(Exception):
