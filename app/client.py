@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from tailrace.app.blocking import blocking, blocking_iterator
 from tailrace.app.config import otlp_wanted
-from tailrace.app.resume import Heartbeat, Interrupted, Patience, lost_service
+from tailrace.app.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
@@ -26,6 +26,10 @@ READER_S = 20.0
 
 class RolloutRejected(ValueError):
     """The service refused the batch. The text names the fault and its mend."""
+
+
+class QuotaExceeded(RolloutRejected):
+    """The batch is beyond a quota of the service. The text names it, and the batch to wait for, if any."""
 
 
 class WeightsRejected(ValueError):
@@ -77,7 +81,8 @@ class RolloutClient:
         sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
         have: list[str] = []
         patience, driver = Patience(self._resume_s), uuid4().hex
-        heartbeat = self._heartbeat(lambda: self._handle.renew.remote(self._role, batch.batch_id, driver))
+        taken = Taken(lambda count: self._handle.renew.remote(self._role, batch.batch_id, driver, count))
+        heartbeat = self._heartbeat(taken.send)
         try:
             while len(have) < len(batch.groups):
                 try:
@@ -86,6 +91,7 @@ class RolloutClient:
                             have.append(group.prompt_id)
                             patience.renew()
                             yield group
+                            taken.add(group)
                     if len(have) < len(batch.groups):
                         raise Interrupted(RolloutRejected("the stream ended before all groups had come"), READER_S)
                 except Interrupted as lost:
@@ -113,6 +119,8 @@ class RolloutClient:
                     raise Interrupted(RolloutRejected(item.reason))
                 elif item.by is RejectedBy.READER:
                     raise Interrupted(RolloutRejected(item.reason), READER_S)
+                elif item.by is RejectedBy.QUOTA:
+                    raise Interrupted(QuotaExceeded(item.reason)) if have else QuotaExceeded(item.reason)
                 else:
                     raise RolloutRejected(item.reason)
         except lost_service() as error:

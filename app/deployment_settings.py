@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tailrace.deployments.batches.quotas import Quotas
 from tailrace.policies.families.allowed_code import added_code, allow_code
 from tailrace.policies.families.registry import Policies
 
@@ -31,6 +32,7 @@ class UserConfig(StrictModel):
         description="packages whose policies may be named by dotted path; taking one out needs a restart",
     )
     policies: Policies = Policies()
+    quotas: Quotas = Quotas()
     replicas: ReplicaLimits | None = Field(None, description="null: as many as Engine.num_replicas, always")
 
     @field_validator("allowed_code")

@@ -8,7 +8,9 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import RENEW_S
+from tailrace.deployments.messages.rollout import GroupResult
 
 PAUSE_S = (0.2, 5.0)
 """Shortest and longest pause before a lost service is asked again."""
@@ -28,6 +30,25 @@ class Heartbeat:
         while not self._stopped.wait(RENEW_S):
             with contextlib.suppress(Exception):  # the service is away; the stream itself says so
                 self._beat()
+
+
+class Taken:
+    """Counts the groups that the caller has taken. `send`: sends their number, without waiting for an answer."""
+
+    def __init__(self, send: Callable[[int], object]):
+        self._send, self.count, self._bytes = send, 0, 0
+
+    def send(self) -> object:
+        self._bytes = 0
+        return self._send(self.count)
+
+    def add(self, group: GroupResult) -> None:
+        """One more group. A number that is lost goes with the next sign of life."""
+        self.count += 1
+        self._bytes += result_bytes(group)
+        if self._bytes >= ACKNOWLEDGE_BYTES:
+            with contextlib.suppress(*lost_service()):
+                self.send()
 
 
 class Interrupted(Exception):

@@ -26,6 +26,7 @@ ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_
 PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
 KV_ON_UPDATE = ("fresh", "keep")
 CHUNKS = (13, 200, None)
+FAIRNESS = ("fair_shares", "one_queue")
 
 
 @dataclass
@@ -144,7 +145,8 @@ class Player:
             for i in range(1 + self.take(3))
         )  # fmt: skip
         self.reveal(groups)
-        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups))
+        rank = self.pick((0, 0, 1, -1)), self.pick((1.0, 1.0, 0.5, 3.0))
+        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups, *rank))
 
     def begin(self, spec: ev.GroupSpec) -> ev.GroupSpec:
         """The group, of which now and then an earlier coordinator has begun some samples."""
@@ -314,7 +316,9 @@ class Player:
             keys = ordering.keys_of_length(view, self.play.core._waiting._lengths)
         else:
             keys = ordering.keys(view, sample.group.view())
-        return (*keys[lane], view.arrival, view.index)
+        fairness, batch = self.play.core.policies.fairness, sample.group.batch
+        turn = (*fairness.key(batch.view()), batch.groups[0].arrival) if fairness.apart else ()
+        return turn, (*keys[lane], view.arrival, view.index)
 
     def _look_for_starved(self) -> None:
         """Law 7 by brute force: every waiting sample against every replica that it may go to."""
@@ -392,9 +396,16 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
     return events
 
 
-def policies_of(ordering: str, placement: str, chunk_tokens: int | None, kv_on_update: str = "fresh") -> Policies:
-    chunking = {"type": "fixed", "chunk_tokens": chunk_tokens}
-    return Policies(ordering=ordering, placement=placement, chunking=chunking, kv_on_update=kv_on_update)
+def policies_of(
+    ordering: str, placement: str, chunk_tokens: int | None, kv_on_update: str = "fresh", fairness: str = "fair_shares"
+) -> Policies:
+    return Policies(
+        ordering=ordering,
+        placement=placement,
+        chunking={"type": "fixed", "chunk_tokens": chunk_tokens},
+        kv_on_update=kv_on_update,
+        fairness=fairness,
+    )
 
 
 def play(policies: Policies, data: bytes, limits: Limits | None = None) -> Play:
@@ -414,6 +425,6 @@ def digest() -> str:
         for placement in PLACEMENTS:
             for chunk_tokens in CHUNKS:
                 data = Random(number).randbytes(400)
-                kv_on_update = KV_ON_UPDATE[number % 2]
-                texts.append(repr(play(policies_of(ordering, placement, chunk_tokens, kv_on_update), data).steps))
+                pair = KV_ON_UPDATE[number % 2], FAIRNESS[number % 2]
+                texts.append(repr(play(policies_of(ordering, placement, chunk_tokens, *pair), data).steps))
     return blake2b("\n".join(texts).encode()).hexdigest()

@@ -10,6 +10,7 @@ from user_policies import (
     Halving,
     HighestId,
     KeepYoung,
+    LargestShare,
     LastComeFirst,
     NobodyTwice,
     OneForEight,
@@ -29,6 +30,7 @@ BUILT_IN = {
     "draft_models": ["as_configured", "planned"],
     "tail": ["hold", "release", "consolidate", "draft", "threshold", "auto"],
     "racing": ["off", "fastest_of_n"],
+    "fairness": ["one_queue", "fair_shares"],
 }
 USERS_OWN = {
     "ordering": {"type": "user_policies:LastComeFirst", "args": {"spread": 2}},
@@ -41,6 +43,7 @@ USERS_OWN = {
     "draft_models": {"type": "user_policies:AlwaysTwo", "args": {"acceptance": 0.25}},
     "tail": {"type": "user_policies:OneForEight", "args": {"samples": 8}},
     "racing": {"type": "user_policies:NobodyTwice", "args": {"room": 1}},
+    "fairness": {"type": "user_policies:LargestShare", "args": {"apart": True}},
 }
 EVERY = [(family, name) for family, names in BUILT_IN.items() for name in names]
 
@@ -92,7 +95,7 @@ def test_a_dump_of_the_users_own_policies_builds_them_again():
     assert Policies(**policies.model_dump()) == policies
     assert [getattr(policies, family) for family in FAMILIES] == [
         LastComeFirst(spread=2), HighestId(), Halving(), KeepYoung(updates=2), HalfTheQueue(), Doubling(), HalfADraft(),
-        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(),
+        AlwaysTwo(acceptance=0.25), OneForEight(), NobodyTwice(), LargestShare(),
     ]  # fmt: skip
 
 
@@ -118,6 +121,7 @@ def test_the_defaults_are_seer_s():
         "as_configured",
         "hold",
         "off",
+        "fair_shares",
     ] and policies.ordering == Seer(explore=0.1, seed=0)
 
 

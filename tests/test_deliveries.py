@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from tailrace.deployments.batches.deliveries import Deliveries
+from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.delivery import result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 
@@ -45,6 +47,12 @@ class Desk:
         return self.deliveries.read(message, driver, have)
 
 
+async def settled() -> None:
+    """Let every task run until it waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 def run(scenario) -> None:
     asyncio.run(asyncio.wait_for(scenario(Desk()), 5.0))
 
@@ -53,7 +61,7 @@ def test_groups_come_once_each_and_the_batch_is_forgotten():
     async def scenario(desk):
         stream = desk.read(batch("p", "q"))
         first = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
+        await settled()
         for name in ("q", "p"):
             desk.delivery.put(result(name))
         assert [(await first).prompt_id] + [item.prompt_id async for item in stream] == ["q", "p"]
@@ -66,11 +74,11 @@ def test_a_lost_stream_is_continued_and_only_missing_groups_are_submitted_again(
     async def scenario(desk):
         old = desk.read(batch("p", "q", "r"))
         first = asyncio.ensure_future(anext(old))
-        await asyncio.sleep(0)
+        await settled()
         desk.delivery.put(result("p"))
         assert (await first).prompt_id == "p"  # it never reaches the driver
         waiting = asyncio.ensure_future(anext(old))
-        await asyncio.sleep(0)
+        await settled()
         new = desk.read(batch("p", "q", "r"))
         second = asyncio.ensure_future(anext(new))
         ended = await waiting
@@ -86,7 +94,7 @@ def test_a_lost_stream_is_continued_and_only_missing_groups_are_submitted_again(
 def test_another_driver_waits_until_the_first_is_silent():
     async def scenario(desk):
         first = asyncio.ensure_future(anext(desk.read(batch("p"), "one")))
-        await asyncio.sleep(0)
+        await settled()
         refused = await anext(desk.read(batch("p"), "two"))
         assert refused.by is RejectedBy.READER and "running already" in refused.reason
         desk.now = SILENT_S
@@ -104,7 +112,7 @@ def test_another_driver_waits_until_the_first_is_silent():
 def test_other_prompts_or_settings_are_another_batch(other):
     async def scenario(desk):
         reading = asyncio.ensure_future(anext(desk.read(batch("p"))))
-        await asyncio.sleep(0)
+        await settled()
         refused = await anext(desk.read(other))
         assert refused.by is RejectedBy.CONTENT and "other prompts or settings" in refused.reason
         reading.cancel()
@@ -116,14 +124,14 @@ def test_a_closed_stream_cancels_and_so_does_silence():
     async def scenario(desk):
         stream = desk.read(batch("p", "q"))
         first = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
+        await settled()
         desk.delivery.put(result("p"))
         await first
         await stream.aclose()
         assert desk.cancelled == 1 and len(desk.deliveries) == 0
 
         waiting = asyncio.ensure_future(anext(desk.read(batch("p"))))
-        await asyncio.sleep(0)
+        await settled()
         desk.now = LEASE_S
         desk.deliveries.renew("b", "d")
         desk.now = 2 * LEASE_S
@@ -141,5 +149,82 @@ def test_a_refused_batch_leaves_nothing():
         desk.refused = Rejected(reason="no")
         assert [item.reason async for item in desk.read(batch("p"))] == ["no"]
         assert len(desk.deliveries) == 0
+
+    run(scenario)
+
+
+def test_groups_beyond_the_window_are_held_until_the_driver_acknowledges():
+    async def scenario(desk):
+        desk.deliveries.window_bytes = 1
+        stream = desk.read(batch("p", "q", "r"))
+        first = asyncio.ensure_future(anext(stream))
+        await settled()
+        for name in ("p", "q", "r"):
+            desk.delivery.put(result(name))
+        size = result_bytes(result("p"))
+        assert (await first).prompt_id == "p"
+        second = asyncio.ensure_future(anext(stream))
+        await settled()
+        assert not second.done() and desk.deliveries.held_bytes() == {"b": 3 * size}
+        for driver, taken in (("d", 0), ("stranger", 1)):
+            desk.deliveries.renew("b", driver, taken)
+            await settled()
+            assert not second.done()
+        desk.deliveries.renew("b", "d", 1)
+        assert (await second).prompt_id == "q" and desk.deliveries.held_bytes() == {"b": 2 * size}
+        new = desk.read(batch("p", "q", "r"), have=("p", "q"))  # the stream was lost
+        assert (await anext(new)).prompt_id == "r" and desk.deliveries.held_bytes() == {"b": size}
+        desk.deliveries.renew("b", "d", 2)  # a late one, of the first stream
+        assert desk.deliveries.held_bytes() == {"b": size}
+        desk.deliveries.renew("b", "d", 3)
+        assert desk.deliveries.held_bytes() == {}
+
+    run(scenario)
+
+
+def test_a_submission_outlives_the_stream_that_began_it():
+    """It may wait at the door for hours; the driver's next stream gets its groups, or the reason why there are none."""
+
+    async def scenario(desk):
+        gate, submit = asyncio.Event(), desk._submit
+
+        async def waits(message, delivery):
+            await gate.wait()
+            return await submit(message, delivery)
+
+        desk.deliveries._submit = waits
+        old = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await settled()
+        new = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await settled()
+        old.cancel()
+        await settled()
+        desk.refused = Rejected(reason="not now")
+        gate.set()
+        assert (await new).reason == "not now" and desk.submitted == [["p"]]
+
+    run(scenario)
+
+
+def test_quotas_refuse_at_the_door_and_name_the_batch_to_wait_for():
+    async def scenario(desk):
+        desk.deliveries.quotas = Quotas(max_samples=20, max_tokens=8 * 256 + 100, max_result_bytes=1)
+
+        def refusal(samples: int, max_tokens: int):
+            group = PromptGroup(prompt_id="p", token_ids=(1,), samples=samples, max_tokens=max_tokens)
+            return anext(desk.read(RolloutBatch(batch_id="c", groups=(group,))))
+
+        refused = await refusal(21, 1)
+        assert refused.by is RejectedBy.QUOTA and "has 21 samples, quotas.max_samples is 20; give" in refused.reason
+        stream = desk.read(batch("p"))
+        first = asyncio.ensure_future(anext(stream))
+        await settled()
+        assert (await refusal(13, 1)).reason.endswith("try again when batch 'b' has ended")
+        assert "has 102 tokens, those in flight have 2048, quotas.max_tokens is 2148" in (await refusal(2, 51)).reason
+        desk.delivery.put(GroupResult(batch_id="b", prompt_id="p", prompt_token_ids=(1,), samples=()))
+        assert (await first).prompt_id == "p"
+        assert "when the driver of batch 'b' has read its groups" in (await refusal(1, 1)).reason
+        await stream.aclose()
+        assert desk.submitted == [["p"]] and len(desk.deliveries) == 0
 
     run(scenario)

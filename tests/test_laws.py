@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kv_ledger import begun_tokens
 from rollout_machine import (
     CHUNKS,
+    FAIRNESS,
     KV_ON_UPDATE,
     ORDERINGS,
     PLACEMENTS,
@@ -40,9 +41,10 @@ PROFILE = settings(max_examples=12, deadline=None, database=None)
 
 @cache
 def played_by(ordering: str, placement: str, data: bytes) -> Play:
-    """The first two bytes choose chunking and what becomes of KV on updates; the others are the play."""
+    """The first two bytes choose chunking, fairness and what becomes of KV on updates; the others are the play."""
     chunk_tokens, kv_on_update = CHUNKS[data[0] % len(CHUNKS)], KV_ON_UPDATE[data[1] % len(KV_ON_UPDATE)]
-    return play(policies_of(ordering, placement, chunk_tokens, kv_on_update), data[2:])
+    fairness = FAIRNESS[data[0] // len(CHUNKS) % len(FAIRNESS)]
+    return play(policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness), data[2:])
 
 
 def law(test):
@@ -121,7 +123,8 @@ def test_nothing_is_left_when_everything_has_run_out(played):
     )
     assert not (core._kv._held or core._kv._groups)
     assert not len(core._waiting) and not core._waiting._lengths
-    assert not any(queue._live for queues in core._waiting._queues.values() for queue in queues)
+    sets = [queues for batches in core._waiting._queues.values() for queues in batches.values()]
+    assert not any(queue._live for queues in sets for queue in queues)
     for view in core.replicas.views():
         assert (view.running, view.kv_free_tokens) == (0, view.kv_capacity_tokens)
 
@@ -156,6 +159,7 @@ def test_no_view_has_a_field_for_a_true_length():
         "GroupView": (
             "group_id", "arrival", "samples", "running", "finished", "chunks", "max_tokens", "expected_tokens",
         ),
+        "BatchView": ("batch_id", "priority", "share", "running_tokens"),
         "LengthsView": ("finished", "running", "history", "batch", "max_tokens"),
         "BatchLengths": ("answers", "mean_log", "spread_log", "between_share", "classes"),
         "ReplicaView": (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tailrace.deployments.batches.ledger import GroupRecord
+from tailrace.deployments.batches.ledger import GroupRecord, escaped
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.messages.chunk import ChunkResult, sample_key
 from tailrace.deployments.messages.rollout import PromptGroup
@@ -96,3 +96,14 @@ def test_the_sample_key_depends_on_all_it_is_made_of():
     keys = {sample_key(*of) for of in ((0, 0, "p", 0), (1, 0, "p", 0), (0, 1, "p", 0), (0, 0, "q", 0), (0, 0, "p", 1))}
     assert len(keys) == 5 and all(0 <= key < 1 << 64 for key in keys)
     assert sample_key(0, 0, "p", 0) == 17307229011157614051, "keys must never change between releases"
+
+
+def test_groups_of_two_batches_never_share_a_name():
+    def ref(batch_id: str, prompt_id: str) -> str:
+        prepared = Prepared(PromptGroup(prompt_id=prompt_id, token_ids=(1,), samples=1), (1,), 16, "key")
+        return GroupRecord.of(batch_id, 0, prepared, [1]).ref.group_id
+
+    names = [("a", "b/c"), ("a/b", "c"), ("a%2Fb", "c"), ("a%252Fb", "c"), ("step-0", "sky")]
+    assert len({ref(*name) for name in names}) == len(names)
+    assert ref("step-0", "sky") == "step-0/sky"
+    assert len({escaped(name, "#") for name in ("p", "p#0", "p%230", "p%")}) == 4

@@ -208,7 +208,7 @@ def test_a_finished_group_that_no_driver_has_read_survives(tmp_path):
         ends = [SampleEnd.LENGTH, SampleEnd.LENGTH, SampleEnd.STOP]
         *ended, emitted = two.turn()
         assert [action.end for action in ended] == ends and isinstance(emitted, EmitGroup)
-        await one.delivery.next(0)
+        await one.delivery.next(0, 1)
         assert one.delivery.unread() == []
 
     asyncio.run(story())

@@ -140,3 +140,13 @@ class NotAPolicy(BaseModel):
 
 
 NUMBER = 3
+
+
+class LargestShare(BaseModel):
+    """The batch with the largest share goes first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    apart: bool = True
+
+    def key(self, batch):
+        return (-batch.share,)

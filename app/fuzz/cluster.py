@@ -21,6 +21,7 @@ from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 
@@ -46,6 +47,7 @@ class Size:
     step_s: float
     kv_capacity_blocks: int
     policies: dict
+    window_bytes: int = WINDOW_BYTES
 
 
 class Numbers:
@@ -196,6 +198,7 @@ class SimulatedCluster:
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
         engines, nonce = EngineClient(self._engines), f"{self.coordinators}."
         self.coordinator = process.run(SimulatedCoordinator, engines, pool, shards, self.telemetry, token_log, nonce)
+        self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         self.coordinator_process = process
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
         await process.spawn(self.coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))

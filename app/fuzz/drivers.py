@@ -44,6 +44,8 @@ class DriverPlan:
     until_s: float
     pause_s: float
     seed: int
+    priority: int = 0
+    share: float = 1.0
 
     def batch(self, step: int) -> RolloutBatch:
         rng = Random(f"{self.seed}/{self.name}/{step}")
@@ -56,7 +58,14 @@ class DriverPlan:
             )
             for number in range(self.groups)
         )
-        return RolloutBatch(batch_id=f"{self.name}-{step}", groups=groups, step=step, seed=self.seed)
+        return RolloutBatch(
+            batch_id=f"{self.name}-{step}",
+            groups=groups,
+            step=step,
+            seed=self.seed,
+            priority=self.priority,
+            share=self.share,
+        )
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
 from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
+from tailrace.deployments.messages.delivery import WINDOW_BYTES
 
 FAULTS_S = 60.0
 """Seconds of a run in which faults begin."""
@@ -53,6 +54,7 @@ class Outcome:
 def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
     """The plan of a seed."""
     rng = Random(f"plan/{seed}")
+    shares = Random(f"shares/{seed}")
     replicas = rng.randint(1, 4)
     policies = {
         "ordering": {"type": rng.choice(("fcfs", "seer", "remaining_first", "group_static"))},
@@ -60,6 +62,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
         "chunking": {"type": "fixed", "chunk_tokens": rng.choice((8, 16, 64))},
         "kv_on_update": {"type": rng.choice(("fresh", "keep"))},
         "prefetch": {"type": rng.choice(("off", "next_up"))},
+        "fairness": {"type": shares.choice(("fair_shares", "fair_shares", "one_queue"))},
     }
     limits = None
     if rng.random() < 0.3:
@@ -75,6 +78,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
         step_s=rng.choice((0.05, 0.2, 1.0)),
         kv_capacity_blocks=rng.choice((64, 400)),
         policies=policies,
+        window_bytes=shares.choice((1, 20_000, WINDOW_BYTES)),
     )
     drivers = tuple(
         DriverPlan(
@@ -87,6 +91,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
             until_s=FAULTS_S,
             pause_s=rng.choice((0.0, 2.0, 10.0)),
             seed=seed,
+            priority=shares.choice((0, 0, 1)),
+            share=shares.choice((0.5, 1.0, 4.0)),
         )
         for number in range(rng.randint(1, 3))
     )

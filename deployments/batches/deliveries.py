@@ -1,7 +1,8 @@
 """Groups owed to drivers, by batch, each over one or more submissions to the core.
 
 Invariant: a batch has one reader at a time, which gets each group that it asks for once. A driver that lost its stream
-continues with another, and gets the groups that the old one had not given. Called by `Rollouts` and the coordinator.
+continues with another, and gets the groups that the old one had not given. Groups beyond a window of bytes that the
+driver has not acknowledged are held here. Called by `Rollouts` and the coordinator.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 
 from tailrace.deployments.batches.ledger import GroupRecord
+from tailrace.deployments.batches.quotas import BatchLoad, Quotas
+from tailrace.deployments.messages.delivery import WINDOW_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 
@@ -24,6 +27,9 @@ class Delivery:
         self.batch_id, self._message = message.batch_id, message
         self._groups = {group.prompt_id: group for group in message.groups}
         self._ready: deque[tuple[GroupResult | Rejected, GroupRecord | None]] = deque()
+        self._held_bytes = 0  # of the groups in `_ready`
+        self._sent: deque[int] = deque()  # bytes of each group that the reader has and has not acknowledged
+        self._sent_bytes = self._taken = 0  # their sum; groups acknowledged, with those the driver had before
         self._reader = 0
         self._changed = asyncio.Event()  # of the present reader
 
@@ -40,9 +46,19 @@ class Delivery:
             return Rejected(reason=reason, by=RejectedBy.READER)
         return None
 
-    def attach(self, message: RolloutBatch, driver: str, now: float) -> int:
-        """A new reader, by its number; the stream of the one before ends."""
+    def load(self) -> BatchLoad:
+        """Of the whole batch, until it has been read."""
+        return BatchLoad.of(tuple(self._groups.values()), self._held_bytes + self._sent_bytes)
+
+    def adds(self, message: RolloutBatch) -> bool:
+        """Whether a message has groups that this batch does not have yet."""
+        return any(group.prompt_id not in self._groups for group in message.groups)
+
+    def attach(self, message: RolloutBatch, driver: str, now: float, have: int) -> int:
+        """A new reader, by its number; the stream of the one before ends. `have`: groups that its driver has."""
         self.driver, self.renewed_s = driver, now
+        self._sent.clear()
+        self._sent_bytes, self._taken = 0, have
         self._groups |= {group.prompt_id: group for group in message.groups}
         self._reader += 1
         self._changed.set()
@@ -64,6 +80,19 @@ class Delivery:
     def put(self, item: GroupResult | Rejected, record: GroupRecord | None = None) -> None:
         """A group is done, or the batch has failed. `record`: of the group."""
         self._ready.append((item, record))
+        self._held_bytes += result_bytes(item) if isinstance(item, GroupResult) else 0
+        self._changed.set()
+
+    def give(self, group: GroupResult) -> None:
+        """A group goes to the driver."""
+        self._sent.append(result_bytes(group))
+        self._sent_bytes += self._sent[-1]
+
+    def acknowledge(self, taken: int) -> None:
+        """The driver has taken `taken` groups, over all its streams. A late call changes nothing."""
+        while self._sent and self._taken < taken:
+            self._sent_bytes -= self._sent.popleft()
+            self._taken += 1
         self._changed.set()
 
     def end(self) -> None:
@@ -72,12 +101,13 @@ class Delivery:
         self._reader += 1
         self._changed.set()
 
-    async def next(self, reader: int) -> GroupResult | Rejected:
-        """The next item; `Rejected` once there is another reader."""
+    async def next(self, reader: int, window_bytes: int) -> GroupResult | Rejected:
+        """The next item, once fewer than `window_bytes` are unacknowledged; `Rejected` once there is another reader."""
         while reader == self._reader:
-            if self._ready:
+            if self._ready and self._sent_bytes < window_bytes:
                 item, _ = self._ready.popleft()
                 if isinstance(item, GroupResult):
+                    self._held_bytes -= result_bytes(item)
                     self.coming.discard(item.prompt_id)
                 return item
             self._changed.clear()
@@ -88,7 +118,8 @@ class Delivery:
 class Deliveries:
     """By the driver's batch id. `submit`: gives groups to the core; returns why it does not take them, or None.
 
-    `cancel`: ends a delivery's samples in the core. `refusal`: why a new batch cannot run now, or None.
+    `cancel`: ends a delivery's samples in the core. `refusal`: why a new batch cannot run now, or None. `quotas` may be
+    replaced at any time; they hold for batches that come later.
     """
 
     def __init__(
@@ -99,7 +130,9 @@ class Deliveries:
         now: Callable[[], float],
     ):
         self._submit, self._cancel, self._refusal, self._now = submit, cancel, refusal, now
+        self.quotas, self.window_bytes = Quotas(), WINDOW_BYTES
         self._open: dict[str, Delivery] = {}
+        self._submissions: set[asyncio.Task] = set()
 
     def __len__(self):
         return len(self._open)
@@ -116,12 +149,15 @@ class Deliveries:
         delivery = self._open.get(message.batch_id)
         if delivery is not None:
             refused = delivery.refusal(message, driver, self._now())
+        if refused is None and (delivery is None or delivery.adds(message)):
+            others = {name: one.load() for name, one in self._open.items() if one is not delivery}
+            refused = self.quotas.refusal(message, others)
         if refused is not None:
             yield refused
             return
         if delivery is None:
             delivery = self._open[message.batch_id] = Delivery(message, driver, self._now())
-        reader = delivery.attach(message, driver, self._now())
+        reader = delivery.attach(message, driver, self._now(), len(have))
         try:
             async with aclosing(self._groups(delivery, reader, message, set(have))) as items:
                 async for item in items:
@@ -139,25 +175,38 @@ class Deliveries:
         if new:
             ids = {group.prompt_id for group in new}
             delivery.coming |= ids
-            refused = await self._submit(message.model_copy(update={"groups": new}), delivery)
-            if refused is not None:
-                delivery.coming -= ids
-                yield refused
-                return
+            task = asyncio.ensure_future(self._submit_for(delivery, message.model_copy(update={"groups": new})))
+            self._submissions.add(task)
+            task.add_done_callback(self._submissions.discard)
+            await asyncio.shield(task)  # it may wait, and another reader may need its groups by then
         while wanted:
-            item = await delivery.next(reader)
+            item = await delivery.next(reader, self.window_bytes)
             if isinstance(item, Rejected):
                 yield item
                 return
             if item.prompt_id in wanted:
                 wanted.discard(item.prompt_id)
+                delivery.give(item)
                 yield item
 
-    def renew(self, batch_id: str, driver: str) -> None:
-        """A sign of life of the driver of a batch."""
+    async def _submit_for(self, delivery: Delivery, message: RolloutBatch) -> None:
+        """Give new groups to the core; the delivery's reader gets the reason if it does not take them."""
+        refused = await self._submit(message, delivery)
+        if refused is not None:
+            delivery.coming -= {group.prompt_id for group in message.groups}
+            delivery.put(refused)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of finished groups that drivers have not taken, by batch id; no entry for 0."""
+        held = {name: one.load().result_bytes for name, one in self._open.items()}
+        return {name: count for name, count in held.items() if count}
+
+    def renew(self, batch_id: str, driver: str, taken: int = 0) -> None:
+        """A sign of life of the driver of a batch. `taken`: groups that its caller has, over all its streams."""
         delivery = self._open.get(batch_id)
         if delivery is not None and delivery.driver == driver:
             delivery.renewed_s = self._now()
+            delivery.acknowledge(taken)
 
     def cancel(self, batch_id: str) -> bool:
         """End a batch: its groups come out at once, unfinished samples marked cancelled. False: no such batch."""

@@ -115,6 +115,11 @@ def joined(arrays: list[np.ndarray], dtype: type) -> list:
     return np.concatenate([np.empty(0, dtype), *arrays]).tolist()
 
 
+def escaped(name: str, mark: str) -> str:
+    """A name without the character `mark`, which parts it from others: `%` and the mark as in URLs. Most stay as is."""
+    return name.replace("%", "%25").replace(mark, f"%{ord(mark):02X}")
+
+
 @dataclass(slots=True)
 class GroupRecord:
     """One prompt's samples; `prompt` is int32."""
@@ -139,8 +144,8 @@ class GroupRecord:
 
     @property
     def ref(self) -> GroupRef:
-        """The group's name in the group context."""
-        return GroupRef(f"{self.batch_id}/{self.group.prompt_id}", self.prompt_key)
+        """The group's name in the group context; of this batch and prompt alone."""
+        return GroupRef(f"{escaped(self.batch_id, '/')}/{self.group.prompt_id}", self.prompt_key)
 
     def begun(self) -> tuple[Begun, ...]:
         """The samples that have tokens, as the core is to take them."""

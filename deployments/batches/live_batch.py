@@ -10,7 +10,7 @@ from dataclasses import replace
 from opentelemetry.trace import Span
 
 from tailrace.deployments.batches.deliveries import Delivery
-from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord
+from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.context.history import PastLength
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
@@ -21,7 +21,7 @@ from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import StartChunk
-from tailrace.policies.protocol.events import GroupSpec
+from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
 
 TAIL_SHARE = 0.9
 """The tail is the time spent on the last 10 % of samples to finish."""
@@ -48,7 +48,7 @@ class LiveBatch:
         for one in prepared:
             name = one.group.prompt_id
             keys = [sample_key(message.seed, message.step, name, index) for index in range(one.group.samples)]
-            self.groups[f"{core_id}/{name}"] = GroupRecord.of(message.batch_id, message.step, one, keys)
+            self.groups[f"{core_id}/{escaped(name, '#')}"] = GroupRecord.of(message.batch_id, message.step, one, keys)
         self.specs = tuple(
             GroupSpec(
                 group_id, len(one.token_ids), one.group.samples, one.max_tokens, by_epoch(past.get(one.prompt_key, []))
@@ -62,6 +62,10 @@ class LiveBatch:
         self.ended = 0
         self.span: Span | None = None
         self.group_spans: dict[str, Span] = {}
+
+    def submission(self, now_s: float) -> SamplesSubmitted:
+        """Its event for the core."""
+        return SamplesSubmitted(now_s, self.core_id, self.specs, self.message.priority, self.message.share)
 
     @property
     def over(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.batches.deliveries import Delivery
-from tailrace.deployments.batches.ledger import GroupRecord
+from tailrace.deployments.batches.ledger import GroupRecord, escaped
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
@@ -64,7 +64,7 @@ class LiveBatches:
         self._submissions += 1
         batch = LiveBatch(
             message=message,
-            core_id=f"{message.batch_id}~{self._nonce}{self._submissions}",
+            core_id=f"{escaped(message.batch_id, '/')}~{self._nonce}{self._submissions}",
             delivery=delivery,
             prepared=prepared,
             past=past,

@@ -1,8 +1,8 @@
 """The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.client`.
 
-`user_config: {policies: {...}, replicas: {min, max}, allowed_code: [...]}` in `serve.yaml` changes them without a
-restart. Invariant: each call of a driver names its role and is done only if the role has the right; policies come
-as data, and name code of the deployment's list alone.
+`user_config: {policies: {...}, replicas: {min, max}, quotas: {...}, allowed_code: [...]}` in `serve.yaml` changes them
+without a restart. Invariant: each call of a driver names its role and is done only if the role has the right; policies
+come as data, and name code of the deployment's list alone.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
@@ -96,6 +97,7 @@ class Coordinator:
 
     async def reconfigure(self, user_config: dict) -> None:
         allow_code(*user_config.get("allowed_code", ()))
+        self._rollouts.deliveries.quotas = Quotas(**user_config.get("quotas", {}))
         replicas = user_config.get("replicas")
         self._rollouts.core_holder.set_limits(Limits(**replicas) if replicas else None)
         self._rollouts.core_holder.set_policies(Policies(**user_config.get("policies", {})))
@@ -124,8 +126,8 @@ class Coordinator:
                 yield item
 
     @admits(Role.EVALUATOR)
-    async def renew(self, batch_id: str, driver: str) -> None:
-        self._rollouts.deliveries.renew(batch_id, driver)
+    async def renew(self, batch_id: str, driver: str, taken: int) -> None:
+        self._rollouts.deliveries.renew(batch_id, driver, taken)
 
     @admits(Role.TRAINER)
     async def cancel(self, batch_id: str) -> bool:

@@ -21,6 +21,11 @@ class CoreHolder:
         self._policies, self._limits, self._kind = policies, None, RolloutCore
         self._due = False
 
+    @property
+    def due(self) -> bool:
+        """Whether something was set that the present core does not have."""
+        return self._due
+
     def set_policies(self, policies: Policies) -> None:
         self._policies, self._due = policies, True
 

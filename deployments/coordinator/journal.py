@@ -116,7 +116,8 @@ def _header(data: dict) -> tuple[Policies, int, Limits | None, int]:
         if colon and module not in sys.modules:
             raise ValueError(f"policies.{family} is of module {module}; a journal imports no code, import it first")
     limits = None if data["limits"] is None else Limits(*map(int, data["limits"]))
-    return Policies(**data["policies"]), int(data["weights_version"]), limits, int(data["dropped"])
+    policies = {"fairness": "one_queue"} | data["policies"]  # a journal from before that family has one queue
+    return Policies(**policies), int(data["weights_version"]), limits, int(data["dropped"])
 
 
 def _entry(data: dict) -> Event | Decision:

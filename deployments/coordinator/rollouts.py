@@ -78,7 +78,8 @@ class Rollouts:
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
-        self._wake, self._looked = asyncio.Event(), asyncio.Event()
+        self._wake, self._looked, self._exchanged = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._at_door: list[str] = []  # batches that wait for a change of the core
         self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
         self._batches = LiveBatches(
             prompts=prompts,
@@ -161,12 +162,19 @@ class Rollouts:
             weights_digest=self._weights.digest,
             pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
+            held_bytes=self.deliveries.held_bytes(),
+            at_door=tuple(self._at_door),
             contained=dict(self._contained + self._token_log.problems),
         )
 
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""
-        here = {"deliveries": len(self.deliveries), "events": len(self._inbox), "tasks": len(self._tasks)}
+        here = {
+            "at_door": len(self._at_door),
+            "deliveries": len(self.deliveries),
+            "events": len(self._inbox),
+            "tasks": len(self._tasks),
+        }
         return self._core.counts() | self._batches.counts() | here
 
     async def take_spans(self, trace_id: str) -> list[dict]:
@@ -345,11 +353,12 @@ class Rollouts:
         batch = await self._batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
+        await self._pass_door(delivery)
         self._exchange_core()
         try:
             if isinstance(self._core.policies.ordering, OracleLongestFirst):
                 self._core.observe(ev.LengthsRevealed(self.now(), batch.true_lengths()))
-            self._core.observe(ev.SamplesSubmitted(self.now(), batch.core_id, batch.specs))
+            self._core.observe(batch.submission(self.now()))
         except IllegalEvent as error:
             return Rejected(reason=str(error))
         except Exception as error:  # noqa: BLE001 - of a policy: the core's books may be half written
@@ -371,9 +380,23 @@ class Rollouts:
             call.cancel()
         self.core_holder.restart(self._registry.joined.values())
 
+    async def _pass_door(self, delivery: Delivery) -> None:
+        """Wait until a change that is due has been made: the batches before it end, and no other one begins meanwhile.
+
+        More groups of a batch that runs pass at once.
+        """
+        while self.core_holder.due and self._batches and not self._batches.core_ids(delivery):
+            self._at_door.append(delivery.batch_id)
+            self._exchanged.clear()
+            try:
+                await self._exchanged.wait()
+            finally:
+                self._at_door.remove(delivery.batch_id)
+
     def _exchange_core(self) -> None:
         if not self._batches:
             self.core_holder.exchange(self._registry.joined.values())
+            self._exchanged.set()
 
     # ---- chunks ------------------------------------------------------------------------------------
 

@@ -97,6 +97,8 @@ class RolloutBatch(RequestMessage):
     groups: tuple[PromptGroup, ...] = Field(min_length=1)
     step: int = Field(0, ge=0)
     seed: int = Field(0, ge=0)
+    priority: int = Field(0, description="higher goes first, strictly; among batches in flight")
+    share: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="of the service, relative to other batches")
     traceparent: str | None = Field(None, description="W3C traceparent of the driver's span")
     keep_trace: bool = Field(False, description="keep this batch's spans for `take_spans`")
     weights_version: int | None = Field(None, ge=0, description="refuse the batch under any other; null: any")
@@ -180,6 +182,7 @@ class RejectedBy(StrEnum):
     CONTENT = "content"  # the request itself: it will never be taken
     WEIGHTS = "weights"  # the service holds other weights than the batch asks for
     READER = "reader"  # another driver reads this batch
+    QUOTA = "quota"  # a bound of the service: of this batch alone, or with those in flight
 
 
 class Rejected(Message):

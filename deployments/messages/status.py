@@ -71,4 +71,6 @@ class ServiceStatus(Message):
     weights_digest: str = ""  # names their content; empty until a replica has read it
     pool: PoolView | None = None  # None if the service has none
     context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
+    held_bytes: dict[str, int] = Field(default_factory=dict)  # of finished groups that drivers have not taken
+    at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND

@@ -6,9 +6,9 @@ exactly one state; its `generated_tokens` never shrinks and never exceeds `max_t
 
 from enum import Enum
 
-from tailrace.policies.protocol.events import ChunkFinished, GroupSpec, IllegalEvent
+from tailrace.policies.protocol.events import ChunkFinished, GroupSpec, IllegalEvent, SamplesSubmitted
 from tailrace.policies.protocol.length_stats import BatchLengths
-from tailrace.policies.protocol.views import GroupView, LengthsView, SampleView
+from tailrace.policies.protocol.views import BatchView, GroupView, LengthsView, SampleView
 
 
 class State(Enum):
@@ -83,12 +83,12 @@ class Sample:
 
 
 class Group:
-    __slots__ = ("arrival", "batch_id", "chunks", "class_starts", "expected_tokens", "finished_lengths", "home",
+    __slots__ = ("arrival", "batch", "chunks", "class_starts", "expected_tokens", "finished_lengths", "home",
                  "lengths", "position", "running", "samples", "spec", "unended")  # fmt: skip
 
-    def __init__(self, spec: GroupSpec, batch_id: str, arrivals: int, position: int):
+    def __init__(self, spec: GroupSpec, batch: "Batch", arrivals: int, position: int):
         """`position`: index among its batch's groups. `arrivals`: number of groups of all earlier batches."""
-        self.spec, self.batch_id, self.position, self.arrival = spec, batch_id, position, arrivals + position
+        self.spec, self.batch, self.position, self.arrival = spec, batch, position, arrivals + position
         self.samples = [Sample(self, index) for index in range(spec.samples)]
         for begun in spec.begun:
             self.samples[begun.index].generated_tokens = begun.tokens
@@ -98,6 +98,10 @@ class Group:
         self.expected_tokens, self.class_starts = spec.max_tokens, (0, 0)
         self.lengths: LengthsView | None = None  # as of its last finished sample
         self.home: str | None = None
+
+    @property
+    def batch_id(self) -> str:
+        return self.batch.batch_id
 
     def view(self) -> GroupView:
         return GroupView(
@@ -113,13 +117,21 @@ class Group:
 
 
 class Batch:
-    __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "samples", "unemitted")
+    __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "priority", "running_tokens", "samples", "share",
+                 "unemitted")  # fmt: skip
 
-    def __init__(self, batch_id: str, groups: list[Group]):
-        self.samples = sum(group.spec.samples for group in groups)
-        self.batch_id, self.groups, self.unemitted = batch_id, groups, len(groups)
+    def __init__(self, event: SamplesSubmitted, arrivals: int):
+        """`arrivals`: number of groups of all earlier batches."""
+        self.batch_id, self.priority, self.share = event.batch_id, event.priority, event.share
+        self.groups = [Group(spec, self, arrivals, position) for position, spec in enumerate(event.groups)]
+        self.samples = sum(spec.samples for spec in event.groups)
+        self.unemitted = len(self.groups)
         self.lengths: BatchLengths | None = None  # `LengthTracker` alone writes it and `new_lengths`
         self.new_lengths = 0
+        self.running_tokens = 0  # of KV; `RunningChunks` alone writes it
+
+    def view(self) -> BatchView:
+        return BatchView(self.batch_id, self.priority, self.share, self.running_tokens)
 
 
 class Chunk:
@@ -128,14 +140,15 @@ class Chunk:
     The first of them to end counts as the chunk. The others are `beaten`, and their tokens do not count.
     """
 
-    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copies", "copy_of", "kv_version", "max_tokens", "method",
-                 "replica_id", "sample", "weights_version")  # fmt: skip
+    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copies", "copy_of", "kv_tokens", "kv_version", "max_tokens",
+                 "method", "replica_id", "sample", "weights_version")  # fmt: skip
 
     def __init__(
         self, chunk_id: str, sample: Sample, replica_id: str, max_tokens: int, weights_version: int, kv_version: int
     ):
         self.chunk_id, self.sample, self.replica_id = chunk_id, sample, replica_id
         self.max_tokens, self.weights_version, self.kv_version = max_tokens, weights_version, kv_version
+        self.kv_tokens = sample.need_tokens  # that it reserves
         self.aborting = self.beaten = False
         self.born = 0  # `RunningChunks.turns` at its start
         self.copies: list[Chunk] = []
@@ -160,13 +173,12 @@ class RequestBuffer:
             if f"{spec.group_id}#0" in self.samples:
                 raise IllegalEvent(f"group {spec.group_id!r} is running already")
 
-    def admit(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> list[Group]:
-        groups = [Group(spec, batch_id, self._arrivals, position) for position, spec in enumerate(specs)]
-        self._arrivals += len(groups)
-        self.batches[batch_id] = batch = Batch(batch_id, groups)
+    def admit(self, event: SamplesSubmitted) -> list[Group]:
+        self.batches[event.batch_id] = batch = Batch(event, self._arrivals)
+        self._arrivals += len(batch.groups)
         self.unended += batch.samples
-        self.samples.update((sample.sample_id, sample) for group in groups for sample in group.samples)
-        return groups
+        self.samples.update((sample.sample_id, sample) for group in batch.groups for sample in group.samples)
+        return batch.groups
 
     def batch(self, batch_id: str) -> Batch:
         if batch_id not in self.batches:

@@ -41,7 +41,7 @@ class RolloutCore:
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         self.policies = policies
         self.replicas = ReplicaTable(weights_version)
-        self._waiting = WaitQueue(policies.ordering)
+        self._waiting = WaitQueue(policies.ordering, policies.fairness)
         self._buffer = RequestBuffer()
         self._lengths = LengthTracker(policies, self._buffer)
         self._kv = KvTracker(policies.kv_on_update, self.replicas)
@@ -77,7 +77,7 @@ class RolloutCore:
         check_groups(event)
         self._buffer.check_new(event.batch_id, event.groups)
         self._waiting.check_new(event.groups)
-        groups = self._buffer.admit(event.batch_id, event.groups)
+        groups = self._buffer.admit(event)
         self._lengths.admit(groups)
         self._unassigned.add(groups)
         self._scaling.reopen()

@@ -37,6 +37,7 @@ class RunningChunks:
         versions = self._table.weights_version, self._kv.version(sample)
         chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, *versions)
         chunk.born = self.turns
+        sample.group.batch.running_tokens += chunk.kv_tokens
         sample.state, sample.streamed_tokens = RUNNING, 0
         sample.last_replica, sample.last_node, sample.asked_nodes = replica_id, self._table.node(replica_id), ()
         sample.chunks += 1
@@ -59,6 +60,7 @@ class RunningChunks:
             kv_version=chunk.kv_version,
         )
         made.copy_of, made.method, made.born = chunk, method, self.turns
+        made.sample.group.batch.running_tokens += made.kv_tokens
         chunk.copies.append(made)
         self.chunks[chunk_id] = self.copies[chunk_id] = made
         self.turns += 1
@@ -69,6 +71,7 @@ class RunningChunks:
         del self.chunks[chunk.chunk_id]
         self.copies.pop(chunk.chunk_id, None)
         self.turns += 1
+        chunk.sample.group.batch.running_tokens -= chunk.kv_tokens
         if chunk.replica_id in self._table:
             self._table.release(chunk.replica_id, chunk.chunk_id)
 

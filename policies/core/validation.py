@@ -19,6 +19,8 @@ def check_groups(event: SamplesSubmitted) -> None:
     """Check that a batch has groups, each of them once, and each with tokens to generate."""
     if not event.groups or len({spec.group_id for spec in event.groups}) < len(event.groups):
         raise IllegalEvent(f"batch {event.batch_id!r} is empty or repeats a group id")
+    if not 0 < event.share < float("inf"):
+        raise IllegalEvent(f"batch {event.batch_id!r} has share {event.share}; give a number above 0")
     for spec in event.groups:
         if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
             raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")

@@ -1,5 +1,5 @@
 """Waiting samples, in the order of the ordering policy. Unbound samples share one set of lanes; each replica with
-bound samples has another.
+bound samples has another. Where the fairness policy sets batches apart, each batch has its own set in these places.
 
 Keys of a lane are renewed when a sample of the group finishes. Grown keys of growing lanes are found when their sample
 is about to be taken (see the contract in `policies.families.ordering`). Called by `RolloutCore` alone.
@@ -8,7 +8,8 @@ is about to be taken (see the contract in `policies.families.ordering`). Called 
 from collections.abc import Iterable, Mapping
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS, FitQueue
-from tailrace.policies.core.request_buffer import Group, Sample
+from tailrace.policies.core.request_buffer import Batch, Group, Sample
+from tailrace.policies.families.fairness import Fairness
 from tailrace.policies.families.ordering import OracleLongestFirst, Ordering
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import GroupSpec, IllegalEvent
@@ -16,13 +17,13 @@ from tailrace.policies.protocol.views import GroupView, SampleView
 
 
 class WaitQueue:
-    """Queues by home (a replica id, or None); each has a FitQueue per lane over the same samples."""
+    """Queues by home (a replica id, or None) and batch; each has a FitQueue per lane over the same samples."""
 
-    def __init__(self, ordering: Ordering):
-        self._ordering, self._growing = ordering, ordering.growing_lanes
+    def __init__(self, ordering: Ordering, fairness: Fairness):
+        self._ordering, self._growing, self._fairness = ordering, ordering.growing_lanes, fairness
         self._is_oracle = isinstance(ordering, OracleLongestFirst)
         self._lengths: dict[str, int] = {}
-        self._queues: dict[str | None, list[FitQueue]] = {}
+        self._queues: dict[str | None, dict[Batch | None, list[FitQueue]]] = {}  # batch None: all of them
         self._samples: dict[str, Sample] = {}
         self._changed: dict[str, None] = {}  # homes whose room or queue has changed; an ordered set
         self._picks = 0
@@ -40,7 +41,10 @@ class WaitQueue:
                 raise IllegalEvent(f"{spec.group_id}: {name_of(self._ordering)} needs true lengths, has none")
 
     def forget(self, group: Group) -> None:
-        """Forget the true lengths of a group that has been handed out."""
+        """Forget the true lengths of a group that has been handed out, and the queues of a batch with its last one."""
+        if self._fairness.apart and group.batch.unemitted == 1:
+            for queues in self._queues.values():
+                queues.pop(group.batch, None)
         if self._lengths:
             for sample in group.samples:
                 self._lengths.pop(sample.sample_id, None)
@@ -54,20 +58,28 @@ class WaitQueue:
 
     def put(self, sample: Sample, view: SampleView) -> None:
         """Queue a waiting sample, or renew its need and keys. `view`: its present view."""
-        if sample.home not in self._queues:
-            self._queues[sample.home] = [FitQueue() for _ in range(self._ordering.lanes)]
+        queues = self._queues.setdefault(sample.home, {})
+        batch = self._batch(sample)
+        if batch not in queues:
+            queues[batch] = [FitQueue() for _ in range(self._ordering.lanes)]
         self._push(sample, view)
         self.look_at(sample.home)
 
+    def _batch(self, sample: Sample) -> Batch | None:
+        return sample.group.batch if self._fairness.apart else None
+
+    def _lanes(self, sample: Sample) -> list[FitQueue]:
+        return self._queues[sample.home][self._batch(sample)]
+
     def _push(self, sample: Sample, view: SampleView) -> None:
-        for queue, key in zip(self._queues[sample.home], self._keys(view, sample.group.view()), strict=True):
+        for queue, key in zip(self._lanes(sample), self._keys(view, sample.group.view()), strict=True):
             queue.push(sample.sample_id, sample.need_tokens, key)
         self._samples[sample.sample_id] = sample
 
     def drop(self, sample: Sample) -> None:
         """Take a sample out, if it waits here."""
         if self._samples.pop(sample.sample_id, None) is not None:
-            for queue in self._queues[sample.home]:
+            for queue in self._lanes(sample):
                 queue.remove(sample.sample_id)
 
     def renew(self, group: Group, mates: Iterable[Sample]) -> None:
@@ -75,14 +87,13 @@ class WaitQueue:
         view = group.view()
         for mate in mates:
             if mate.sample_id in self._samples:
-                for queue, key in zip(self._queues[mate.home], self._keys(mate.view(), view), strict=True):
+                for queue, key in zip(self._lanes(mate), self._keys(mate.view(), view), strict=True):
                     if key != queue.key(mate.sample_id):
                         queue.push(mate.sample_id, mate.need_tokens, key)
 
     def evict(self, home: str) -> list[Sample]:
         """Take out all samples bound to a replica that has left, in order of arrival."""
-        queues = self._queues.pop(home, None)
-        if queues is None:
+        if self._queues.pop(home, None) is None:
             return []
         gone = [sample for sample in self.samples() if sample.home == home]
         for sample in gone:
@@ -101,31 +112,44 @@ class WaitQueue:
 
     def take_first(self, home: str | None, room_tokens: int) -> Sample | None:
         """Take out the first sample bound to `home` that fits `room_tokens`. Returns it, or None if there is none."""
-        queues = self._queues.get(home)
-        if not queues or not room_tokens:
-            return None
-        sample = self._peek(queues, room_tokens)
-        if sample is not None:
-            self._picks += 1
-            self.drop(sample)
-        return sample
+        for queues in self._in_turn(home) if room_tokens else ():
+            sample = self._peek(queues, room_tokens)
+            if sample is not None:
+                self._picks += 1
+                self.drop(sample)
+                return sample
+        return None
+
+    def _in_turn(self, home: str | None) -> Iterable[list[FitQueue]]:
+        """The queues of a home, by the fairness policy; batches of equal keys in order of arrival."""
+        queues = self._queues.get(home, {})
+        if len(queues) < 2:
+            return queues.values()
+        return [queues[batch] for batch in sorted(queues, key=self._turn)]
+
+    def _turn(self, batch: Batch) -> tuple:
+        return (*self._fairness.key(batch.view()), batch.groups[0].arrival)
 
     def next_up(self, home: str | None, count: int) -> list[Sample]:
         """The first `count` samples bound to `home` in the order of the next decision, regardless of their need."""
-        queues, found = self._queues.get(home), []
-        while queues and (sample := self._peek(queues, MAX_NEED_TOKENS)) is not None:
-            found.append(sample)
-            if len(found) == count:
-                break
-            self.drop(sample)
+        found = []
+        for queues in self._in_turn(home):
+            while len(found) < count and (sample := self._peek(queues, MAX_NEED_TOKENS)) is not None:
+                found.append(sample)
+                if len(found) < count:
+                    self.drop(sample)
         for sample in found:
             if sample.sample_id not in self._samples:
                 self._push(sample, sample.view())
         return found
 
     def last_first(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Waiting samples in the reverse of the order that lane 0 gives them, queued here or not."""
-        return sorted(samples, key=lambda s: self._keys(s.view(), s.group.view())[0], reverse=True)
+        """Waiting samples in the reverse of the order of their batches and of lane 0, queued here or not."""
+        return sorted(samples, key=self._whole_key, reverse=True)
+
+    def _whole_key(self, sample: Sample) -> tuple:
+        key = self._keys(sample.view(), sample.group.view())[0]
+        return (self._turn(sample.group.batch), key) if self._fairness.apart else ((), key)
 
     def _peek(self, queues: list[FitQueue], room_tokens: int) -> Sample | None:
         lane = self._ordering.lane(self._picks)

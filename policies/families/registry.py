@@ -24,6 +24,7 @@ from tailrace.policies.families.allowed_code import ENTRY_POINTS, check_allowed
 from tailrace.policies.families.chunking import Chunking, ChunkingPolicy, FixedChunks
 from tailrace.policies.families.draft_models import AsConfigured, DraftModels, DraftModelsPolicy
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
+from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairShares
 from tailrace.policies.families.goodput import Goodput
 from tailrace.policies.families.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
 from tailrace.policies.families.lengths import Lengths, LengthsPolicy, MaxFinished
@@ -45,6 +46,7 @@ FAMILIES = {
     "draft_models": (DraftModelsPolicy, DraftModels),
     "tail": (TailPolicy, Tail),
     "racing": (RacingPolicy, Racing),
+    "fairness": (FairnessPolicy, Fairness),
 }
 
 
@@ -169,3 +171,4 @@ class Policies(BaseModel):
     draft_models: _member("draft_models") = AsConfigured()
     tail: _member("tail") = Hold()
     racing: _member("racing") = NoRaces()
+    fairness: _member("fairness") = FairShares()

@@ -45,11 +45,13 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplesSubmitted:
-    """A batch of groups is submitted."""
+    """A batch of groups is submitted. `priority` and `share` (above 0) are for the `fairness` policy."""
 
     now: float
     batch_id: str
     groups: tuple[GroupSpec, ...]
+    priority: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

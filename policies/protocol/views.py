@@ -39,6 +39,13 @@ class GroupView(NamedTuple):
     expected_tokens: int  # of a whole answer, by the `lengths` policy, as of its last finished sample
 
 
+class BatchView(NamedTuple):
+    batch_id: str
+    priority: int  # higher goes first
+    share: float  # of the cluster, relative to other batches; above 0
+    running_tokens: int  # of KV that its running chunks reserve, copies among them
+
+
 class LengthsView(NamedTuple):
     """Known lengths of a group's answers, in tokens."""
 

@@ -117,7 +117,7 @@ def cluster_file(checkout: Path, network: Network) -> Path:
     values["setup_commands"] = [
         line.replace("cd ~/tailrace && make setup", ENVIRONMENT) for line in values["setup_commands"]
     ]
-    for key, cpus in (("head_start_ray_commands", 0), ("worker_start_ray_commands", 1)):
+    for key, cpus in (("head_start_ray_commands", 0), ("worker_start_ray_commands", 2)):
         sizes = f"ray start --num-cpus={cpus} --object-store-memory=200000000"
         values[key] = [line.replace("ray start", sizes) for line in values[key]]
     file = checkout / "cluster.hosts.yaml"
@@ -126,8 +126,11 @@ def cluster_file(checkout: Path, network: Network) -> Path:
 
 
 def write_service(head: Host, model: Path) -> None:
+    """serve.yaml in small: an engine on each worker, and the coordinator on one of them."""
     values = yaml.safe_load((ROOT / "serve.yaml").read_text())
     arguments = values["applications"][0]["args"]
     arguments["engine"] |= SERVICE["engine"] | {"model": str(model)}
     arguments["pool"] |= SERVICE["pool"]
+    coordinator, engine = values["applications"][0]["deployments"]
+    coordinator["ray_actor_options"], engine["ray_actor_options"] = {"num_cpus": 0.1}, {"num_cpus": 1.5}
     head.path("tailrace/hosts.yaml").write_text(yaml.safe_dump(values))

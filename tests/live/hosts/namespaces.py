@@ -142,6 +142,14 @@ class Host:
         except (RuntimeError, subprocess.TimeoutExpired):
             return False
 
+    def process(self, title: str) -> str:
+        """Ids of the host's processes whose command line contains `title`; empty if there is none."""
+        return self.ssh(f"pgrep -f '[{title[0]}]{title[1:]}' || true").strip()
+
+    def received_bytes(self) -> int:
+        """Bytes from other hosts since it started."""
+        return int(Path(f"/sys/class/net/{self._link}/statistics/tx_bytes").read_text())
+
     def path(self, name: str) -> Path:
         """A file of the host's home, as this machine sees it."""
         return self._folder / "home" / name

@@ -57,9 +57,11 @@ def plain(cluster) -> dict[str, list[list[int]]]:
 
 
 def test_kv_crosses_hosts(cluster, plain):
-    status = json.loads(cluster.on_head(".venv/bin/python -m tailrace pool status --json"))
-    print(json.dumps(status, indent=1)[:3000])
-    print(cluster.head.ssh("ip -s link show eth0"), cluster.workers[0].ssh("ip -s link show eth0"))
+    pool = json.loads(cluster.on_head(".venv/bin/python -m tailrace pool status --json"))
+    assert {node["host"] for node in pool["status"]["store_nodes"]} == {host.address for host in cluster.workers}
+    assert pool["counts"]["pool_tokens"] > 0
+    received = [host.received_bytes() for host in cluster.workers]
+    assert min(received) > 500 * pool["token_bytes"], f"too little for KV: {received}"
 
 
 def test_a_short_partition_costs_no_token(cluster, plain):
@@ -85,13 +87,17 @@ def test_a_host_that_is_cut_off_is_replaced_and_comes_back(cluster, plain):
     cluster.await_application()
 
 
-def test_a_host_that_dies_costs_no_token(cluster, plain):
+def test_the_coordinators_host_dies_and_costs_no_token(cluster, plain):
+    """An engine dies with it; the other one stays."""
     run = cluster.rollout("dead-host")
     await_some_groups(cluster, "dead-host")
-    cluster.workers[1].kill()
+    dead, left = sorted(cluster.workers, key=lambda host: host.process("ServeReplica:tailrace:Coordinator") == "")
+    engine = left.process("ServeReplica:tailrace:Engine")
+    dead.kill()
     ended(run)
     assert tokens_of(groups_of(cluster, "dead-host")) == plain
-    cluster.workers[1].start()
+    assert left.process("ServeReplica:tailrace:Engine") == engine
+    dead.start()
     cluster.await_nodes(3)
     cluster.await_application()
 

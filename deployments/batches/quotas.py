@@ -1,0 +1,76 @@
+"""Bounds on the batches in flight, and the refusal of a batch beyond them. `quotas` in the Coordinator's `user_config`.
+
+Invariant: a batch is taken or refused at once, and never waits in secret. Called by `Deliveries`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
+
+
+class BatchLoad(NamedTuple):
+    """Of a batch in flight. `result_bytes`: of its finished groups that its driver has not taken."""
+
+    samples: int
+    tokens: int
+    result_bytes: int = 0
+
+    @classmethod
+    def of(cls, groups: tuple[PromptGroup, ...], result_bytes: int = 0) -> "BatchLoad":
+        """`tokens`: the sum of max_tokens over all samples."""
+        samples = sum(group.samples for group in groups)
+        return cls(samples, sum(group.samples * group.max_tokens for group in groups), result_bytes)
+
+
+class Quotas(BaseModel):
+    """Over all batches in flight, of all drivers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    max_samples: int | None = Field(None, ge=1, description="samples of all batches in flight; null: no limit")
+    max_tokens: int | None = Field(None, ge=1, description="their max_tokens, over all samples; null: no limit")
+    max_result_bytes: int | None = Field(
+        8 << 30,
+        ge=1,
+        description="finished groups not taken by their drivers, at which no new batch begins; null: no limit",
+    )
+
+    def refusal(self, message: RolloutBatch, others: Mapping[str, BatchLoad]) -> Rejected | None:
+        """Why a batch cannot run now, or None if it can. `others`: in flight, by batch id in order of arrival."""
+        name, load = message.batch_id, BatchLoad.of(message.groups)
+        reason = (
+            _excess("samples", name, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples)
+            or _excess("tokens", name, load.tokens, {id_: one.tokens for id_, one in others.items()}, self.max_tokens)
+            or self._unread(name, {id_: one.result_bytes for id_, one in others.items()})
+        )
+        return Rejected(reason=reason, by=RejectedBy.QUOTA) if reason else None
+
+    def _unread(self, name: str, others: Mapping[str, int]) -> str | None:
+        total = sum(others.values())
+        if self.max_result_bytes is None or total < self.max_result_bytes:
+            return None
+        slowest = max(others, key=others.get)
+        return (
+            f"batch {name!r}: {total} bytes of finished groups wait for their drivers, quotas.max_result_bytes is "
+            f"{self.max_result_bytes}; try again when the driver of batch {slowest!r} has read its groups"
+        )
+
+
+def _excess(kind: str, name: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
+    """One line with the figures and the mend, or None if the batch is within the bound."""
+    if bound is None or wanted + sum(others.values()) <= bound:
+        return None
+    if wanted > bound:
+        return f"batch {name!r} has {wanted} {kind}, quotas.max_{kind} is {bound}; give smaller batches, or raise it"
+    excess, ends = wanted + sum(others.values()) - bound, []
+    for other, here in others.items():
+        if excess > 0 and here:
+            excess -= here
+            ends.append(repr(other))
+    batches = f"batch {ends[0]} has" if len(ends) == 1 else f"batches {', '.join(ends)} have"
+    return (
+        f"batch {name!r} has {wanted} {kind}, those in flight have {sum(others.values())}, quotas.max_{kind} is "
+        f"{bound}; try again when {batches} ended"
+    )
