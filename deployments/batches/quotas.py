@@ -31,10 +31,8 @@ class Quotas(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     max_samples: int | None = Field(None, ge=1, description="samples of all batches in flight; null: no limit")
     max_tokens: int | None = Field(None, ge=1, description="their max_tokens, over all samples; null: no limit")
-    max_result_bytes: int | None = Field(
-        8 << 30,
-        ge=1,
-        description="finished groups not taken by their drivers, at which no new batch begins; null: no limit",
+    max_result_bytes: int = Field(
+        8 << 30, ge=1, description="finished groups not taken by their drivers, at which no new batch begins"
     )
 
     def refusal(self, message: RolloutBatch, others: Mapping[str, BatchLoad]) -> Rejected | None:
@@ -49,7 +47,7 @@ class Quotas(BaseModel):
 
     def _unread(self, name: str, others: Mapping[str, int]) -> str | None:
         total = sum(others.values())
-        if self.max_result_bytes is None or total < self.max_result_bytes:
+        if total < self.max_result_bytes:
             return None
         slowest = max(others, key=others.get)
         return (
