@@ -51,13 +51,13 @@ def message(seed: int = 0, first_token: int = 1, prompts: int = 1) -> RolloutBat
 class Coordinator:
     """The parts of a coordinator that keep tokens. `folder`: of the log, which outlives it."""
 
-    def __init__(self, folder, version: int = 0, in_thread=asyncio.to_thread, digest: str = ""):
+    def __init__(self, folder, version: int = 0, in_thread=asyncio.to_thread, digest: str = "", heard: bool = True):
         self.log = TokenLog(folder, "app", in_thread)
         self.weights = Weights(SimpleNamespace(), before=at_once)
-        known = self.weights.may_have_been
-        self.batches = LiveBatches(Words(), None, Telemetry("test"), self.log, known, "n", lambda: 0.0)
+        self.batches = LiveBatches(Words(), None, Telemetry("test"), self.log, self.weights, "n", lambda: 0.0)
         self.core = RolloutCore(Policies(), version)
-        self.hold(version, digest)
+        if heard:
+            self.hold(version, digest)
 
     def hold(self, version: int, digest: str = "") -> None:
         """Its only replica holds these weights."""
@@ -210,6 +210,25 @@ def test_a_finished_group_that_no_driver_has_read_survives(tmp_path):
         assert [action.end for action in ended] == ends and isinstance(emitted, EmitGroup)
         await one.delivery.next(0, 1)
         assert one.delivery.unread() == []
+
+    asyncio.run(story())
+
+
+def test_a_coordinator_that_has_heard_no_replica_yet_waits_for_its_weights(tmp_path):
+    async def story():
+        one = Coordinator(tmp_path, version=1)
+        await one.submit(message())
+        one.make(4, 4, 4)
+        await one.log.write(unlogged(one.batches.groups(), 2), 2)
+        two = Coordinator(tmp_path, heard=False)
+        submitted = asyncio.ensure_future(two.submit(message()))
+        await asyncio.sleep(0.2)
+        assert not submitted.done()
+        two.weights.observe([])
+        two.hold(2)
+        again = await submitted
+        assert contents(samples_of(again)) == contents(samples_of(one.batch))
+        assert not two.log.problems
 
     asyncio.run(story())
 

@@ -6,7 +6,7 @@ of each group's end. Called by `Rollouts` alone.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.ledger import GroupRecord, escaped
@@ -24,11 +24,16 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.context.service import ContextService
 
 
-class LiveBatches:
-    """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds.
+class KnownWeights(Protocol):
+    """Knowledge of the replicas' weights, see `Weights`."""
 
-    `may_have_been`: whether a version with a digest may be of the service's present or earlier weights.
-    """
+    async def heard(self) -> None: ...
+
+    def may_have_been(self, version: int, digest: str) -> bool: ...
+
+
+class LiveBatches:
+    """`nonce`: no other coordinator of this application has or has had it. `now`: the coordinator's clock, seconds."""
 
     def __init__(
         self,
@@ -36,11 +41,11 @@ class LiveBatches:
         context: "ContextService | None",
         telemetry: Telemetry,
         token_log: TokenLog,
-        may_have_been: Callable[[int, str], bool],
+        weights: KnownWeights,
         nonce: str,
         now: Callable[[], float],
     ):
-        self._token_log, self._may_have_been = token_log, may_have_been
+        self._token_log, self._weights = token_log, weights
         self._prompts, self._context, self._telemetry = prompts, context, telemetry
         self._nonce, self._now, self._submissions = nonce, now, 0
         self._batches: dict[str, LiveBatch] = {}  # by their ids in the core
@@ -71,11 +76,12 @@ class LiveBatches:
             submitted_s=self._now(),
         )
         if found := await self._token_log.read(message, delivery.groups):
+            await self._weights.heard()  # a new coordinator may not know them yet
             self._resume(batch, found)
         return batch
 
     def _resume(self, batch: LiveBatch, found: list[tuple[str, LoggedTokens]]) -> None:
-        if refused := batch.resume(found, self._may_have_been):
+        if refused := batch.resume(found, self._weights.may_have_been):
             self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
 
     def groups(self) -> list[GroupRecord]:

@@ -86,7 +86,7 @@ class Rollouts:
             context=context,
             telemetry=telemetry,
             token_log=token_log,
-            may_have_been=self._weights.may_have_been,
+            weights=self._weights,
             nonce=nonce,
             now=self.now,
         )

@@ -7,6 +7,7 @@ the core routes to it. Used by `Rollouts`.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,10 @@ PAUSE_S = (0.5, 30.0)
 """Shortest and longest pause before a replica whose load has failed is asked again."""
 
 
+HEARD_S = 120.0
+"""Longest wait for a first report of a replica: an engine may be cut off, and another one takes minutes to load."""
+
+
 class Weights:
     """Version 0 names the weights that the engines were started with. `digests`: by version, as far as known."""
 
@@ -41,6 +46,7 @@ class Weights:
         self.problem: str | None = None  # why the last load of a replica failed
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._engines, self._before = engines, before
+        self._heard = asyncio.Event()
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
@@ -121,6 +127,8 @@ class Weights:
                 self._confirm()
         self._held = {report.replica_id: (report.weights_version, report.weights_digest) for report in reports}
         self._changed.set()
+        if reports:
+            self._heard.set()
         for known in set(self._pauses) - self._held.keys():
             del self._pauses[known]
 
@@ -137,6 +145,12 @@ class Weights:
         if other or not self.is_confirmed:
             return replace(report, weights_version=OTHER_WEIGHTS)
         return report
+
+    async def heard(self) -> None:
+        """Returns once a replica has reported its weights, or after HEARD_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S):
+                await self._heard.wait()
 
     def may_have_been(self, version: int, digest: str) -> bool:
         """Whether these can be the present weights, or earlier ones, as far as is known here."""
