@@ -74,6 +74,7 @@ class Ledger:
 
     contents: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
     offered: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
+    unread: set[int] = field(default_factory=set)  # versions that were accepted while no replica could read them
     samples: int = 0
     tokens: int = 0
     failed: int = 0
@@ -162,6 +163,8 @@ class SimulatedDriver:
             if loaded.version != version:
                 raise Wrong(f"update to {version} answered with {loaded.version}")
             self._ledger.version = version
+            if not loaded.digest:
+                self._ledger.unread.add(version)
             return
 
     async def _status(self, client: RolloutClient):

@@ -120,6 +120,8 @@ async def _overwrite(site: FaultSite, fault: Fault) -> None:
     old = folders.get(folder, TORN)
     if old != TORN and not old.startswith(OVERWRITTEN):  # another trainer has done the same
         folders[folder] = TORN if fault.number % 3 == 0 else f"{OVERWRITTEN}{fault.number}"
+        if site.ledger.version in site.ledger.unread and folders[folder] != TORN:
+            site.ledger.offered[site.ledger.version].add(folders[folder])  # the service cannot know any better
         await asyncio.sleep(fault.seconds)
         folders[folder] = old
 
