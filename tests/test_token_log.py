@@ -192,7 +192,7 @@ def test_an_old_chunk_that_comes_late_is_appended(tmp_path):
     asyncio.run(story())
 
 
-def test_a_finished_group_that_no_driver_has_read_survives(tmp_path):
+def test_a_finished_group_that_no_driver_has_acknowledged_survives(tmp_path):
     async def story():
         one = Coordinator(tmp_path)
         batch = await one.submit(message())
@@ -208,7 +208,10 @@ def test_a_finished_group_that_no_driver_has_read_survives(tmp_path):
         ends = [SampleEnd.LENGTH, SampleEnd.LENGTH, SampleEnd.STOP]
         *ended, emitted = two.turn()
         assert [action.end for action in ended] == ends and isinstance(emitted, EmitGroup)
-        await one.delivery.next(0, 1)
+        item, record = await one.delivery.next(0, 1)
+        one.delivery.give(item, record)
+        assert one.delivery.unread() == [group]
+        one.delivery.acknowledge(1)
         assert one.delivery.unread() == []
 
     asyncio.run(story())

@@ -28,7 +28,7 @@ class Delivery:
         self._groups = {group.prompt_id: group for group in message.groups}
         self._ready: deque[tuple[GroupResult | Rejected, GroupRecord | None]] = deque()
         self._held_bytes = 0  # of the groups in `_ready`
-        self._sent: deque[int] = deque()  # bytes of each group that the reader has and has not acknowledged
+        self._sent: deque[tuple[int, GroupRecord | None]] = deque()  # bytes and record; not acknowledged by the reader
         self._sent_bytes = self._taken = 0  # their sum; groups acknowledged, with those the driver had before
         self._reader = 0
         self._changed = asyncio.Event()  # of the present reader
@@ -74,8 +74,8 @@ class Delivery:
         return self._groups.values()
 
     def unread(self) -> list[GroupRecord]:
-        """Groups that are done, and not given to a driver."""
-        return [record for _, record in self._ready if record is not None]
+        """Groups that are done, and not acknowledged by a driver."""
+        return [record for _, record in (*self._sent, *self._ready) if record is not None]
 
     def put(self, item: GroupResult | Rejected, record: GroupRecord | None = None) -> None:
         """A group is done, or the batch has failed. `record`: of the group."""
@@ -83,15 +83,15 @@ class Delivery:
         self._held_bytes += result_bytes(item) if isinstance(item, GroupResult) else 0
         self._changed.set()
 
-    def give(self, group: GroupResult) -> None:
+    def give(self, group: GroupResult, record: GroupRecord | None) -> None:
         """A group goes to the driver."""
-        self._sent.append(result_bytes(group))
-        self._sent_bytes += self._sent[-1]
+        self._sent.append((result_bytes(group), record))
+        self._sent_bytes += result_bytes(group)
 
     def acknowledge(self, taken: int) -> None:
         """The driver has taken `taken` groups, over all its streams. A late call changes nothing."""
         while self._sent and self._taken < taken:
-            self._sent_bytes -= self._sent.popleft()
+            self._sent_bytes -= self._sent.popleft()[0]
             self._taken += 1
         self._changed.set()
 
@@ -101,18 +101,22 @@ class Delivery:
         self._reader += 1
         self._changed.set()
 
-    async def next(self, reader: int, window_bytes: int) -> GroupResult | Rejected:
-        """The next item, once fewer than `window_bytes` are unacknowledged; `Rejected` once there is another reader."""
+    async def next(self, reader: int, window_bytes: int) -> tuple[GroupResult | Rejected, GroupRecord | None]:
+        """The next item with its record, once fewer than `window_bytes` are unacknowledged.
+
+        `Rejected` once there is another reader.
+        """
         while reader == self._reader:
             if self._ready and self._sent_bytes < window_bytes:
-                item, _ = self._ready.popleft()
+                item, record = self._ready.popleft()
                 if isinstance(item, GroupResult):
                     self._held_bytes -= result_bytes(item)
                     self.coming.discard(item.prompt_id)
-                return item
+                return item, record
             self._changed.clear()
             await self._changed.wait()
-        return Rejected(reason="the driver was silent for too long, or another one reads on", by=RejectedBy.READER)
+        reason = "the driver was silent for too long, or another one reads on"
+        return Rejected(reason=reason, by=RejectedBy.READER), None
 
 
 class Deliveries:
@@ -138,7 +142,7 @@ class Deliveries:
         return len(self._open)
 
     def unread(self) -> list[GroupRecord]:
-        """Groups of all batches that are done, and not given to a driver."""
+        """Groups of all batches that are done, and not acknowledged by a driver."""
         return [record for delivery in self._open.values() for record in delivery.unread()]
 
     async def read(
@@ -180,13 +184,13 @@ class Deliveries:
             task.add_done_callback(self._submissions.discard)
             await asyncio.shield(task)  # it may wait, and another reader may need its groups by then
         while wanted:
-            item = await delivery.next(reader, self.window_bytes)
+            item, record = await delivery.next(reader, self.window_bytes)
             if isinstance(item, Rejected):
                 yield item
                 return
             if item.prompt_id in wanted:
                 wanted.discard(item.prompt_id)
-                delivery.give(item)
+                delivery.give(item, record)
                 yield item
 
     async def _submit_for(self, delivery: Delivery, message: RolloutBatch) -> None:
