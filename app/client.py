@@ -63,6 +63,7 @@ class RolloutClient:
 
             handle = serve.get_app_handle(app_name)
         self._handle, self._resume_s, self._heartbeat = handle, resume_s, heartbeat
+        self._journaling: Heartbeat | None = None
         self._stream = self._handle.options(stream=True)
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
@@ -219,9 +220,15 @@ class RolloutClient:
     async def journal(self, on: bool) -> str | None:
         """Turn the journal of the core's events and actions on or off, as soon as no batch is in flight.
 
-        Returns the journal so far under the current policies, as JSON lines, or None if there is none.
+        Returns the journal so far under the current policies, as JSON lines, or None if there is none. It ends a
+        minute after this process.
         """
-        return await self._ask("journal", on)
+        if self._journaling is not None:
+            self._journaling.stop()
+        answer = await self._ask("journal", on)
+        if on:
+            self._journaling = self._heartbeat(lambda: self._handle.renew_journal.remote(self._role))
+        return answer
 
     journal_blocking = blocking(journal)
 

@@ -20,6 +20,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 # About 1 KiB per span as a dict: 200 MiB or less, and a step of 16,384 samples in 10 chunks each fits.
 SHELF_SPANS = 200_000
 
+MAX_TRACES = 1_000
+"""Traces on the shelf. One without spans, or with late ones after it was taken, would stay for ever."""
+
 _W3C = TraceContextTextMapPropagator()
 
 
@@ -81,6 +84,8 @@ class Shelf(SpanProcessor):
     def keep(self, trace_id: str) -> None:
         with self._lock:
             self._traces.setdefault(trace_id, [])
+            while len(self._traces) > MAX_TRACES:
+                self._drop_oldest(other_than=trace_id)
 
     def keeps(self, trace_id: str) -> bool:
         return trace_id in self._traces

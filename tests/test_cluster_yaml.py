@@ -60,3 +60,13 @@ def test_the_launcher_refuses_an_unknown_key(config):
 
     with pytest.raises(ValidationError, match="no_such_key"):
         validate_config(prepare_config(config | {"no_such_key": 1}))
+
+
+def test_every_package_installed_by_name_has_an_exact_version(config):
+    lines = [
+        line
+        for key in ("setup_commands", "head_setup_commands", "worker_setup_commands")
+        for line in config.get(key, [])
+    ]
+    named = [word for line in lines if "pip install" in line and "-r " not in line for word in line.split("-q ")[-1:]]
+    assert all("==" in word for word in named), named

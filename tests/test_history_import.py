@@ -27,6 +27,9 @@ class Letters:
     def decode(self, token_ids: list[int]) -> str:
         return "".join(chr(token) for token in token_ids if chr(token) != "|")
 
+    def foreign(self, token_ids: list[int]) -> int | None:
+        return next((token for token in token_ids if token >= 1000), None)
+
 
 VERL = [
     {"input": "user\nhi\n", "output": "one", "gts": "1", "score": 1.0, "step": 3, "acc": True},

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.deployments.coordinator import journal as module
+from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.journal import Decision, Journal, JournaledCore, read_journal, replay
+from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EndSample, ReleaseKv, StartChunk
@@ -170,3 +172,43 @@ def test_begun_samples_are_read_back():
     core.decide(ev.Tick(0.0))
     journal = read_journal(core.journal().splitlines())
     assert journal.entries[0].groups == (spec,) and replay(journal) is None
+
+
+def holder_of(version: int) -> CoreHolder:
+    """With a core under these weights, which the next ones keep."""
+    holder = CoreHolder(Policies())
+    holder.present.observe(ev.WeightsChanged(0.0, version))
+    return holder
+
+
+def test_a_journal_of_a_driver_that_dies_ends_and_frees_its_memory():
+    holder = holder_of(3)
+    assert holder.journal(True, now=0.0) is None
+    holder.exchange(())
+    holder.renew_journal(40.0)
+    holder.expire_journal(40.0 + LEASE_S)
+    told(holder.present)
+    assert len(read_journal(holder.present.journal().splitlines()).entries) > 3, "its driver lives"
+    holder.expire_journal(40.1 + LEASE_S)
+    holder.present.observe(ev.WeightsChanged(9.0, 7))  # other batches are in flight
+    kept = read_journal(holder.present.journal().splitlines())
+    assert kept.entries == () and kept.dropped > 4
+    assert not holder.due, "batches of other drivers would wait until it is exchanged"
+    holder.renew_journal(50.0 + LEASE_S)  # too late
+    holder.set_limits(None)
+    holder.exchange(())
+    assert not isinstance(holder.present, JournaledCore)
+
+
+def test_a_journal_that_was_taken_keeps_nothing_while_its_core_lives_on():
+    holder = holder_of(3)
+    holder.journal(True, now=0.0)
+    holder.exchange(())
+    told(holder.present)
+    written = read_journal(holder.journal(False, now=1.0).splitlines())
+    assert written.entries and replay(written) is None
+    holder.present.observe(ev.KvLost(9.0, None))
+    assert read_journal(holder.present.journal().splitlines()).entries == ()
+    holder.journal(True, now=2.0)
+    holder.exchange(())
+    assert len(read_journal(told(holder.present).journal().splitlines()).entries) > 3

@@ -16,8 +16,8 @@ RIGHTS = {
     Role.OBSERVER: {"status", "replica_changes"},
     Role.EVALUATOR: {"rollout", "renew", "take_spans"},
     Role.TRAINER: {
-        "reserve", "cancel", "update_weights", "set_policies", "journal", "record_rewards", "forget_history",
-        "inspect_group", "pool_detail", "drain_pool", "reset_caches",
+        "reserve", "cancel", "update_weights", "set_policies", "journal", "renew_journal", "record_rewards",
+        "forget_history", "inspect_group", "pool_detail", "drain_pool", "reset_caches",
     },
 }  # fmt: skip
 SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_health"}
@@ -189,3 +189,32 @@ def test_policies_travel_as_data_and_a_refusal_is_one_line():
     handle.answers["set_policies"] = Rejected(reason="ordering 'x:Y': code of package 'x' is not allowed")
     with pytest.raises(PoliciesRejected, match=r"^ordering 'x:Y': code of package 'x' is not allowed$"):
         RolloutClient(handle=handle).set_policies_blocking(policies)
+
+
+class Beats:
+    """A heartbeat that beats when it is told to."""
+
+    def __init__(self, beat):
+        self.beat, self.stopped = beat, False
+        BEATS.append(self)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+BEATS: list[Beats] = []
+
+
+def test_a_client_that_wants_a_journal_gives_signs_of_life_until_it_takes_it(monkeypatch):
+    monkeypatch.setattr("tailrace.app.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
+    BEATS.clear()
+    handle = Handle({})
+    client = RolloutClient(handle=handle, heartbeat=Beats)
+    client.journal_blocking(True)
+    (beat,) = BEATS
+    asyncio.run(beat.beat())
+    assert handle.calls == [("journal", Role.TRAINER, True), ("renew_journal", Role.TRAINER)] and not beat.stopped
+    client.journal_blocking(True)
+    assert [one.stopped for one in BEATS] == [True, False]
+    client.journal_blocking(False)
+    assert [one.stopped for one in BEATS] == [True, True]

@@ -36,7 +36,7 @@ def read_texts(paths: list[Path], encode: Callable[[str], list[int]], tokens: in
     """
     by_prompt: dict[tuple[int, ...], list[Text]] = {}
     for path in paths:
-        for answers in read_dump(path, lambda _read: None):
+        for _, answers in read_dump(path, lambda _read: None):
             for answer in answers:
                 prompt, said = (_ids(path, text, encode, tokens) for text in (answer.prompt, answer.answer))
                 if said and 0 < len(prompt) < longest:

@@ -108,8 +108,8 @@ def told(reward: float | None) -> float | None:
     return None if reward is None or not math.isfinite(reward) else reward
 
 
-def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[list[Dumped]]:
-    """The answers of each line. `seen` gets the number of bytes read so far."""
+def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[tuple[int, list[Dumped]]]:
+    """The number, from 1, and the answers of each line. `seen` gets the number of bytes read so far."""
     number = 0
     try:
         with open(path, "rb") as raw:
@@ -117,7 +117,7 @@ def read_dump(path: Path, seen: Callable[[int], None]) -> Iterator[list[Dumped]]
             for line in lines:
                 number += 1
                 if line.strip():
-                    yield _parse(line)
+                    yield number, _parse(line)
                 seen(raw.tell())
     except (ValueError, ValidationError) as error:
         problem = first_error(error) if isinstance(error, ValidationError) else str(error)

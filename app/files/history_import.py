@@ -27,6 +27,8 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int]) -> str: ...
 
+    def foreign(self, token_ids: list[int]) -> int | None: ...
+
 
 class HistoryImport:
     """`epoch`, `weights_version`: of answers whose file does not say; the epoch, if given, holds for all."""
@@ -44,7 +46,9 @@ class HistoryImport:
         """Import a whole file. Raises BadInput at the first bad line; the lines before it have been kept."""
         self._counts["files"] += 1
         try:
-            for answers in read_dump(path, seen):
+            for number, answers in read_dump(path, seen):
+                for dumped in answers:
+                    self._check(dumped, f"{path} line {number}")
                 for dumped in answers:
                     self._take(dumped, path.name)
                 if sum(map(len, self._waiting.values())) >= AT_A_TIME:
@@ -56,6 +60,13 @@ class HistoryImport:
         """Counts of the files; `skipped` answers were empty, or known already."""
         counts = {name: self._counts[name] for name in ("files", "answers", "tokens", "skipped")}
         return counts | {"prompts": len(self._prompts), "epochs": len(self._epochs)}
+
+    def _check(self, dumped: Dumped, place: str) -> None:
+        """Raises BadInput if a token of the prompt or the answer is not of this model."""
+        for name, tokens in (("prompt", dumped.prompt), ("answer", dumped.answer)):
+            if not isinstance(tokens, str) and (wrong := self._tokenizer.foreign(tokens)) is not None:
+                reason = f"{name}: token {wrong} is not in the model's vocabulary; give --tokenizer of the model"
+                raise BadInput(f"{place}: {reason} that made it")
 
     def _take(self, dumped: Dumped, file_name: str) -> None:
         tokens = self._tokenizer.encode(dumped.answer) if isinstance(dumped.answer, str) else dumped.answer

@@ -4,6 +4,7 @@ A prompt may come as token ids, text or chat messages; a sample's text leaves sp
 the model cannot take is a `Rejected` value, never an exception. Called by the coordinator and the command line.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
@@ -56,14 +57,17 @@ class Prompts:
             )
         forced = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
         for field, tokens in (("token_ids", token_ids), *forced):
-            wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
-            if wrong is not None:
+            if (wrong := self.foreign(tokens)) is not None:
                 return Rejected(reason=f"prompt {group.prompt_id!r}: {field}: {wrong} is not in the vocabulary")
         key = prompt_key(self.decode(list(token_ids)))
         return Prepared(group, token_ids, min(group.max_tokens, left), key)
 
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def foreign(self, token_ids: Iterable[int]) -> int | None:
+        """The first token that is not in the vocabulary, or None."""
+        return next((token for token in token_ids if not 0 <= token < self._vocabulary), None)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added."""

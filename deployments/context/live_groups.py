@@ -7,6 +7,7 @@ object whose clock is an argument, `now_s`. Called by ContextShard.
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,10 @@ from tailrace.deployments.messages.context import GroupRef, Piece
 
 COORDINATOR = ""
 """The writer of answers that are whole."""
+
+MAX_WRITERS = 4096
+"""Engines whose numbers are kept: eight times the largest cluster. One that is forgotten, and comes back, reads its own
+tokens once more."""
 
 
 class Packet(NamedTuple):
@@ -54,7 +59,8 @@ class LiveGroups:
     def __init__(self, ttl_s: float, most_bytes: float, first_era: int):
         self._ttl_s, self._most_bytes, self._era = ttl_s, most_bytes, first_era
         self._logs: OrderedDict[GroupRef, tuple[GroupLog, float]] = OrderedDict()  # with when each was last touched
-        self._writers = {COORDINATOR: 0}
+        self._writers: OrderedDict[str, int] = OrderedDict()  # longest silent first
+        self._numbers = count()
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -62,7 +68,7 @@ class LiveGroups:
 
     def append(self, writer: str, packet: Packet, now_s: float) -> None:
         """Every piece of a packet; see GroupLog.append."""
-        number = self._writers.setdefault(writer, len(self._writers))
+        number = self._number(writer)
         logs = [self._touch(group, now_s) for group in packet.groups]
         self.nbytes -= sum(log.nbytes for log in logs)
         tokens, at = memoryview(packet.tokens), 0
@@ -75,7 +81,7 @@ class LiveGroups:
     def fetch(self, reader: str, wants: list[Want], now_s: float) -> tuple[Packet, list[Cursor]]:
         """New entries of each group since its cursor, and the cursors after them. `reader` gets nothing that it wrote
         itself as `writer`, but for a first look."""
-        number = self._writers.setdefault(reader, len(self._writers))
+        number = self._number(reader)
         looks = [self._touch(want.group, now_s).since(want.cursor) for want in wants]
         counts = [len(entries) for entries, _, _ in looks]
         places = np.repeat(np.arange(len(wants), dtype=np.int32), counts)
@@ -112,6 +118,15 @@ class LiveGroups:
             if name in (group.group_id, group.prompt_key) or group.group_id.endswith(f"/{name}"):
                 return group, self._logs[group][0]
         return None
+
+    def _number(self, name: str) -> int:
+        """The number of a writer or reader, which no other has or has had."""
+        if name not in self._writers:
+            self._writers[name] = next(self._numbers)
+            if len(self._writers) > MAX_WRITERS:
+                self._writers.popitem(last=False)
+        self._writers.move_to_end(name)
+        return self._writers[name]
 
     def _touch(self, group: GroupRef, now_s: float) -> GroupLog:
         if group not in self._logs:

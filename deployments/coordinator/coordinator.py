@@ -152,7 +152,11 @@ class Coordinator:
 
     @admits(Role.TRAINER)
     async def journal(self, on: bool) -> str | None:
-        return self._rollouts.core_holder.journal(on)
+        return self._rollouts.core_holder.journal(on, self._rollouts.now())
+
+    @admits(Role.TRAINER)
+    async def renew_journal(self) -> None:
+        self._rollouts.core_holder.renew_journal(self._rollouts.now())
 
     @admits(Role.TRAINER)
     async def record_rewards(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:

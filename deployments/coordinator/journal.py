@@ -41,6 +41,7 @@ class JournaledCore(RolloutCore):
     def __init__(self, policies: Policies, weights_version: int = 0, limits: Limits | None = None):
         super().__init__(policies, weights_version, limits)
         self._began_at, self._limits, self._entries, self._dropped = weights_version, limits, [], 0
+        self._stopped = False
 
     def observe(self, event: Event) -> None:
         super().observe(event)
@@ -62,8 +63,13 @@ class JournaledCore(RolloutCore):
         }
         return "".join(json.dumps(line) + "\n" for line in (header, *map(_line, self._entries)))
 
+    def stop(self) -> None:
+        """Record no more, and drop the entries."""
+        self._stopped, self._dropped = True, self._dropped + len(self._entries)
+        self._entries.clear()
+
     def _write(self, entry: Event | Decision) -> None:
-        if len(self._entries) < MOST_ENTRIES:
+        if not self._stopped and len(self._entries) < MOST_ENTRIES:
             self._entries.append(entry)
         else:
             self._dropped += 1

@@ -31,6 +31,13 @@ CALL_S = 10.0
 MAX_GONE = 64
 """Replicas that are gone whose counts are kept apart, since they may come back; older ones are added up."""
 
+MAX_TODO_KEYS = 2_000_000
+"""Keys of operations that wait for the master, about 200 MB: one that hangs takes CALL_S for each. Blocks of further
+operations are evicted by the pool, or swept."""
+
+MAX_NODES = 4096
+"""Nodes whose store's process is remembered. A loss on one that was forgotten, and comes back, shows as misses."""
+
 
 class KvPoolManager:
     """`master`: handle of the KvMaster actor. Its methods return at once; `poll` and `work` run as tasks."""
@@ -39,6 +46,7 @@ class KvPoolManager:
         self._master = master
         self._todo: deque[tuple[str, list]] = deque()  # operations of the master that wait for their turn
         self._later: list[tuple[float, str, list]] = []  # and those that were too early, with their time
+        self._todo_keys = 0
         self._wake = asyncio.Event()
         self._prefixes: tuple[str, ...] = ()
         self._block_tokens = self._token_bytes = 0
@@ -125,6 +133,7 @@ class KvPoolManager:
                 method, arguments = self._todo[0]
                 done = await self._ask(method, *arguments)
                 self._todo.popleft()
+                self._todo_keys -= _keys_of(arguments)
                 if method == "release" and done is not None:
                     done, in_use = done
                     if in_use:
@@ -147,7 +156,9 @@ class KvPoolManager:
         if any(self._processes.get(name, pid) != pid for name, pid in processes.items()):
             self._counts["lost"] += 1
             events.append(KvLost(now, None))
-        self._processes |= processes
+        self._processes = {name: pid for name, pid in self._processes.items() if name not in processes} | processes
+        for name in list(self._processes)[: max(0, len(self._processes) - MAX_NODES)]:
+            del self._processes[name]
         capacity, used = status.dram_capacity_bytes, status.dram_bytes
         if status.ssd_capacity_bytes:  # everything is written there too, and memory is given up before it
             capacity, used = status.ssd_capacity_bytes, status.ssd_bytes
@@ -184,7 +195,12 @@ class KvPoolManager:
             self._push(method, [[f"{prefix}@{name}" for prefix in self._prefixes for name in hexes], *rest])
 
     def _push(self, method: str, arguments: list) -> None:
+        keys = _keys_of(arguments)
+        if self._todo and self._todo_keys + keys > MAX_TODO_KEYS:
+            self._counts[f"{method}_failed.too_many"] += 1
+            return
         self._todo.append((method, arguments))
+        self._todo_keys += keys
         self._wake.set()
 
     async def _ask(self, method: str, *arguments):
@@ -199,3 +215,8 @@ class KvPoolManager:
             return None
         self._problem = None
         return answer
+
+
+def _keys_of(arguments: list) -> int:
+    """The number of keys of an operation; a pattern counts as one."""
+    return len(arguments[0]) if isinstance(arguments[0], list) else 1

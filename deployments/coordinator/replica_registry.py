@@ -41,6 +41,7 @@ class ReplicaRegistry:
             if self._missed[replica_id] >= MISSED_POLLS:
                 events.append(ReplicaLeft(now, replica_id, f"no answer to {MISSED_POLLS} polls"))
                 self.lose(replica_id, now)
+        self._lost_at = {name: at for name, at in self._lost_at.items() if at >= asked_at}  # later polls are newer
         return events
 
     def streamed(self) -> dict[str, int]:

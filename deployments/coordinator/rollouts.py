@@ -394,6 +394,7 @@ class Rollouts:
                 self._at_door.remove(delivery.batch_id)
 
     def _exchange_core(self) -> None:
+        self.core_holder.expire_journal(self.now())
         if not self._batches:
             self.core_holder.exchange(self._registry.joined.values())
             self._exchanged.set()

@@ -25,6 +25,9 @@ LOAD_S = 600.0
 MAX_VERSION = 2**32 - 1
 """Keys of KV have four bytes for it."""
 
+MAX_DIGESTS = 1024
+"""Versions whose digests are kept, the newest; a sample lasts for a few updates."""
+
 OTHER_WEIGHTS = -1
 """Version under which a replica joins that holds the wanted version with another content: nothing starts there."""
 
@@ -102,6 +105,8 @@ class Weights:
     def _set(self, version: int, source: str, digest: str) -> None:
         self.version, self.source, self.problem = version, source, None
         self.digests[version] = self.digests.get(version) or digest
+        if len(self.digests) > MAX_DIGESTS:
+            del self.digests[min(self.digests)]
         self._pauses.clear()
         self._confirm()
 

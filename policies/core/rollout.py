@@ -304,6 +304,7 @@ class RolloutCore:
         self._outbox += self._kv.release_prompt(group)
         self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
         self._waiting.forget(group)
+        self._unassigned.discard(group)
         self._buffer.forget(group)
 
     # ---- queries of a shell -----------------------------------------------------------------------

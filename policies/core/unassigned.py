@@ -24,6 +24,10 @@ class UnassignedGroups:
     def add(self, groups: Iterable[Group]) -> None:
         self._groups |= dict.fromkeys(groups)
 
+    def discard(self, group: Group) -> None:
+        """Forget a group that has ended, if it is here."""
+        self._groups.pop(group, None)
+
     def bind(self) -> list[Sample]:
         """Bind every group to a ready replica, if the ordering binds groups.
 
@@ -33,7 +37,7 @@ class UnassignedGroups:
             return []
         groups, self._groups = self._groups, {}
         found = []
-        for group in (group for group in groups if group.unended):
+        for group in groups:
             of_batch = len(self._buffer.batch(group.batch_id).groups)
             group.home = self._ordering.bind(group.position, of_batch, ready)
             for sample in (sample for sample in group.samples if sample.state is WAITING):
