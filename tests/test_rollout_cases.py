@@ -4,10 +4,12 @@ import pytest
 from rollout_machine import ORDERINGS, policies_of
 
 from tailrace.policies.core.failures import MAX_ATTEMPTS, MAX_DOUBTFUL_ATTEMPTS, SAMPLE_PAUSE_S
+from tailrace.policies.core.request_buffer import Batch, Sample
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
+from tailrace.policies.protocol.views import SampleView
 
 
 def core_of(ordering="fcfs", placement="least_kv", chunk_tokens=None, **replicas) -> RolloutCore:
@@ -247,3 +249,18 @@ def test_samples_that_cannot_have_begun_so_are_refused(samples):
     assert tick(core) == ()
     submit(core, begun())
     assert len(tick(core)) == 3
+
+
+def test_views_have_each_value_under_its_name():
+    """They are built by position, for speed."""
+    group = Batch(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 101, 2, 102),)), 103).groups[0]
+    sample = group.samples[1]
+    for value, field in enumerate(sorted(set(SampleView._fields) & set(Sample.__slots__) - {"sample_id", "index"})):
+        setattr(sample, field, value)
+    for field in SampleView._fields:
+        owners = [owner for owner in (sample, group, group.spec) if hasattr(owner, field)]
+        assert getattr(sample.view(), field) == getattr(owners[0], field), field
+    group.running, group.chunks, group.finished_lengths, group.expected_tokens = 1, 2, (5, 6, 7), 4
+    view = group.view()
+    assert (view.running, view.finished, view.chunks, view.expected_tokens) == (1, 3, 2, 4)
+    assert (view.group_id, view.arrival, view.samples, view.max_tokens) == ("g", 103, 2, 102)

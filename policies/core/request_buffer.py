@@ -64,22 +64,14 @@ class Sample:
             self.first_version = chunk.weights_version
 
     def view(self) -> SampleView:
+        """By position, which takes a quarter of the time that keywords take: this runs several times per decision."""
         group = self.group
-        return SampleView(
-            sample_id=self.sample_id,
-            group_id=group.spec.group_id,
-            arrival=group.arrival,
-            index=self.index,
-            prompt_tokens=group.spec.prompt_tokens,
-            generated_tokens=self.generated_tokens,
-            streamed_tokens=self.streamed_tokens,
-            observed_at=self.observed_at,
-            max_tokens=group.spec.max_tokens,
-            chunks=self.chunks,
-            last_replica=self.last_replica,
-            stored_tokens=self.stored_tokens,
-            expected_tokens=self.expected_tokens,
-        )
+        spec = group.spec
+        return SampleView._make((
+            self.sample_id, spec.group_id, group.arrival, self.index, spec.prompt_tokens, self.generated_tokens,
+            self.streamed_tokens, self.observed_at, spec.max_tokens, self.chunks, self.last_replica,
+            self.stored_tokens, self.expected_tokens,
+        ))  # fmt: skip
 
 
 class Group:
@@ -104,16 +96,12 @@ class Group:
         return self.batch.batch_id
 
     def view(self) -> GroupView:
-        return GroupView(
-            group_id=self.spec.group_id,
-            arrival=self.arrival,
-            samples=self.spec.samples,
-            running=self.running,
-            finished=len(self.finished_lengths),
-            chunks=self.chunks,
-            max_tokens=self.spec.max_tokens,
-            expected_tokens=self.expected_tokens,
-        )
+        """By position, as of a sample."""
+        spec = self.spec
+        return GroupView._make((
+            spec.group_id, self.arrival, spec.samples, self.running, len(self.finished_lengths), self.chunks,
+            spec.max_tokens, self.expected_tokens,
+        ))  # fmt: skip
 
 
 class Batch:

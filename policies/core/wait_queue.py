@@ -20,11 +20,13 @@ class WaitQueue:
     """Queues by home (a replica id, or None) and batch; each has a FitQueue per lane over the same samples."""
 
     def __init__(self, ordering: Ordering, fairness: Fairness):
-        self._ordering, self._growing, self._fairness = ordering, ordering.growing_lanes, fairness
+        self._ordering, self._growing = ordering, ordering.growing_lanes
+        self._fairness, self._apart = fairness, fairness.apart
         self._is_oracle = isinstance(ordering, OracleLongestFirst)
         self._lengths: dict[str, int] = {}
         self._queues: dict[str | None, dict[Batch | None, list[FitQueue]]] = {}  # batch None: all of them
         self._samples: dict[str, Sample] = {}
+        self._lanes: dict[str, list[FitQueue]] = {}  # by waiting sample: the queues that it is in
         self._changed: dict[str, None] = {}  # homes whose room or queue has changed; an ordered set
         self._picks = 0
 
@@ -42,7 +44,7 @@ class WaitQueue:
 
     def forget(self, group: Group) -> None:
         """Forget the true lengths of a group that has been handed out, and the queues of a batch with its last one."""
-        if self._fairness.apart and group.batch.unemitted == 1:
+        if self._apart and group.batch.unemitted == 1:
             for queues in self._queues.values():
                 queues.pop(group.batch, None)
         if self._lengths:
@@ -58,28 +60,21 @@ class WaitQueue:
 
     def put(self, sample: Sample, view: SampleView) -> None:
         """Queue a waiting sample, or renew its need and keys. `view`: its present view."""
-        queues = self._queues.setdefault(sample.home, {})
-        batch = self._batch(sample)
-        if batch not in queues:
-            queues[batch] = [FitQueue() for _ in range(self._ordering.lanes)]
         self._push(sample, view)
         self.look_at(sample.home)
 
-    def _batch(self, sample: Sample) -> Batch | None:
-        return sample.group.batch if self._fairness.apart else None
-
-    def _lanes(self, sample: Sample) -> list[FitQueue]:
-        return self._queues[sample.home][self._batch(sample)]
-
     def _push(self, sample: Sample, view: SampleView) -> None:
-        for queue, key in zip(self._lanes(sample), self._keys(view, sample.group.view()), strict=True):
+        queues, batch = self._queues.setdefault(sample.home, {}), sample.group.batch if self._apart else None
+        if batch not in queues:
+            queues[batch] = [FitQueue() for _ in range(self._ordering.lanes)]
+        for queue, key in zip(queues[batch], self._keys(view, sample.group.view()), strict=True):
             queue.push(sample.sample_id, sample.need_tokens, key)
-        self._samples[sample.sample_id] = sample
+        self._samples[sample.sample_id], self._lanes[sample.sample_id] = sample, queues[batch]
 
     def drop(self, sample: Sample) -> None:
         """Take a sample out, if it waits here."""
         if self._samples.pop(sample.sample_id, None) is not None:
-            for queue in self._lanes(sample):
+            for queue in self._lanes.pop(sample.sample_id):
                 queue.remove(sample.sample_id)
 
     def renew(self, group: Group, mates: Iterable[Sample]) -> None:
@@ -87,7 +82,7 @@ class WaitQueue:
         view = group.view()
         for mate in mates:
             if mate.sample_id in self._samples:
-                for queue, key in zip(self._lanes(mate), self._keys(mate.view(), view), strict=True):
+                for queue, key in zip(self._lanes[mate.sample_id], self._keys(mate.view(), view), strict=True):
                     if key != queue.key(mate.sample_id):
                         queue.push(mate.sample_id, mate.need_tokens, key)
 
@@ -97,7 +92,7 @@ class WaitQueue:
             return []
         gone = [sample for sample in self.samples() if sample.home == home]
         for sample in gone:
-            del self._samples[sample.sample_id]
+            del self._samples[sample.sample_id], self._lanes[sample.sample_id]
         return gone
 
     def look_at(self, home: str | None) -> None:
@@ -149,7 +144,7 @@ class WaitQueue:
 
     def _whole_key(self, sample: Sample) -> tuple:
         key = self._keys(sample.view(), sample.group.view())[0]
-        return (self._turn(sample.group.batch), key) if self._fairness.apart else ((), key)
+        return (self._turn(sample.group.batch), key) if self._apart else ((), key)
 
     def _peek(self, queues: list[FitQueue], room_tokens: int) -> Sample | None:
         lane = self._ordering.lane(self._picks)
