@@ -81,13 +81,14 @@ class RolloutClient:
             self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
         sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
         have: list[str] = []
+        resumed = False
         patience, driver = Patience(self._resume_s), uuid4().hex
         taken = Taken(lambda count: self._handle.renew.remote(self._role, batch.batch_id, driver, count))
         heartbeat = self._heartbeat(taken.send)
         try:
             while len(have) < len(batch.groups):
                 try:
-                    async with aclosing(self._groups(sent, driver, have)) as groups:
+                    async with aclosing(self._groups(sent, driver, have, resumed)) as groups:
                         async for group in groups:
                             have.append(group.prompt_id)
                             patience.renew()
@@ -96,6 +97,7 @@ class RolloutClient:
                     if len(have) < len(batch.groups):
                         raise Interrupted(RolloutRejected("the stream ended before all groups had come"), READER_S)
                 except Interrupted as lost:
+                    resumed = True
                     await patience.wait(lost)
         finally:
             heartbeat.stop()
@@ -103,10 +105,13 @@ class RolloutClient:
 
     rollout_blocking = blocking_iterator(rollout)
 
-    async def _groups(self, batch: RolloutBatch, driver: str, have: list[str]) -> AsyncIterator[GroupResult]:
+    async def _groups(
+        self, batch: RolloutBatch, driver: str, have: list[str], resumed: bool
+    ) -> AsyncIterator[GroupResult]:
         """The groups of one stream, without those in `have`. Raises Interrupted if another stream may give the rest.
 
-        `driver`: names the call of `rollout` over all its streams.
+        `driver`: names the call of `rollout` over all its streams. `resumed`: this is not its first stream, so a batch
+        that has been taken once waits for its quota.
         """
         version = self._weights[0] if self._weights else 0
         sent = batch.model_copy(update={"min_weights_version": max(batch.min_weights_version, version)})
@@ -121,7 +126,7 @@ class RolloutClient:
                 elif item.by is RejectedBy.READER:
                     raise Interrupted(RolloutRejected(item.reason), READER_S)
                 elif item.by is RejectedBy.QUOTA:
-                    raise Interrupted(QuotaExceeded(item.reason)) if have else QuotaExceeded(item.reason)
+                    raise Interrupted(QuotaExceeded(item.reason)) if resumed else QuotaExceeded(item.reason)
                 else:
                     raise RolloutRejected(item.reason)
         except lost_service() as error:

@@ -88,6 +88,9 @@ def lost_service() -> tuple[type[Exception], ...]:
 
     return (
         exceptions.RayActorError,
+        exceptions.OutOfMemoryError,  # Ray has killed it, since the node was running out of memory
+        exceptions.NodeDiedError,
+        exceptions.WorkerCrashedError,
         exceptions.RaySystemError,
         exceptions.ObjectLostError,
         exceptions.RpcError,

@@ -6,7 +6,16 @@ from rollout_machine import ORDERINGS, policies_of
 from tailrace.policies.core.failures import MAX_ATTEMPTS, MAX_DOUBTFUL_ATTEMPTS, SAMPLE_PAUSE_S
 from tailrace.policies.core.request_buffer import Batch, Sample
 from tailrace.policies.core.rollout import RolloutCore
-from tailrace.policies.families.registry import name_of
+from tailrace.policies.core.scaling import Limits
+from tailrace.policies.core.validation import WrongAnswer
+from tailrace.policies.families.chunking import FixedChunks
+from tailrace.policies.families.kv_on_update import Fresh
+from tailrace.policies.families.lengths import MaxFinished
+from tailrace.policies.families.ordering import GroupStatic
+from tailrace.policies.families.placement import LeastKv
+from tailrace.policies.families.prefetch import NextUp
+from tailrace.policies.families.registry import Policies, name_of
+from tailrace.policies.families.tail import Hold, ReplicaGoal
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
 from tailrace.policies.protocol.views import SampleView
@@ -264,3 +273,34 @@ def test_views_have_each_value_under_its_name():
     view = group.view()
     assert (view.running, view.finished, view.chunks, view.expected_tokens) == (1, 3, 2, 4)
     assert (view.group_id, view.arrival, view.samples, view.max_tokens) == ("g", 103, 2, 102)
+
+
+@pytest.mark.parametrize(
+    ("family", "like", "method", "answer", "wanted"),
+    [
+        ("chunking", FixedChunks, "tokens", 0, "tokens answered 0; an integer from 1 to"),
+        ("chunking", FixedChunks, "tokens", float("nan"), "tokens answered nan; an integer"),
+        ("lengths", MaxFinished, "expected", -1, "expected answered -1; an integer from 0"),
+        ("placement", LeastKv, "choose", ("nobody", None), "choose answered 'nobody'; the id of a ready replica"),
+        (
+            "placement",
+            LeastKv,
+            "choose",
+            ("small", None),
+            "choose answered 'small'; the id of a ready",
+        ),
+        ("placement", LeastKv, "min_pull_tokens", "x" * 200, "min_pull_tokens answered 'x+[.]{3}; an integer from 0"),
+        ("ordering", GroupStatic, "bind", "nobody", "bind answered 'nobody'; None or the id of a ready replica"),
+        ("kv_on_update", Fresh, "kv_version", 1, "kv_version answered 1; an integer from 0 to 0 is wanted"),
+        ("prefetch", NextUp, "look_ahead", None, "look_ahead answered None; an integer from 0"),
+        ("tail", Hold, "wanted", (ReplicaGoal(3), None), "wanted.engines answered 3; an integer from 0 to 2"),
+    ],
+)
+def test_an_answer_that_no_policy_may_give_is_named(family, like, method, answer, wanted):
+    odd = type("Odd", (like,), {method: lambda *args: answer})()
+    core = RolloutCore(Policies(**{family: odd}), limits=Limits(1, 2))
+    core.observe(ev.ReplicaJoined(0.0, "large", 16, 64, 4, 0, 0, node_id="a"))
+    core.observe(ev.ReplicaJoined(0.0, "small", 16, 1, 4, 0, 0, node_id="b"))
+    with pytest.raises(WrongAnswer, match=f"^policy .*:Odd: {wanted}"):
+        submit(core, ev.GroupSpec("g", 100, 4, 100))
+        tick(core)

@@ -295,6 +295,8 @@ def test_silence_rates_and_contained_errors_over_a_lost_coordinator():
         watch.look(at_s, status(tokens, contained))
     assert watch.longest_silence_s == 26 and watch.contained == {"tick.E": 4}
     assert watch.rates[0] == (6, pytest.approx(110 / 6))
+    watch.miss(TimeoutError())
+    assert watch.failures == {"TimeoutError": 1}
 
 
 def report(**changes) -> dict:
@@ -306,7 +308,8 @@ def report(**changes) -> dict:
         "seconds": 400.0, "seed": 0, "stopped": False, "batches": 3, "samples": 40, "tokens": 4000, "lost": 0,
         "repeated": 2, "updates": 1, "unfinished": 0, "wrong": 0, "failed": {}, "first_wrong": [], "driver_errors": [],
         "crossed": {"samples": 4, "checked": 4, "unchecked": 0}, "faults": {"replica_killed": 1},
-        "faults_without_a_victim": 0, "longest_silence_s": 12.0, "contained": {}, "memory": log.report(180.0),
+        "faults_without_a_victim": 0, "longest_silence_s": 12.0, "contained": {}, "status_failures": {},
+        "memory": log.report(180.0),
         "strikes": [strike], "tokens_per_s": [(5.0, 80.0), (10.0, 90.0)], "rss": log.curves(), "left_over": 0,
     } | changes  # fmt: skip
 

@@ -27,11 +27,11 @@ class Actor:
 
 
 class SimulatedMaster(Actor):
-    """The pool's master: `keys` in it."""
+    """The pool's master: `keys` in it, each with the content of the weights that wrote it."""
 
     def __init__(self):
         super().__init__()
-        self.keys: set[str] = set()
+        self.keys: dict[str, str] = {}
         self.pid = 1
 
     def restart(self) -> None:
@@ -56,15 +56,14 @@ class SimulatedMaster(Actor):
 
     async def release(self, keys: list[str]) -> tuple[int, list[str]]:
         await self._meet()
-        removed = len(self.keys & set(keys))
-        self.keys -= set(keys)
-        return removed, []
+        return self._remove(keys), []
 
     async def retire(self, regex: str) -> int:
         await self._meet()
-        old = {key for key in self.keys if re.search(regex, key)}
-        self.keys -= old
-        return len(old)
+        return self._remove([key for key in self.keys if re.search(regex, key)])
+
+    def _remove(self, keys: list[str]) -> int:
+        return sum(self.keys.pop(key, None) is not None for key in keys)
 
     async def move(self, keys: list[str], segment: str) -> int:
         await self._meet()

@@ -154,7 +154,7 @@ class SimulatedCluster:
             mean_tokens=self.size.mean_tokens,
             step_tokens=self.size.step_tokens,
             kv_capacity_blocks=self.size.kv_capacity_blocks,
-            pooled=self.size.pooled,
+            pool=self.master.keys if self.master else None,
             now=self._now,
         )
         self.replicas[name] = SimulatedReplica(name, stepper, self.size.step_s, self.telemetry, self._now())

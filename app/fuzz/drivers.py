@@ -11,7 +11,7 @@ from random import Random
 
 from ray.exceptions import RayError
 
-from tailrace.app.client import RolloutClient, WeightsRejected
+from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.stepper import EOS, token_at
 from tailrace.app.resume import Heartbeat
@@ -81,6 +81,7 @@ class Ledger:
     cancelled: int = 0
     cancels: set[str] = field(default_factory=set)  # batches that somebody has cancelled
     version: int = 0  # the last one that an update gave
+    policies_failed: bool = False  # a policy was in trouble: it may have ended batches
 
 
 class TaskHeartbeat(Heartbeat):
@@ -138,6 +139,11 @@ class SimulatedDriver:
                     groups[group.prompt_id] = group
                 break
             except WeightsRejected:
+                groups.clear()
+                await asyncio.sleep(AGAIN_S)
+            except RolloutRejected:
+                if not self._ledger.policies_failed:
+                    raise
                 groups.clear()
                 await asyncio.sleep(AGAIN_S)
         if len(groups) < len(batch.groups):

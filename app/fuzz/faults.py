@@ -4,6 +4,7 @@ A schedule is a tuple of values, so that it can be shortened and printed.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
@@ -14,8 +15,11 @@ from tailrace.app.client import WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import Ledger, driver_client
 from tailrace.app.fuzz.handles import DAMAGES, RAY_ERRORS
+from tailrace.app.fuzz.odd_policies import TROUBLES, Trouble
 from tailrace.app.fuzz.replica import SimulatedReplica
 from tailrace.app.fuzz.stepper import TORN
+from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
 OVERWRITTEN = "overwritten-"
 """The content of a weights folder that another process has written to begins with this."""
@@ -146,6 +150,32 @@ async def _same_version(site: FaultSite, fault: Fault) -> None:
     await _tolerated(driver_client(site.cluster).update_weights(version, folder))
 
 
+async def _strange_batch(site: FaultSite, fault: Fault) -> None:
+    """A batch that must be refused: with values that no batch has, as an unchecked copy of a message may."""
+    good = PromptGroup(prompt_id="p", token_ids=(1, 2), samples=1, max_tokens=4)
+    batch = RolloutBatch(batch_id=f"strange-{fault.number}", groups=(good,))
+    values = (
+        {"groups": ()}, {"groups": "nonsense"}, {"groups": (good, good)}, {"batch_id": None}, {"seed": "x"},
+        {"step": -1}, {"share": 0.0}, {"share": float("nan")}, {"priority": "high"}, {"weights_version": "newest"},
+        {"min_weights_version": 10**6}, {"weights_version": 10**6},
+    )  # fmt: skip
+    of_group = (
+        {"samples": 0}, {"samples": "eight"}, {"samples": 10**6}, {"max_tokens": -5}, {"max_tokens": None},
+        {"token_ids": ()}, {"token_ids": ("x",)}, {"token_ids": (1, 10**9)}, {"token_ids": (1,) * 5000},
+        {"token_ids": (-1,)}, {"prompt_id": ""}, {"prompt_id": None}, {"text": "1"}, {"token_ids": None, "text": "odd"},
+        {"sampling": None}, {"forced_token_ids": ((1,), (2,))}, {"forced_token_ids": ((10**9,),)},
+    )  # fmt: skip
+    strange = [batch.model_copy(update=update) for update in values]
+    strange += [batch.model_copy(update={"groups": (good.model_copy(update=update),)}) for update in of_group]
+    strange += [None, "nonsense", {"batch_id": "b"}, RolloutBatch.model_construct(batch_id="b")]
+    message = strange[fault.number % len(strange)]
+    stream = site.cluster.handle().options(stream=True).rollout.remote(Role.TRAINER, message, "stranger", [])
+    with contextlib.suppress(RayError):
+        async for item in stream:
+            if not isinstance(item, Rejected):
+                site.cluster.defects.append(f"{message!r} was taken")
+
+
 async def _strange_reserve(site: FaultSite, fault: Fault) -> None:
     values = (2.0, None, "2", -1, 10**9, 2, float("nan"), 0)
     await _tolerated(driver_client(site.cluster).reserve(values[fault.number % len(values)]))
@@ -157,6 +187,14 @@ async def _join(site: FaultSite, fault: Fault) -> None:
 
 async def _reset(site: FaultSite, fault: Fault) -> None:
     await _tolerated(driver_client(site.cluster).reset_caches())
+
+
+async def _policy(site: FaultSite, fault: Fault) -> None:
+    """A policy of the user's own gets into trouble. Batches may be ended by it."""
+    site.ledger.policies_failed = True
+    Trouble.family, Trouble.number = TROUBLES[fault.target % len(TROUBLES)], fault.number
+    await asyncio.sleep(fault.seconds)
+    Trouble.family = None
 
 
 async def _tolerated(call) -> None:
@@ -192,11 +230,13 @@ KINDS: dict[str, Callable] = {
     "join": _join,
     "reset": _reset,
     "swallow": _swallow,
+    "policy": _policy,
+    "strange_batch": _strange_batch,
 }
 
 LASTING = {
     "hang", "silence", "partition", "slow", "refuse", "late", "driver", "actor_down", "actor_hangs", "actor_odd",
-    "overwrite", "join",
+    "overwrite", "join", "policy",
 }  # fmt: skip
 """Kinds whose `seconds` say how long they hold."""
 

@@ -16,6 +16,7 @@ from tailrace.app.fuzz.drivers import DriverPlan, Ledger, SimulatedDriver, Wrong
 from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
 from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
 from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.odd_policies import Trouble, oddly
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 
@@ -96,11 +97,15 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
         )
         for number in range(rng.randint(1, 3))
     )
-    return RunPlan(seed, size, drivers, schedule(rng, FAULTS_S, kinds))
+    faults = schedule(rng, FAULTS_S, kinds)
+    if any(fault.kind == "policy" for fault in faults):
+        size = replace(size, policies=oddly(policies))
+    return RunPlan(seed, size, drivers, faults)
 
 
 def run(plan: RunPlan) -> Outcome:
     """Runs a plan on a loop of its own."""
+    Trouble.family = None
     loop = VirtualLoop()
     ledger = Ledger()
     try:
@@ -199,6 +204,8 @@ def _left_over(cluster: SimulatedCluster) -> str | None:
         return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
     if cluster.master and cluster.coordinator.rollouts.status().pool.status is None:
         return "the pool answers, and the coordinator has no status of it"
+    if cluster.master and cluster.master.keys:
+        return f"left over in the pool: {len(cluster.master.keys)} keys"
     for replica in cluster.replicas.values():
         if replica.stepper.busy and replica.hung_until_s < 1e8:
             return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"

@@ -10,13 +10,19 @@ from hashlib import blake2b
 
 import numpy as np
 
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
-from tailrace.kvpool.keys import NAME_BYTES, block_name
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
+from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
 from tailrace.policies.protocol.events import ChunkEnd
 
 VOCABULARY, EOS = 1000, 0
+BLOCK_TOKENS = 16
 PIECE = 16
 """Tokens that one hash gives."""
+
+KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
+
+MIXED = "mixed"
+"""Content in the place of the weights of a chunk that has read KV of another content."""
 
 TORN = "torn"
 """Content of a folder whose files do not fit the model, or hold NaN."""
@@ -57,6 +63,7 @@ class Disk:
 @dataclass
 class RunningChunk:
     chunk: ChunkRequest
+    content: str
     tokens: list[int] = field(default_factory=list)
 
 
@@ -70,20 +77,21 @@ class SimulatedStepper:
         mean_tokens: int,
         step_tokens: int,
         kv_capacity_blocks: int,
-        pooled: bool,
+        pool: dict[str, str] | None,
         now: Callable[[], float],
     ):
+        """`pool`: the KV pool's keys, each with the content of the weights that wrote it; None without a pool."""
         self.disk, self._now = disk, now
         self._mean_tokens, self._step_tokens = mean_tokens, step_tokens
         self._version, self._source = 0, ""
         self._take(disk.read("start"))
-        self._pooled = pooled
+        self._pool = pool
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
         self._steps = 0
         self._constant = {
             "replica_id": replica_id,
-            "block_tokens": 16,
+            "block_tokens": BLOCK_TOKENS,
             "kv_capacity_blocks": kv_capacity_blocks,
             "max_running": 8,
             "max_model_len": 512,
@@ -105,7 +113,14 @@ class SimulatedStepper:
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_version}, this is {self._version}")
         if chunk.weights_digest not in ("", self._digest):
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
-        self._running[chunk.chunk_id] = RunningChunk(chunk)
+        self._running[chunk.chunk_id] = RunningChunk(chunk, self._content_of(chunk))
+
+    def _content_of(self, chunk: ChunkRequest) -> str:
+        """The content of the weights, unless KV from the pool, of the same version, was written by another one."""
+        if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
+            return self._content
+        found = {self._pool.get(_key(name), self._content) for name in _names(chunk.kv, chunk.token_ids)}
+        return self._content if found <= {self._content} else MIXED
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         if chunk_id in self._running:
@@ -128,7 +143,7 @@ class SimulatedStepper:
         chunk = running.chunk
         start = len(chunk.token_ids) - chunk.prompt_tokens + len(running.tokens)
         for position in range(start, start + self._step_tokens):
-            token = token_at(chunk.sample_key, self._content, position, self._mean_tokens)
+            token = token_at(chunk.sample_key, running.content, position, self._mean_tokens)
             running.tokens.append(token)
             if token == EOS:
                 return self._finish(chunk_id, ChunkEnd.STOP)
@@ -139,8 +154,7 @@ class SimulatedStepper:
         running = self._running.pop(chunk_id)
         self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
-        context_tokens = len(chunk.token_ids) + len(tokens)
-        saved = self._pooled and chunk.kv is not None and chunk.kv.save
+        saved = self._save(chunk, tokens)
         result = ChunkResult(
             chunk_id=chunk_id,
             token_ids=tokens,
@@ -153,17 +167,19 @@ class SimulatedStepper:
             decode_s=0.0,
             cached_tokens=0,
             computed_tokens=len(chunk.token_ids),
-            stored_tokens=context_tokens // 16 * 16 if saved else 0,
-            kv_names=self._names(chunk, context_tokens) if saved else b"",
+            stored_tokens=BLOCK_TOKENS * len(saved),
+            kv_names=b"".join(saved),
         )
         self._ended.append((chunk_id, result))
 
-    def _names(self, chunk: ChunkRequest, context_tokens: int) -> bytes:
-        size = NAME_BYTES - 4
-        return b"".join(
-            block_name(chunk.kv.version, blake2b(f"{chunk.sample_key}/{block}".encode(), digest_size=size).digest())
-            for block in range(context_tokens // 16)
-        )
+    def _save(self, chunk: ChunkRequest, tokens: np.ndarray) -> list[bytes]:
+        """Save the KV of a chunk's context in the pool. Returns the names of its blocks."""
+        if self._pool is None or chunk.kv is None or not chunk.kv.save:
+            return []
+        names = _names(chunk.kv, np.concatenate([chunk.token_ids, tokens]))
+        for name in names:
+            self._pool.setdefault(_key(name), self._content)
+        return names
 
     def load_weights(self, version: int, source: str, digest: str) -> None:
         if self._running:
@@ -196,9 +212,22 @@ class SimulatedStepper:
             observed_at=self._now(),
             steps=self._steps,
             running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
-            key_prefixes=("tailrace-0123456789abcdef",) if self._pooled else (),
+            key_prefixes=(KEY_PREFIX,) if self._pool is not None else (),
             token_bytes=64,
         )
 
     def close(self) -> None:
         self._running.clear()
+
+
+def _names(kv: KvPlan, token_ids: np.ndarray) -> list[bytes]:
+    """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
+    covered, names = blake2b(cache_salt(kv.version, kv.digest).encode(), digest_size=32), []
+    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
+        covered.update(token_ids[end - BLOCK_TOKENS : end].tobytes())
+        names.append(block_name(kv.version, covered.digest()))
+    return names
+
+
+def _key(name: bytes) -> str:
+    return f"{KEY_PREFIX}@{name.hex()}"

@@ -100,7 +100,7 @@ class LiveSoak:
         tasks = [asyncio.create_task(work) for work in (self._measure(), self._look(), self._strike(drivers))]
         rolling = [asyncio.create_task(driver.run()) for driver in drivers.values()]
         try:
-            await self._wait(stopped, rolling)
+            await self._wait(stopped, [*rolling, *tasks[:2]])
             tasks.pop().cancel()  # no more faults
             seconds = self._now()
             memory = self.log.report(min(WARM_S, seconds / 4))
@@ -140,11 +140,11 @@ class LiveSoak:
         address = ray.get_runtime_context().gcs_address
         return {s.name: DriverProcess(s, address, folder, self._book.hear) for s in self._scripts}
 
-    async def _wait(self, stopped: asyncio.Event, rolling: Sequence[asyncio.Task]) -> None:
-        """Until the time is up, or somebody stops it. Raises the error of a driver's reader."""
+    async def _wait(self, stopped: asyncio.Event, endless: Sequence[asyncio.Task]) -> None:
+        """Until the time is up, or somebody stops it. Raises the error of a task that ought not to end."""
         waiting = asyncio.create_task(stopped.wait())
         seconds = 60 * self._plan.minutes
-        done, _ = await asyncio.wait([waiting, *rolling], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([waiting, *endless], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         await _cancelled(waiting)
         for task in done - {waiting}:
             task.result()
@@ -188,7 +188,10 @@ class LiveSoak:
 
     async def _look(self) -> None:
         while True:
-            self._watch.look(self._now(), await self._client.status())
+            try:
+                self._watch.look(self._now(), await self._client.status())
+            except Exception as error:  # noqa: BLE001 - whatever a disturbed service gives; it is counted
+                self._watch.miss(error)
             await asyncio.sleep(LOOK_S)
 
     async def _measure(self) -> None:
@@ -232,6 +235,7 @@ class LiveSoak:
             "faults_without_a_victim": sum(not one["happened"] for one in self._struck),
             "longest_silence_s": round(self._watch.longest_silence_s, 1),
             "contained": dict(sorted(self._watch.contained.items())),
+            "status_failures": dict(sorted(self._watch.failures.items())),
             "strikes": self._struck,
             "tokens_per_s": [(round(at_s, 1), round(rate, 1)) for at_s, rate in self._watch.rates],
             "rss": self.log.curves(),

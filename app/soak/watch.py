@@ -18,9 +18,14 @@ class ServiceWatch:
         self.rates: list[tuple[float, float]] = []  # seconds since the start, tokens per second
         self.longest_silence_s = 0.0
         self.contained: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()  # of calls for the status, by kind of error
         self._seen: dict[str, int] = {}  # contained errors of the present coordinator
         self._batches: dict[str, int] = {}  # tokens by batch
         self._made, self._since_s, self._last_token_s = 0, 0.0, 0.0
+
+    def miss(self, error: Exception) -> None:
+        """Note a call for the status that gave none."""
+        self.failures[type(error).__name__] += 1
 
     def look(self, at_s: float, status: ServiceStatus) -> None:
         batches = {batch.batch_id: batch.tokens for batch in status.batches}

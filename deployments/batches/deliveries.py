@@ -14,7 +14,14 @@ from tailrace.deployments.batches.ledger import GroupRecord
 from tailrace.deployments.batches.quotas import BatchLoad, Quotas
 from tailrace.deployments.messages.delivery import WINDOW_BYTES, result_bytes
 from tailrace.deployments.messages.liveness import LEASE_S, SILENT_S
-from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
+from tailrace.deployments.messages.rollout import (
+    GroupResult,
+    PromptGroup,
+    Rejected,
+    RejectedBy,
+    RolloutBatch,
+    checked,
+)
 
 
 class Delivery:
@@ -149,6 +156,10 @@ class Deliveries:
         self, message: RolloutBatch, driver: str, have: Collection[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
         """See `Rollouts.rollout`."""
+        message = checked(message)
+        if isinstance(message, Rejected):
+            yield message
+            return
         refused = await self._refusal(message) if message.batch_id not in self._open else None
         delivery = self._open.get(message.batch_id)
         if delivery is not None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from numbers import Integral
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tailrace.deployments.messages.refusals import refusal
 from tailrace.policies.protocol.actions import SampleEnd
@@ -33,7 +33,12 @@ class Message(BaseModel):
 
 
 class RequestMessage(Message):
-    """A message made by drivers. Raises ValueError with a substitute for fields of other servers, see `refusals`."""
+    """A message made by drivers. Raises ValueError with a substitute for fields of other servers, see `refusals`.
+
+    A message inside another one is checked again, since `model_copy` checks nothing.
+    """
+
+    model_config = ConfigDict(revalidate_instances="always")
 
     @model_validator(mode="before")
     @classmethod
@@ -190,6 +195,16 @@ class Rejected(Message):
 
     reason: str
     by: RejectedBy = RejectedBy.CONTENT
+
+
+def checked(message: object) -> RolloutBatch | Rejected:
+    """A batch as it came from a driver, if every value in it fits its field."""
+    try:
+        return RolloutBatch.model_validate(message)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = "".join(f".{part}" for part in first["loc"])
+        return Rejected(reason=f"RolloutBatch{place}: {first['msg'].removeprefix('Value error, ')}")
 
 
 class WeightsLoaded(Message):

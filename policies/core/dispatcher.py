@@ -9,9 +9,11 @@ from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.core.validation import WrongAnswer, checked_count
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.protocol.actions import StartChunk
 from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.views import SampleView
 
 
 class Dispatcher:
@@ -34,13 +36,20 @@ class Dispatcher:
         if sample.home is not None:
             return self._start(sample, sample.home, f"bound to {sample.home}")
         view = sample.view()
-        replica_id, self._memory = self._placement.choose(view, sample.need_tokens, self._table.read_only, self._memory)
+        replica_id = self._choose(view, sample.need_tokens)
         if self._placement.sticky:
             sample.home = replica_id
         move = "first chunk"
         if view.last_replica is not None:
             move = "stays" if view.last_replica == replica_id else f"moves from {view.last_replica}"
         return self._start(sample, replica_id, f"{self._names}: {move}")
+
+    def _choose(self, view: SampleView, need_tokens: int) -> str:
+        replica_id, self._memory = self._placement.choose(view, need_tokens, self._table.read_only, self._memory)
+        if replica_id not in self._table or self._table.room_tokens(replica_id) < need_tokens:
+            wanted = f"the id of a ready replica with room for {need_tokens} tokens"
+            raise WrongAnswer(self._placement, "choose", replica_id, wanted)
+        return replica_id
 
     def _start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
         chunk = self._running.start(sample, replica_id)
@@ -60,6 +69,8 @@ class Dispatcher:
             chunk.method = next((method for method in methods if method != DraftMethod.MODEL), None)
         reason = f"{reason}; {why}" if why else reason
         pull = self._placement.min_pull_tokens(self._table.speeds(chunk.replica_id))
+        if pull is not None:
+            pull = checked_count(self._placement, "min_pull_tokens", pull, 0)
         return StartChunk(
             chunk_id=chunk.chunk_id,
             sample_id=sample.sample_id,

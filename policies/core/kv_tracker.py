@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Group, Sample, State
+from tailrace.policies.core.validation import checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.kv_on_update import KvOnUpdate
 from tailrace.policies.protocol.actions import ReleaseCause, ReleaseKv
@@ -34,7 +35,8 @@ class KvTracker:
         """The version under which the sample's KV is read and written now."""
         present = self._table.weights_version
         first = sample.first_version
-        return self._policy.kv_version(present if first is None else first, present)
+        version = self._policy.kv_version(present if first is None else first, present)
+        return checked_count(self._policy, "kv_version", version, 0, present)
 
     def keeps(self, chunk: Chunk) -> bool:
         """Whether the sample continues with the KV of its running chunk. A stopped chunk has made a token."""

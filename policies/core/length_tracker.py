@@ -6,6 +6,7 @@ samples. Called by `RolloutCore` alone.
 """
 
 from tailrace.policies.core.request_buffer import ENDED, WAITING, Batch, Group, RequestBuffer, Sample
+from tailrace.policies.core.validation import checked_count
 from tailrace.policies.families.lengths import class_starts
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.length_stats import batch_lengths
@@ -16,7 +17,7 @@ class LengthTracker:
     """Writes the length fields of buffer records. Computes classes only for drafting policies that read them."""
 
     def __init__(self, policies: Policies, buffer: RequestBuffer):
-        self._expected, self._buffer = policies.lengths.expected, buffer
+        self._policy, self._buffer = policies.lengths, buffer
         self._classes = policies.drafting.reads_classes
         self._reads_all = policies.lengths.reads_all
         self._sums_up = self._classes or self._reads_all
@@ -47,6 +48,9 @@ class LengthTracker:
         for mate in waiting:
             mate.expected_tokens = self._expected(view, mate.generated_tokens)
         return waiting
+
+    def _expected(self, view: LengthsView, generated: int) -> int:
+        return checked_count(self._policy, "expected", self._policy.expected(view, generated), 0)
 
     def _view(self, group: Group, batch: Batch) -> LengthsView:
         running = ()

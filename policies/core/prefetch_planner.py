@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.core.validation import checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.prefetch import Prefetching
 from tailrace.policies.protocol.actions import Prefetch
@@ -42,7 +43,7 @@ class PrefetchPlanner:
 
         `homes`: replicas with bound samples whose queue or room has changed. No others have changed.
         """
-        depth = self._policy.look_ahead(len(self._waiting))
+        depth = checked_count(self._policy, "look_ahead", self._policy.look_ahead(len(self._waiting)), 0)
         if not depth:
             return []
         pairs = [(sample, home) for home in homes for sample in self._waiting.next_up(home, depth)]

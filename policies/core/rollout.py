@@ -24,7 +24,14 @@ from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_ends import BY_ITSELF, end_before, end_by
 from tailrace.policies.core.scaling import Limits, Scaling
 from tailrace.policies.core.unassigned import UnassignedGroups
-from tailrace.policies.core.validation import check_finish, check_groups, check_join, check_measured, check_pool
+from tailrace.policies.core.validation import (
+    check_finish,
+    check_groups,
+    check_join,
+    check_measured,
+    check_pool,
+    checked_count,
+)
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
@@ -285,7 +292,9 @@ class RolloutCore:
         self._failures.resume(sample)
         self._lengths.queue(sample)
         view = sample.view()
-        sample.need_tokens = view.prompt_tokens + view.generated_tokens + self.policies.chunking.tokens(view)
+        chunking = self.policies.chunking
+        chunk_tokens = checked_count(chunking, "tokens", chunking.tokens(view), 1)
+        sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
         self._waiting.put(sample, view)
 
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:

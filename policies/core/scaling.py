@@ -12,6 +12,7 @@ from tailrace.policies.core.races import Races
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import Chunk, RequestBuffer
 from tailrace.policies.core.running_chunks import RunningChunks
+from tailrace.policies.core.validation import checked_count
 from tailrace.policies.families.tail import ReplicaGoal, Tail, roomy
 from tailrace.policies.protocol.actions import Action, SetReplicas
 from tailrace.policies.protocol.views import ReplicaSpeeds, TailView
@@ -58,6 +59,8 @@ class Scaling:
         order = self._table.stop_order()
         view = self._view(now, order)
         wanted, self._memory = self._policy.wanted(view, self._memory)
+        checked_count(self._policy, "wanted.engines", wanted.engines, 0, view.max_replicas)
+        checked_count(self._policy, "wanted.drafters", wanted.drafters, 0, view.max_replicas)
         closed = self._table.close(order[: max(0, len(order) - wanted.engines)])
         for replica_id in closed:
             self._empty(replica_id)

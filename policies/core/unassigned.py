@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import WAITING, Group, RequestBuffer, Sample
+from tailrace.policies.core.validation import checked_home
 from tailrace.policies.families.ordering import Ordering
 
 
@@ -39,7 +40,8 @@ class UnassignedGroups:
         found = []
         for group in groups:
             of_batch = len(self._buffer.batch(group.batch_id).groups)
-            group.home = self._ordering.bind(group.position, of_batch, ready)
+            home = self._ordering.bind(group.position, of_batch, ready)
+            group.home = checked_home(self._ordering, home, ready)
             for sample in (sample for sample in group.samples if sample.state is WAITING):
                 sample.home = group.home
                 found.append(sample)

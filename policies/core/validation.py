@@ -1,10 +1,17 @@
-"""Checks against impossible events, by the event alone or by the event and its chunk. Called by `RolloutCore`.
+"""Checks against impossible events, by the event alone or by the event and its chunk; and against answers that no
+policy may give. Called by `RolloutCore` and its books.
 
 Invariant: a check reads and raises, and changes nothing. Checks that need the core's books are in those books.
 """
 
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS
 from tailrace.policies.core.request_buffer import Chunk
+from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import (
     ChunkFinished,
     IllegalEvent,
@@ -67,3 +74,26 @@ def check_measured(event: ReplicaMeasured) -> None:
 def check_pool(event: PoolReported) -> None:
     if min(event.capacity_tokens, event.used_tokens) < 0:
         raise IllegalEvent(f"{event}: no pool is like that")
+
+
+class WrongAnswer(ValueError):
+    """A policy's answer that no policy may give. The text names the policy, its answer and the right kind."""
+
+    def __init__(self, policy: Any, method: str, answer: object, wanted: str):
+        given = repr(answer)
+        given = f"{given[:80]}..." if len(given) > 80 else given
+        super().__init__(f"policy {name_of(policy)}: {method} answered {given}; {wanted} is wanted")
+
+
+def checked_count(policy: Any, method: str, answer: object, minimum: int, maximum: int = MAX_NEED_TOKENS) -> int:
+    """Return an answer that is an integer from `minimum` to `maximum`."""
+    if isinstance(answer, int | np.integer) and minimum <= answer <= maximum:
+        return answer
+    raise WrongAnswer(policy, method, answer, f"an integer from {minimum} to {maximum}")
+
+
+def checked_home(policy: Any, answer: object, ready: Collection[str]) -> str | None:
+    """Return an answer that is one of the ready replicas, or None."""
+    if answer is None or answer in ready:
+        return answer
+    raise WrongAnswer(policy, "bind", answer, "None or the id of a ready replica")

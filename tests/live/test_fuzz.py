@@ -6,11 +6,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from ray.exceptions import OutOfMemoryError
 
 from tailrace.app.cli import main
+from tailrace.app.client import QuotaExceeded, RolloutClient
 from tailrace.app.fuzz import stepper
 from tailrace.app.fuzz.campaign import campaign, outcome_of
 from tailrace.app.fuzz.cluster import SimulatedCluster
@@ -19,12 +22,15 @@ from tailrace.app.fuzz.faults import KINDS
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
 from tailrace.app.fuzz.virtual_time import VirtualLoop
+from tailrace.deployments.batches import deliveries
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.coordinator import chunk_runner, chunk_watch
+from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.engine.engine_loop import EngineLoop
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
-from tailrace.policies.core import failures
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
+from tailrace.deployments.telemetry import Telemetry
+from tailrace.policies.core import failures, unassigned
 from tailrace.policies.protocol.events import ReplicasReserved
 
 SEEDS = 120
@@ -42,7 +48,7 @@ KEPT = {
 }
 """Seeds that have found a defect once."""
 
-KEPT_KINDS = tuple(kind for kind in KINDS if kind != "swallow")
+KEPT_KINDS = tuple(kind for kind in KINDS if kind not in ("swallow", "policy", "strange_batch"))
 """The kinds of faults at that time: a seed's schedule depends on them."""
 
 
@@ -105,6 +111,18 @@ def errors_that_are_not_contained(monkeypatch):
     monkeypatch.setattr(Rollouts, "_restart_core", restart_core)
 
 
+def batches_that_nobody_checks(monkeypatch):
+    monkeypatch.setattr(deliveries, "checked", lambda message: message)
+
+
+def homes_that_nobody_checks(monkeypatch):
+    monkeypatch.setattr(unassigned, "checked_home", lambda policy, home, ready: home)
+
+
+def a_pool_that_nobody_sweeps(monkeypatch):
+    monkeypatch.setattr(KvPoolManager, "rest", lambda self, idle: None)
+
+
 def tokens_that_are_written_late(monkeypatch):
     async def write_early(self, batches):
         pass
@@ -137,6 +155,9 @@ def tokens_that_are_not_read(monkeypatch):
         (replicas_without_blame, ("refuse",), 0, "given up"),
         (tokens_that_are_not_written, ("coordinator",), 19, "were not kept"),
         (tokens_that_are_not_read, ("coordinator",), 19, "were not kept"),
+        (batches_that_nobody_checks, ("strange_batch",), 0, "was taken"),
+        (homes_that_nobody_checks, ("policy",), 3000, "given up"),
+        (a_pool_that_nobody_sweeps, ("kill", "coordinator"), 0, "left over in the pool"),
         (errors_that_are_not_contained, ("strange_reserve",), 0, "a loop of the coordinator has ended"),
     ],
 )
@@ -219,3 +240,51 @@ def test_the_command_reports_and_refuses_unknown_kinds():
     assert set(result["faults"]) <= {"kill", "coordinator"} and result["samples"] > 0
     refused = CliRunner().invoke(main, ["fuzz", "--kinds", "earthquake"])
     assert refused.exit_code == 2 and "--kinds earthquake: known: kill" in refused.output
+
+
+class TwoStreams:
+    """A service that is lost in the first stream, and refuses the second by its quota."""
+
+    def __init__(self, *streams: list):
+        self.streams = list(streams)
+        self.rollout = self.renew = self
+
+    def options(self, stream: bool) -> "TwoStreams":
+        return self
+
+    def remote(self, *args):
+        return Items(self.streams.pop(0) if len(args) == 4 and self.streams else [])
+
+
+class Items:
+    def __init__(self, items: list):
+        self._items = iter(items)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        item = next(self._items, None)
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_batch_that_was_taken_waits_for_its_quota_after_a_restart():
+    batch = RolloutBatch(batch_id="b", groups=(PromptGroup(prompt_id="p", token_ids=(1,)),))
+    full = Rejected(reason="the quota is used up", by=RejectedBy.QUOTA)
+    group = GroupResult(batch_id="b", prompt_id="p", prompt_token_ids=(1,), samples=())
+
+    def client(*streams) -> RolloutClient:
+        beats = SimpleNamespace(stop=lambda: None)
+        return RolloutClient(telemetry=Telemetry("test"), handle=TwoStreams(*streams), heartbeat=lambda beat: beats)
+
+    lost_once = client([OutOfMemoryError("killed")], [full], [group])
+    assert asyncio.run(groups_of(lost_once, batch)) == [group]
+    with pytest.raises(QuotaExceeded, match="used up"):
+        asyncio.run(groups_of(client([full], [group]), batch))
