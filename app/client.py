@@ -17,7 +17,7 @@ from tailrace.app.resume import Heartbeat, Interrupted, Patience, Taken, lost_se
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
-from tailrace.deployments.telemetry import Telemetry, traceparent
+from tailrace.deployments.telemetry import MAX_TRACES, Telemetry, traceparent
 from tailrace.policies.families.registry import Policies
 
 READER_S = 20.0
@@ -79,6 +79,8 @@ class RolloutClient:
         span = self._telemetry.span("driver", batch.traceparent, attributes=attributes, keep=batch.keep_trace)
         if batch.keep_trace:
             self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
+            if len(self._traces) > MAX_TRACES:
+                del self._traces[next(iter(self._traces))]
         sent = batch.model_copy(update={"traceparent": traceparent(span) or batch.traceparent})
         have: list[str] = []
         resumed = False

@@ -151,6 +151,12 @@ def test_what_came_to_be_told_since_it_was_written_is_at_its_default():
     assert event == ev.ReplicaJoined(**JOINED)
 
 
+def test_a_journal_from_before_batches_had_shares_has_one_queue(lines):
+    header = json.loads(lines[0])
+    header["policies"].pop("fairness", None)
+    assert read_journal([json.dumps(header), *lines[1:]]).policies.fairness.type == "one_queue"
+
+
 @pytest.mark.parametrize("header", [[], ["{}"], [HEADER.replace('"journal": 1', '"journal": 2')]])
 def test_a_bad_header_is_named(header):
     with pytest.raises(ValueError, match="line 1: not a line of a journal"):

@@ -31,6 +31,7 @@ from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core import failures, unassigned
+from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicasReserved
 
 SEEDS = 120
@@ -240,6 +241,37 @@ def test_the_command_reports_and_refuses_unknown_kinds():
     assert set(result["faults"]) <= {"kill", "coordinator"} and result["samples"] > 0
     refused = CliRunner().invoke(main, ["fuzz", "--kinds", "earthquake"])
     assert refused.exit_code == 2 and "--kinds earthquake: known: kill" in refused.output
+
+
+def test_a_change_of_policies_waits_at_a_door_for_the_batches_before_it(tmp_path):
+    """A batch that comes later waits too, and runs under the new policies; one that runs goes on under the old."""
+
+    async def story():
+        size = replace(
+            plan_of(0).size, replicas=2, limits=None, mean_tokens=400, step_tokens=1, step_s=0.1, policies={}
+        )
+        cluster = SimulatedCluster(size, Random(0), LogDisk("sound", tmp_path, Random(0)))
+        one = PromptGroup(prompt_id="p", token_ids=(1, 2), samples=2, max_tokens=100)
+        first, later = (RolloutBatch(batch_id=name, groups=(one,)) for name in ("first", "later"))
+        rolling = asyncio.ensure_future(groups_of(driver_client(cluster), first))
+        await asyncio.sleep(3.0)
+        await driver_client(cluster).set_policies(Policies(ordering="fcfs"))
+        waiting = asyncio.ensure_future(groups_of(driver_client(cluster), later))
+        await asyncio.sleep(3.0)
+        status = cluster.coordinator.rollouts.status()
+        assert status.at_door == ("later",) and [batch.batch_id for batch in status.batches] == ["first"]
+        assert status.policies["ordering"]["type"] == "seer" and not rolling.done()
+        await rolling
+        await asyncio.sleep(3.0)
+        status = cluster.coordinator.rollouts.status()
+        assert status.at_door == () and [batch.batch_id for batch in status.batches] == ["later"]
+        assert status.policies["ordering"]["type"] == "fcfs"
+        ((ended,), (again,)) = await rolling, await waiting
+        assert [sample.token_ids for sample in ended.samples] == [sample.token_ids for sample in again.samples]
+
+    loop = VirtualLoop()
+    loop.run_until_complete(story())
+    end_of(loop)
 
 
 class TwoStreams:
