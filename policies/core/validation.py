@@ -87,7 +87,7 @@ class WrongAnswer(ValueError):
 
 def checked_count(policy: Any, method: str, answer: object, minimum: int, maximum: int = MAX_NEED_TOKENS) -> int:
     """Return an answer that is an integer from `minimum` to `maximum`."""
-    if isinstance(answer, int | np.integer) and minimum <= answer <= maximum:
+    if (answer.__class__ is int or isinstance(answer, np.integer)) and minimum <= answer <= maximum:
         return answer
     raise WrongAnswer(policy, method, answer, f"an integer from {minimum} to {maximum}")
 
