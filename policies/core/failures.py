@@ -19,8 +19,11 @@ MAX_ATTEMPTS = 5
 """A sample's failures in a row, on replicas where others succeeded meanwhile or on as many different replicas, after
 which it ends as failed. More point to a poisoned sample, not to bad luck."""
 
-MAX_DOUBTFUL_ATTEMPTS = 12
-"""A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound."""
+MAX_DOUBTFUL_ATTEMPTS = 20
+"""A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound.
+
+With the pauses between them that takes more than six minutes: an only replica may be in trouble for some.
+"""
 
 MAX_FORGIVEN = 24
 """A sample's failures on replicas that were set aside, after which it ends as failed: perhaps none of them is to blame.

@@ -49,8 +49,11 @@ KEPT = {
 }
 """Seeds that have found a defect once."""
 
+KEPT_NEWER = {740082: "an only sample was given up while its only replica refused for two minutes"}
+"""Such seeds since all kinds of faults are there."""
+
 KEPT_KINDS = tuple(kind for kind in KINDS if kind not in ("swallow", "policy", "strange_batch"))
-"""The kinds of faults at that time: a seed's schedule depends on them."""
+"""The kinds of faults at the time of `KEPT`: a seed's schedule depends on them."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,11 @@ def test_no_seed_fails():
 @pytest.mark.parametrize("seed", KEPT)
 def test_a_defect_that_was_mended_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS).problem is None
+
+
+@pytest.mark.parametrize("seed", KEPT_NEWER)
+def test_a_newer_defect_that_was_mended_stays_mended(seed):
+    assert outcome_of(seed, tuple(KINDS)).problem is None
 
 
 def test_the_same_seed_gives_the_same_history():
