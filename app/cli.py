@@ -29,6 +29,7 @@ COMMANDS = {
     "simulate": "Simulate the papers' workloads with the live decision code.",
     "soak": "Disturb a real service at random for an hour; check every token.",
     "timeline": "Draw what every replica did in a recorded run.",
+    "train": "Train a model on a task, with samples of the service.",
     "verify": "Show that scheduling never changes a token.",
 }
 

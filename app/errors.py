@@ -12,6 +12,7 @@ EXTRAS = {
     "ray": "cpu", "vllm": "cpu", "torch": "cpu", "mooncake": "cpu", "transformers": "cpu", "tokenizers": "cpu",
     "safetensors": "cpu", "numba": "cpu", "llvmlite": "cpu", "jinja2": "cpu", "zmq": "cpu", "msgpack": "cpu",
     "prometheus_client": "cpu", "matplotlib": "bench", "arctic_inference": "bench",
+    "trl": "train", "datasets": "train", "reasoning_gym": "train", "pebble": "train",
 }  # fmt: skip
 """The extra of pyproject.toml that brings an import; `gpu` brings those of `cpu` too."""
 

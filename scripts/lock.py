@@ -1,8 +1,8 @@
 """Writes requirements/{cpu,torch,gpu,dev}.txt from pyproject.toml: each package pinned with ==, with its hash.
 
-`cpu` and `gpu` lock the runtime extras of those names. `dev` locks the tests, lint and baselines (the `dev` group and
-the `bench` extra) beyond `cpu`. pip resolves by a dry run over metadata; this file walks pip's report from the direct
-requirements and writes the packages that it reaches, except LEFT_OUT (and their own needs).
+`cpu` and `gpu` lock the runtime extras of those names. `dev` locks the tests, lint, baselines and the trainer (the
+`dev` group, the extras `bench` and `train`) beyond `cpu`. pip resolves by a dry run over metadata; this file walks its
+report from the direct requirements and writes the packages that it reaches, except LEFT_OUT (and their own needs).
 Run by `make lock`, on Linux x86_64 with Python 3.11, since wheels and markers are those of this interpreter, and where
 pip finds a CPU build of torch, so that cpu.txt gets no CUDA packages. That build is in torch.txt, by itself: it is not
 on the package index, and where it is not to be had `make setup` takes the one of gpu.txt.
@@ -38,7 +38,7 @@ def wanted(name: str) -> list[str]:
     extras = data["project"]["optional-dependencies"]
     found = [*data["project"]["dependencies"], *extras["otel"], *extras["gpu" if name == "gpu" else "cpu"]]
     if name == "dev":
-        found += [*extras["bench"], *data["dependency-groups"]["dev"]]
+        found += [*extras["bench"], *extras["train"], *data["dependency-groups"]["dev"]]
     if name == "gpu":  # === keeps a CPU build from standing in
         found = [line.replace("torch==", "torch===") if line.startswith("torch==") else line for line in found]
     return [line for line in found if not line.startswith("tailrace")]

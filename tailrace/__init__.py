@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
     from tailrace.app.cluster import connect
+    from tailrace.app.trl.generation import attach
+    from tailrace.app.trl.rollout_function import rollout_function
     from tailrace.deployments.messages.rollout import (
         ChatMessage,
         GroupResult,
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
+    "rollout_function": "tailrace.app.trl.rollout_function",
     "RolloutClient": "tailrace.app.client",
     "RolloutRejected": "tailrace.app.client",
     "WeightsRejected": "tailrace.app.client",
@@ -41,7 +45,9 @@ __all__ = [
     "SampleResult",
     "SamplingParams",
     "WeightsRejected",
+    "attach",
     "connect",
+    "rollout_function",
 ]
 
 

@@ -47,6 +47,8 @@ ROOMS = (
     "app/verification",
     "app/soak",
     "app/fuzz",
+    "app/trl",
+    "app/train",
     "app/commands",
 )
 """The rooms of the product, lowest first: a room imports lower rooms alone."""

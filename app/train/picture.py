@@ -1,0 +1,60 @@
+"""The picture of a run: reward and held-out accuracy, loss, and where each step's seconds went."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tailrace.app.train.evaluation import Accuracy
+from tailrace.app.train.ledger import LedgerRow
+
+KINDS = {"rollout": "#0072b2", "rewards": "#e69f00", "weights": "#009e73", "train": "#d55e00"}
+"""Seconds by kind of work, in the order of a step, with their colours."""
+
+WINDOW = 10
+"""Steps of the moving mean of rewards and loss."""
+
+
+def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], path: Path) -> None:
+    """Write a PNG. Needs the extra `bench` (matplotlib) and one row or more."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [row.step for row in rows]
+    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
+    rewards = [row.reward_mean for row in rows]
+    top.plot(steps, rewards, ".", color="#bbbbbb", markersize=4, label="mean reward of a step")
+    top.plot(steps, _moving_mean(rewards), color="#0072b2", label=f"its mean over {WINDOW} steps")
+    if accuracies:
+        top.errorbar(
+            [each.step for each in accuracies],
+            [each.mean for each in accuracies],
+            yerr=[each.standard_error for each in accuracies],
+            fmt="o-",
+            color="#d55e00",
+            capsize=3,
+            label="accuracy on held-out questions, one standard error",
+        )
+    top.set_ylabel("reward, accuracy")
+    top.legend(frameon=False, loc="lower right")
+    loss = [row.loss for row in rows]
+    middle.plot(steps, loss, ".", color="#bbbbbb", markersize=4)
+    middle.plot(steps, _moving_mean(loss), color="#0072b2")
+    middle.set_ylabel("loss")
+    floor = [0.0] * len(rows)
+    for kind, colour in KINDS.items():
+        height = [getattr(row.seconds, kind) for row in rows]
+        bottom.bar(steps, height, bottom=floor, width=1.0, color=colour, label=kind)
+        floor = [below + more for below, more in zip(floor, height, strict=True)]
+    bottom.set_ylabel("seconds of a step")
+    bottom.set_xlabel("step")
+    bottom.legend(frameon=False, ncols=len(KINDS), loc="upper right")
+    for axes in (top, middle, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _moving_mean(values: Sequence[float]) -> list[float]:
+    windows = (values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,36 @@
+"""Rows of a run by step: one line of JSON each, on disk before the next step begins."""
+
+import os
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Row = TypeVar("Row", bound=BaseModel)
+
+
+class RowFile(Generic[Row]):
+    """Rows of `kind`, which has a `step`. Rows after the first line that a crash has cut off are not read."""
+
+    def __init__(self, path: Path, kind: type[Row]):
+        self.path = path
+        self.rows: list[Row] = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                self.rows.append(kind.model_validate_json(line))
+            except ValidationError:
+                break
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(row.model_dump_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the rows after `step`, and a line that was cut off."""
+        self.rows = [row for row in self.rows if row.step <= step]
+        part = self.path.with_suffix(".part")
+        part.write_text("".join(row.model_dump_json() + "\n" for row in self.rows))
+        part.replace(self.path)

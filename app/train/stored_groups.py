@@ -1,0 +1,59 @@
+"""Groups on disk as they end: a run that is continued takes them from there, with the tokens it would make again.
+
+A file for each step. Its first line names the weights: groups of others are not used.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+
+
+class StoredGroups:
+    """`roll_out`: gives the groups of a batch that are not stored. `weights_digest`: of the weights now in use."""
+
+    def __init__(
+        self, folder: Path, roll_out: Callable[[RolloutBatch], Iterator[GroupResult]], weights_digest: Callable[[], str]
+    ):
+        self._folder, self._roll_out, self._weights_digest = folder, roll_out, weights_digest
+
+    def groups_of(self, batch: RolloutBatch) -> Iterator[GroupResult]:
+        """Groups of the batch, the stored ones first."""
+        path = self._folder / f"step-{batch.step:06}.jsonl"
+        wanted = {group.prompt_id: (group.token_ids, group.samples) for group in batch.groups}
+        stored = {
+            group.prompt_id: group
+            for group in _read(path, self._weights_digest())
+            if wanted.get(group.prompt_id) == (group.prompt_token_ids, len(group.samples))
+        }
+        _write(path, self._weights_digest(), stored.values())
+        yield from stored.values()
+        missing = tuple(group for group in batch.groups if group.prompt_id not in stored)
+        if missing:
+            with path.open("a") as file:
+                for group in self._roll_out(batch.model_copy(update={"groups": missing})):
+                    file.write(group.model_dump_json() + "\n")
+                    file.flush()
+                    yield group
+
+
+def _write(path: Path, digest: str, groups) -> None:
+    lines = [json.dumps({"weights_digest": digest}), *(group.model_dump_json() for group in groups)]
+    part = path.with_suffix(".part")
+    part.write_text("\n".join(lines) + "\n")
+    part.replace(path)
+
+
+def _read(path: Path, digest: str) -> Iterator[GroupResult]:
+    """Groups of a file up to the first line that a crash has cut off; none if they are of other weights."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines or lines[0] != json.dumps({"weights_digest": digest}):
+        return
+    for line in lines[1:]:
+        try:
+            yield GroupResult.model_validate_json(line)
+        except ValidationError:
+            return

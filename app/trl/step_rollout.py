@@ -1,0 +1,119 @@
+"""One call for samples by a trainer: prompts in, samples out, in the trainer's order.
+
+Invariant: tokens are a function of the seed, the trainer's step, the prompt's place in the step and the sample's
+index, under the weights that were sent last. Used by both doors, `generation` and `rollout_function`.
+"""
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from uuid import uuid4
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.errors import Failed
+from tailrace.app.trl.sampling import sampling_of
+from tailrace.app.trl.trainer_weights import named_weights
+from tailrace.app.trl.turns import Turn, Turns
+from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
+from tailrace.policies.protocol.actions import SampleEnd
+
+EVALUATION_STEPS = 1 << 40
+"""Added to the step of evaluation samples, so that they share no key with training."""
+
+
+class StepRollout:
+    """The samples of one trainer.
+
+    `seed`: in every sample key. `weights_dir`: for the trainer's weights, seen by all nodes of the service.
+    `on_group`: called with each group as it ends. `groups_of`: rolls out a batch, in place of the client.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        client: RolloutClient,
+        *,
+        weights_dir: Path | str,
+        seed: int = 0,
+        on_group: Callable[[GroupResult], None] | None = None,
+        groups_of: Callable[[RolloutBatch], Iterable[GroupResult]] | None = None,
+    ):
+        self._trainer, self._client, self._seed = trainer, client, seed
+        self._folders = WeightsFolders(Path(weights_dir))
+        self._on_group = on_group or (lambda group: None)
+        self._groups_of = groups_of or client.rollout_blocking
+        self._sampling = sampling_of(trainer.args)
+        self._version: int | None = None
+        self._turns: dict[int, Turns] = {}  # of the present step alone
+        self.weights_digest = ""
+        self.seconds: Counter[str] = Counter()  # of `rollout` and `weights`, until the caller clears them
+
+    def send_weights(self) -> None:
+        """Bring the service to the trainer's present weights. Raises WeightsRejected; the old ones then stay."""
+        if not self._trainer.accelerator.is_main_process:
+            for _ in named_weights(self._trainer):  # gathering a sharded parameter needs every process
+                pass
+            return
+        started = time.monotonic()
+        if self._version is None:
+            self._version = self._client.status_blocking().weights_version
+        folder = self._folders.write(self._version + 1, named_weights(self._trainer))
+        loaded = self._client.update_weights_blocking(self._version + 1, str(folder))
+        self._version, self.weights_digest = loaded.version, loaded.digest
+        self.seconds["weights"] += time.monotonic() - started
+
+    def samples(self, prompts: list[list[int]], samples: int) -> list[list[SampleResult]]:
+        """Generate `samples` samples of each prompt (token ids). Raises Failed if the service gives a sample up."""
+        started = time.monotonic()
+        step = self._step()
+        turns_of_step = self._turns_of(step)
+        turns = turns_of_step.call(prompts, samples)
+        groups = tuple(map(self._group, turns, prompts, itertools.repeat(samples)))
+        batch = RolloutBatch(
+            batch_id=f"trl-{step}-{turns_of_step.calls}-{os.getpid()}-{uuid4().hex[:6]}",
+            groups=groups,
+            step=step,
+            seed=self._seed,
+            weights_version=self._version,
+        )
+        found = {}
+        for group in self._groups_of(batch):
+            _check(group)
+            self._on_group(group)
+            found[group.prompt_id] = list(group.samples)
+        for turn, prompt in zip(turns, prompts, strict=True):
+            for sample in found[turn.prompt_id]:
+                turns_of_step.ended(turn, sample.sample_index, [*prompt, *sample.token_ids])
+        self.seconds["rollout"] += time.monotonic() - started
+        return [found[turn.prompt_id] for turn in turns]
+
+    def _step(self) -> int:
+        step = self._trainer.state.global_step
+        return step if self._trainer.model.training else step + EVALUATION_STEPS
+
+    def _turns_of(self, step: int) -> Turns:
+        if step not in self._turns:
+            self._turns = {step: Turns()}
+        return self._turns[step]
+
+    def _group(self, turn: Turn, prompt: list[int], samples: int) -> PromptGroup:
+        """A later turn has the tokens that the sample's earlier ones have left."""
+        left = self._trainer.max_completion_length - (len(prompt) - turn.first_tokens)
+        return PromptGroup(
+            prompt_id=turn.prompt_id,
+            token_ids=tuple(prompt),
+            samples=samples,
+            max_tokens=max(1, left),
+            sampling=self._sampling,
+        )
+
+
+def _check(group: GroupResult) -> None:
+    for sample in group.samples:
+        if sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH):
+            reason = sample.error or sample.finish_reason
+            raise Failed(f"prompt {group.prompt_id} sample {sample.sample_index} has no answer: {reason}")

@@ -1,0 +1,44 @@
+"""Weights of a trainer, written to folders that every replica can read.
+
+Two folders in turn: replicas that start late still read the last one while the next is written. A folder appears by
+one rename, so it is whole or not there.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+MAX_SHARD_BYTES = 4 << 30
+"""A shard is copied once on its way to disk, so this bounds the memory that the copy takes."""
+
+
+class WeightsFolders:
+    """`root`: a folder on storage that all nodes of the service see."""
+
+    def __init__(self, root: Path):
+        self._root = Path(root).expanduser().resolve()
+
+    def write(self, version: int, tensors: Iterable[tuple[str, object]]) -> Path:
+        """Writes (name, torch tensor) pairs as safetensors; returns their folder. Passes on OSError."""
+        folder, part = self._root / f"weights-{version % 2}", self._root / "weights-part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        shard: dict[str, object] = {}
+        held, shards = 0, 0
+        for name, tensor in tensors:
+            data = tensor.detach().to("cpu", copy=False).contiguous()
+            size = data.numel() * data.element_size()
+            if shard and held + size > MAX_SHARD_BYTES:
+                _save(part, shards, shard)
+                shard, held, shards = {}, 0, shards + 1
+            shard[name], held = data, held + size
+        _save(part, shards, shard)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        return folder
+
+
+def _save(folder: Path, number: int, shard: dict[str, object]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,1 @@
+"""Trainers of TRL, against the real package, and a run of the learner."""

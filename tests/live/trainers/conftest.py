@@ -1,0 +1,23 @@
+"""A model small enough to train in a second, with the demo model's tokenizer."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="session")
+def small_model(model_dir, tmp_path_factory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("small") / "model"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"vocab_size": 49152, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(model_dir / name, folder)
+    return folder

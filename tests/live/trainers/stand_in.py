@@ -1,0 +1,77 @@
+"""A service in this process: a client's calls, answered by a Hugging Face model that draws by sample keys."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tailrace.deployments.messages.chunk import sample_key
+from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment, WeightsLoaded
+from tailrace.deployments.vllm_exact.weight_loading import weights_digest
+from tailrace.policies.protocol.actions import SampleEnd
+
+
+class StandIn:
+    """`model`: folder of the model that the service is started with."""
+
+    def __init__(self, model: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.eos = self.model.config.eos_token_id
+        self.version = 0
+        self.batches, self.updates = [], []
+
+    def status_blocking(self):
+        return type("Status", (), {"weights_version": self.version})
+
+    def update_weights_blocking(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
+        tensors = {
+            name: value for path in Path(source).glob("*.safetensors") for name, value in load_file(path).items()
+        }
+        assert tensors.keys() == dict(self.model.named_parameters()).keys(), "the set that a service compares"
+        self.model.load_state_dict(tensors, strict=False)
+        self.version = version
+        self.updates.append((version, source))
+        return WeightsLoaded(version=version, digest=weights_digest(source), replicas=("one",))
+
+    def rollout_blocking(self, batch):
+        assert batch.weights_version in (None, self.version)
+        self.batches.append(batch)
+        for group in reversed(batch.groups):  # a service gives groups in any order
+            samples = tuple(self._sample(batch, group, index) for index in range(group.samples))
+            yield GroupResult(
+                batch_id=batch.batch_id,
+                prompt_id=group.prompt_id,
+                prompt_token_ids=group.token_ids,
+                samples=samples,
+                prompt_key="key",
+                step=batch.step,
+            )
+
+    @torch.no_grad()
+    def _sample(self, batch, group, index: int) -> SampleResult:
+        key = sample_key(batch.seed, batch.step, group.prompt_id, index)
+        chance = torch.Generator().manual_seed(key % (1 << 63))
+        tokens, logprobs = [], []
+        while len(tokens) < group.max_tokens and tokens[-1:] != [self.eos]:
+            logits = self.model(torch.tensor([[*group.token_ids, *tokens]])).logits[0, -1].double()
+            if group.sampling.temperature == 0:
+                token, law = int(logits.argmax()), torch.log_softmax(logits, -1)
+            else:
+                law = torch.log_softmax(logits / group.sampling.temperature, -1)
+                token = int(torch.multinomial(law.exp(), 1, generator=chance))
+            tokens.append(token)
+            logprobs.append(float(law[token]))
+        return SampleResult(
+            sample_index=index,
+            token_ids=tuple(tokens),
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            logprobs=tuple(logprobs),
+            raw_logprobs=tuple(logprobs),
+            finish_reason=SampleEnd.STOP if tokens[-1] == self.eos else SampleEnd.LENGTH,
+            segments=(Segment(weights_version=self.version, replica_id="one", start=0, end=len(tokens)),),
+        )
+
+    def record_rewards_blocking(self, group, rewards) -> None:
+        pass

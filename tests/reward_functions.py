@@ -1,0 +1,22 @@
+"""Reward functions of a user, as `task.reward` names them."""
+
+import os
+import time
+
+
+def length(prompt, completion, answer):
+    return len(completion)
+
+
+def broken(prompt, completion, answer):
+    raise ValueError("broken")
+
+
+def trouble(prompt, completion, answer):
+    if completion == "raise":
+        raise RuntimeError("first line\nno such tool")
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "exit":
+        os._exit(7)
+    return {"nan": float("nan"), "text": "high"}.get(completion, 0.5)

@@ -1,0 +1,105 @@
+"""Files of the learner: configuration, rows, stored groups, the folder of a run."""
+
+import pytest
+from pydantic import BaseModel
+
+from tailrace.app.errors import BadInput
+from tailrace.app.train.config import read_train_config
+from tailrace.app.train.row_file import RowFile
+from tailrace.app.train.run_folder import RunFolder
+from tailrace.app.train.stored_groups import StoredGroups
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
+
+SMALL = "task: {name: gcd}\nsteps: 3\n"
+
+
+class Row(BaseModel):
+    step: int
+    value: float
+
+
+def config_of(tmp_path, text=SMALL):
+    path = tmp_path / "train.yaml"
+    path.write_text(text)
+    return read_train_config(path)
+
+
+def test_a_torn_line_is_not_read_and_is_dropped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = RowFile(path, Row)
+    for step in (1, 2, 3):
+        rows.append(Row(step=step, value=step / 3))
+    path.write_text(path.read_text()[:-5])
+    again = RowFile(path, Row)
+    assert [row.step for row in again.rows] == [1, 2] and again.rows[0].value == 1 / 3
+    again.truncate_after(1)
+    again.append(Row(step=2, value=0.0))
+    assert [row.value for row in RowFile(path, Row).rows] == [1 / 3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("task: {name: gcd}\nstep: 3", "train.yaml: step"),
+        ("task: {}", "train.yaml: task: .*exactly one of name"),
+        ("task: {name: gcd}\nsamples: 1", "train.yaml: samples"),
+        ("task: {name: gcd}\nsampling: {stop_token_ids: [1]}", "stop_token_ids"),
+        ("task: [", "train.yaml: line 1"),
+    ],
+)
+def test_a_bad_configuration_is_one_line_with_its_key(tmp_path, text, fault):
+    with pytest.raises(BadInput, match=fault) as error:
+        config_of(tmp_path, text)
+    assert "\n" not in str(error.value.message)
+
+
+def test_a_folder_takes_one_run_whose_length_may_change(tmp_path):
+    RunFolder(tmp_path / "run", config_of(tmp_path))
+    RunFolder(tmp_path / "run", config_of(tmp_path, SMALL.replace("3", "9")))
+    with pytest.raises(BadInput, match="it holds a run with learning_rate"):
+        RunFolder(tmp_path / "run", config_of(tmp_path, SMALL + "learning_rate: 0.5\n"))
+
+
+def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path):
+    folder = RunFolder(tmp_path / "run", config_of(tmp_path))
+    assert folder.last_checkpoint() is None
+    for step in (9, 10, 20):
+        (folder.checkpoints / f"checkpoint-{step}").mkdir()
+    for step in (9, 10):
+        (folder.checkpoints / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert folder.last_checkpoint() == (10, folder.checkpoints / "checkpoint-10")
+
+
+def batch_of(*prompt_ids):
+    groups = tuple(PromptGroup(prompt_id=each, token_ids=(1, 2), samples=1) for each in prompt_ids)
+    return RolloutBatch(batch_id="b", groups=groups, step=4)
+
+
+def group_of(prompt):
+    sample = SampleResult(
+        sample_index=0, token_ids=(3,), text="c", logprobs=(0.0,), raw_logprobs=(0.0,), finish_reason="stop"
+    )
+    return GroupResult(
+        batch_id="b", prompt_id=prompt.prompt_id, prompt_token_ids=prompt.token_ids, samples=(sample,), step=4
+    )
+
+
+def test_stored_groups_are_not_rolled_out_again_unless_the_weights_are_others(tmp_path):
+    asked = []
+
+    def roll_out(batch):
+        asked.append([group.prompt_id for group in batch.groups])
+        yield from map(group_of, batch.groups)
+
+    first = StoredGroups(tmp_path, roll_out, lambda: "w1")
+    begun = first.groups_of(batch_of("a", "b", "c"))
+    kept = [next(begun), next(begun)]
+    begun.close()  # the run is stopped
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_text(path.read_text()[:-9])  # within the second group
+    again = list(StoredGroups(tmp_path, roll_out, lambda: "w1").groups_of(batch_of("a", "b", "c")))
+    assert again[0] == kept[0] and [group.prompt_id for group in again] == ["a", "b", "c"]
+    assert asked == [["a", "b", "c"], ["b", "c"]]
+    assert list(StoredGroups(tmp_path, roll_out, lambda: "w1").groups_of(batch_of("a", "b", "c"))) == again
+    list(StoredGroups(tmp_path, roll_out, lambda: "w2").groups_of(batch_of("a", "b", "c")))
+    assert asked[2:] == [["a", "b", "c"]]

@@ -1,0 +1,118 @@
+"""Tasks and rewards of the learner."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tailrace.app.errors import BadInput
+from tailrace.app.train.rewards import RewardPool, answer_in, score
+from tailrace.app.train.task import Question, TaskConfig, read_task
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("chain_sum", {"max_terms": 3}), ("gcd", {}), ("spell_backward", {"max_word_len": 5})]
+)
+def test_a_task_of_reasoning_gym_scores_its_own_answers(name, options):
+    config = TaskConfig(name=name, options=options, train=20, held_out=5)
+    task = read_task(config)
+    assert len(task.train) == 20 and len(task.held_out) == 5
+    assert not {each.question_id for each in task.train} & {each.question_id for each in task.held_out}
+    for question in task.train:
+        assert score(config, question, question.answer) == 1.0
+        assert score(config, question, "nothing of the kind") < 0.5
+    assert read_task(config) == task, "a function of its configuration"
+
+
+def test_small_data_sets_give_each_question_once():
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    config = TaskConfig(name="chain_sum", options=digits, train=400, held_out=30)
+    task = read_task(config)
+    everything = [each.question_id for each in (*task.train, *task.held_out)]
+    assert len(everything) == len(set(everything)) < 430, "two digits and an operator make no more"
+
+
+def test_prompts_of_a_file_with_a_pattern_for_answers(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    lines = [{"prompt": f"{a}+{a}=", "answer": 2 * a} for a in range(6)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    config = TaskConfig(prompts=path, chat=False, held_out=2, answer_pattern=r"-?\d+", instruction=" ")
+    task = read_task(config)
+    assert [each.prompt for each in task.held_out] == ["0+0= ", "1+1= "] and len(task.train) == 4
+    assert score(config, task.train[0], "is it 3? no, 4") == 1.0
+    assert score(config, task.train[0], "four") == 0.0
+
+
+def test_the_last_match_is_the_answer():
+    assert answer_in(" 12 ", None) == "12"
+    assert answer_in("a=1, a=2", r"a=(\d)") == "2"
+    assert answer_in("none", r"\d") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "line 1"),
+        ('{"prompt": ""}', "prompt: give text"),
+        ('{"prompt": "a", "anwser": 1}', "anwser: unknown key"),
+        ('{"prompt": [{"role": "user"}]}', "prompt: give text"),
+        ("[]", "line 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, fault):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line)
+    with pytest.raises(BadInput, match=fault):
+        read_task(TaskConfig(prompts=path, held_out=0))
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ({"name": "chain_sums"}, "did you mean 'chain_sum'"),
+        ({"name": "chain_sum", "options": {"no_such": 1}}, "task.options: chain_sum does not take them"),
+        ({"name": "chain_sum", "options": {"min_terms": 9, "max_terms": 2}}, "task.options"),
+    ],
+)
+def test_a_task_that_is_not_there_is_named(config, fault):
+    with pytest.raises(BadInput, match=fault):
+        read_task(TaskConfig(**config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"name": "gcd", "prompts": "x"},
+        {"prompts": "x", "options": {"a": 1}},
+        {"name": "gcd", "answer_pattern": "("},
+    ],
+)
+def test_a_task_has_one_source_and_a_sound_pattern(config):
+    with pytest.raises(ValidationError):
+        TaskConfig(**config)
+
+
+def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    pool = RewardPool(TaskConfig(name="gcd", reward="reward_functions:trouble"), workers=2, timeout_s=8.0)
+    question = Question("q", "prompt", "answer")
+    try:
+        kinds = ("fine", "raise", "exit", "nan", "text", "hang", "fine")
+        found = [future.result() for future in [pool.submit(question, kind) for kind in kinds]]
+    finally:
+        pool.close()
+    assert [reward.outcome for reward in found] == ["ok", "failed", "failed", "failed", "failed", "timed_out", "ok"]
+    assert [reward.value for reward in found] == [0.5, None, None, None, None, None, 0.5]
+    assert "no such tool" in found[1].error and "\n" not in found[1].error
+    assert pool.counts == {"ok": 2, "failed": 4, "timed_out": 1}
+
+
+@pytest.mark.parametrize(
+    "path", ["no_such_package:reward", "reward_functions:no_such", "reward_functions", "json:__name__"]
+)
+def test_a_function_that_is_not_there_is_refused_before_anything_starts(path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with pytest.raises(BadInput, match=r"task\.reward"):
+        RewardPool(TaskConfig(name="gcd", reward=path), workers=1, timeout_s=1.0)
