@@ -34,8 +34,12 @@ COMMANDS = {
 }
 
 
+CHECKS = {"fuzz", "soak", "verify"}
+"""Commands of the folder `checks`: they disturb the service, or repeat a run, and check every token."""
+
+
 class LazyGroup(click.Group):
-    """A click group whose members live in `tailrace.app.commands.NAME` as an object called `command`."""
+    """A click group whose members live in `app/commands` or its `checks`, each as an object called `command`."""
 
     def list_commands(self, ctx):
         return sorted(COMMANDS)
@@ -43,7 +47,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in COMMANDS:
             return None
-        return import_module(f"tailrace.app.commands.{cmd_name.replace('-', '_')}").command
+        folder = "commands.checks" if cmd_name in CHECKS else "commands"
+        return import_module(f"tailrace.app.{folder}.{cmd_name.replace('-', '_')}").command
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in COMMANDS:

@@ -35,14 +35,14 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     task, file = read_task(settings.task), load_config(config)
     folder = RunFolder(out, settings)
     try:
-        outcome = _run(settings, task, folder, file, address)
+        result = _run(settings, task, folder, file, address)
     except KeyboardInterrupt as error:
         raise Failed(f"interrupted; run again with --out {out} to continue") from error
     if plot:
         from tailrace.app.train.picture import draw
 
-        draw(outcome.rows, outcome.accuracies, folder.picture)
-    _report(outcome, folder, as_json)
+        draw(result.rows, result.accuracies, folder.picture)
+    _report(result, folder, as_json)
 
 
 def _run(settings, task, folder, file, address):
@@ -55,13 +55,13 @@ def _run(settings, task, folder, file, address):
         return train(client, settings, task, folder, lambda text: click.echo(text, err=True))
 
 
-def _report(outcome, folder, as_json) -> None:
-    seconds = [row.seconds.step for row in outcome.rows]
+def _report(result, folder, as_json) -> None:
+    seconds = [row.seconds.step for row in result.rows]
     summary = {
-        "steps": len(outcome.rows),
+        "steps": len(result.rows),
         "minutes": sum(seconds) / 60,
-        "tokens": sum(row.tokens for row in outcome.rows),
-        "held_out": [each.model_dump() for each in outcome.accuracies],
+        "tokens": sum(row.tokens for row in result.rows),
+        "held_out": [each.model_dump() for each in result.accuracies],
         "out": str(folder.path),
     }
     if as_json:
@@ -70,8 +70,8 @@ def _report(outcome, folder, as_json) -> None:
     click.echo(
         f"{summary['steps']} steps in {summary['minutes']:.1f} minutes, {summary['tokens']} tokens; {folder.path}"
     )
-    if outcome.accuracies:
-        first, last = outcome.accuracies[0], outcome.accuracies[-1]
+    if result.accuracies:
+        first, last = result.accuracies[0], result.accuracies[-1]
         click.echo(
             f"held-out accuracy {first.mean:.3f} +- {first.standard_error:.3f} before, "
             f"{last.mean:.3f} +- {last.standard_error:.3f} after"

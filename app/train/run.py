@@ -28,7 +28,7 @@ from tailrace.app.trl.generation import attach
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """`accuracies`: on held-out questions, by step; empty if none are held out."""
 
     rows: list[LedgerRow]
@@ -37,24 +37,34 @@ class Outcome:
 
 def train(
     client: RolloutClient, config: TrainConfig, task: Task, folder: RunFolder, say: Callable[[str], None]
-) -> Outcome:
+) -> TrainingResult:
     """Train to `config.steps`, counted over all starts. Raises BadInput for settings that TRL does not take."""
     ledger, accuracies = RowFile(folder.ledger, LedgerRow), RowFile(folder.accuracies, Accuracy)
     begun, checkpoint = folder.last_checkpoint() or (0, None)
     for file in (ledger, accuracies):
         file.truncate_after(begun)
     if begun >= config.steps:
-        return Outcome(ledger.rows, accuracies.rows)
+        return TrainingResult(ledger.rows, accuracies.rows)
     pool = RewardPool(config.task, config.rewards.workers, config.rewards.timeout_s)
     try:
-        _Run(client, config, task, folder, pool, ledger, accuracies, say).go(str(checkpoint) if checkpoint else None)
+        run = _Run(
+            client=client,
+            config=config,
+            task=task,
+            folder=folder,
+            pool=pool,
+            ledger=ledger,
+            accuracies=accuracies,
+            say=say,
+        )
+        run.go(str(checkpoint) if checkpoint else None)
     finally:
         pool.close()
-    return Outcome(ledger.rows, accuracies.rows)
+    return TrainingResult(ledger.rows, accuracies.rows)
 
 
 class _Run:
-    def __init__(self, client, config, task, folder, pool, ledger, accuracies, say):
+    def __init__(self, *, client, config, task, folder, pool, ledger, accuracies, say):
         self._client, self._config, self._pool = client, config, pool
         self._held_out, self._accuracies, self._say = task.held_out, accuracies, say
         model = str(resolve_model(config.model))
@@ -79,7 +89,15 @@ class _Run:
             on_group=rewards.begin,
             groups_of=stored.groups_of,
         )
-        recorder = StepRecorder(config, self._trainer, self._rollout, rewards, ledger, self._after_step, say)
+        recorder = StepRecorder(
+            config=config,
+            trainer=self._trainer,
+            rollout=self._rollout,
+            rewards=rewards,
+            ledger=ledger,
+            after_step=self._after_step,
+            say=say,
+        )
         self._trainer.add_callback(recorder)
 
     def go(self, checkpoint: str | None) -> None:

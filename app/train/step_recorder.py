@@ -18,6 +18,7 @@ class StepRecorder(TrainerCallback):
 
     def __init__(
         self,
+        *,
         config: TrainConfig,
         trainer,
         rollout: StepRollout,
