@@ -5,9 +5,9 @@ from pydantic import BaseModel
 
 from tailrace.app.errors import BadInput
 from tailrace.app.train.config import read_train_config
-from tailrace.app.train.row_file import RowFile
-from tailrace.app.train.run_folder import RunFolder
-from tailrace.app.train.stored_groups import StoredGroups
+from tailrace.app.train.record.row_file import RowFile
+from tailrace.app.train.record.run_folder import RunFolder
+from tailrace.app.train.record.stored_groups import StoredGroups
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 
 SMALL = "task: {name: gcd}\nsteps: 3\n"

@@ -26,7 +26,7 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     the model of TRAIN.YAML. Ctrl-C loses nothing that is in the folder.
     """
     from tailrace.app.train.config import read_train_config
-    from tailrace.app.train.run_folder import RunFolder
+    from tailrace.app.train.record.run_folder import RunFolder
     from tailrace.app.train.task import read_task
 
     settings = read_train_config(train_yaml)
@@ -39,7 +39,7 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     except KeyboardInterrupt as error:
         raise Failed(f"interrupted; run again with --out {out} to continue") from error
     if plot:
-        from tailrace.app.train.picture import draw
+        from tailrace.app.train.record.picture import draw
 
         draw(result.rows, result.accuracies, folder.picture)
     _report(result, folder, as_json)

@@ -16,13 +16,13 @@ from tailrace.app.client import RolloutClient
 from tailrace.app.model import resolve_model
 from tailrace.app.train.config import TrainConfig, trl_settings
 from tailrace.app.train.evaluation import Accuracy, accuracy
-from tailrace.app.train.ledger import LedgerRow
+from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.rewards import RewardPool
-from tailrace.app.train.row_file import RowFile
-from tailrace.app.train.run_folder import RunFolder
+from tailrace.app.train.record.row_file import RowFile
+from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.step_recorder import StepRecorder
 from tailrace.app.train.step_rewards import StepRewards
-from tailrace.app.train.stored_groups import StoredGroups
+from tailrace.app.train.record.stored_groups import StoredGroups
 from tailrace.app.train.task import Question, Task
 from tailrace.app.trl.generation import attach
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from transformers import TrainerCallback
 
-from tailrace.app.train.checksum import weights_checksum
+from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.app.train.config import TrainConfig
-from tailrace.app.train.ledger import LedgerRow, Seconds
-from tailrace.app.train.row_file import RowFile
+from tailrace.app.train.record.ledger import LedgerRow, Seconds
+from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.step_rewards import StepRewards
 from tailrace.app.trl.step_rollout import StepRollout
 

@@ -16,18 +16,18 @@ from tailrace.app.errors import BadInput
 from tailrace.app.trl.step_rollout import StepRollout
 
 
-def attach(trainer, client: RolloutClient, weights_dir: Path | str, seed: int | None = None, **options) -> StepRollout:
+def attach(trainer, client: RolloutClient, weights_dir: Path | str, seed: int | None = None) -> StepRollout:
     """Let Tailrace generate for a `trl.GRPOTrainer` that was made with `use_vllm=False`.
 
     `weights_dir`: a folder for the trainer's weights, seen by all nodes of the service. `seed`: in every sample key;
-    the trainer's by default. `options`: those of `StepRollout`. Raises BadInput for settings that cannot be honoured.
+    the trainer's by default. Raises BadInput for settings that cannot be honoured.
     """
     if trainer.use_vllm:
         raise BadInput("the trainer was made with use_vllm=True, so it has an engine of its own; leave that out")
     if trainer.rollout_func is not None:
         raise BadInput("the trainer has a rollout_func; it would be called in place of the service")
     seed = trainer.args.seed if seed is None else seed
-    rollout = StepRollout(trainer, client, weights_dir=weights_dir, seed=seed, **options)
+    rollout = StepRollout(trainer, client, weights_dir=weights_dir, seed=seed)
     trainer.use_vllm, trainer.vllm_generation = True, ServiceGeneration(trainer, rollout)
     trainer._last_loaded_step = -1  # TRL syncs where this is not the present step
     return rollout

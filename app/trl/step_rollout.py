@@ -6,18 +6,14 @@ index, under the weights that were sent last. Used by both doors, `generation` a
 
 import itertools
 import os
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from uuid import uuid4
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.errors import Failed
 from tailrace.app.trl.sampling import sampling_of
-from tailrace.app.trl.trainer_weights import named_weights
 from tailrace.app.trl.turns import Turn, Turns
-from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.app.trl.weights_sender import WeightsSender
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -29,46 +25,20 @@ class StepRollout:
     """The samples of one trainer.
 
     `seed`: in every sample key. `weights_dir`: for the trainer's weights, seen by all nodes of the service.
-    `on_group`: called with each group as it ends. `groups_of`: rolls out a batch, in place of the client.
     """
 
-    def __init__(
-        self,
-        trainer,
-        client: RolloutClient,
-        *,
-        weights_dir: Path | str,
-        seed: int = 0,
-        on_group: Callable[[GroupResult], None] | None = None,
-        groups_of: Callable[[RolloutBatch], Iterable[GroupResult]] | None = None,
-    ):
+    def __init__(self, trainer, client: RolloutClient, *, weights_dir: Path | str, seed: int = 0):
         self._trainer, self._client, self._seed = trainer, client, seed
-        self._folders = WeightsFolders(Path(weights_dir))
-        self._on_group = on_group or (lambda group: None)
-        self._groups_of = groups_of or client.rollout_blocking
+        self._weights = WeightsSender(trainer, client, weights_dir)
         self._sampling = sampling_of(trainer.args)
-        self._version: int | None = None
         self._turns: dict[int, Turns] = {}  # of the present step alone
-        self.weights_digest = ""
-        self.seconds: Counter[str] = Counter()  # of `rollout` and `weights`, until the caller clears them
 
     def send_weights(self) -> None:
         """Bring the service to the trainer's present weights. Raises WeightsRejected; the old ones then stay."""
-        if not self._trainer.accelerator.is_main_process:
-            for _ in named_weights(self._trainer):  # gathering a sharded parameter needs every process
-                pass
-            return
-        started = time.monotonic()
-        if self._version is None:
-            self._version = self._client.status_blocking().weights_version
-        folder = self._folders.write(self._version + 1, named_weights(self._trainer))
-        loaded = self._client.update_weights_blocking(self._version + 1, str(folder))
-        self._version, self.weights_digest = loaded.version, loaded.digest
-        self.seconds["weights"] += time.monotonic() - started
+        self._weights.send()
 
     def samples(self, prompts: list[list[int]], samples: int) -> list[list[SampleResult]]:
         """Generate `samples` samples of each prompt (token ids). Raises Failed if the service gives a sample up."""
-        started = time.monotonic()
         step = self._step()
         turns_of_step = self._turns_of(step)
         turns = turns_of_step.call(prompts, samples)
@@ -78,17 +48,15 @@ class StepRollout:
             groups=groups,
             step=step,
             seed=self._seed,
-            weights_version=self._version,
+            weights_version=self._weights.version,
         )
         found = {}
-        for group in self._groups_of(batch):
-            _check(group)
-            self._on_group(group)
+        for group in self._client.rollout_blocking(batch):
+            check_answered(group)
             found[group.prompt_id] = list(group.samples)
         for turn, prompt in zip(turns, prompts, strict=True):
             for sample in found[turn.prompt_id]:
                 turns_of_step.ended(turn, sample.sample_index, [*prompt, *sample.token_ids])
-        self.seconds["rollout"] += time.monotonic() - started
         return [found[turn.prompt_id] for turn in turns]
 
     def _step(self) -> int:
@@ -112,7 +80,8 @@ class StepRollout:
         )
 
 
-def _check(group: GroupResult) -> None:
+def check_answered(group: GroupResult) -> None:
+    """Raises Failed if the service gave a sample up."""
     for sample in group.samples:
         if sample.finish_reason not in (SampleEnd.STOP, SampleEnd.LENGTH):
             reason = sample.error or sample.finish_reason
