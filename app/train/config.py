@@ -1,6 +1,5 @@
 """`train.yaml` as a strict model. Errors are BadInput, one line, with the dotted key."""
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,27 @@ from tailrace.app.config import first_error
 from tailrace.app.deployment_settings import StrictModel
 from tailrace.app.errors import BadInput
 from tailrace.app.strict_yaml import read_yaml
+from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.task import TaskConfig
 from tailrace.deployments.messages.rollout import SamplingParams
 
-MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "rewards")
+MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "rewards", "trainer")
 """Keys that a run may change when it is continued."""
 
 
 class RewardsConfig(StrictModel):
     workers: int = Field(1, ge=1, description="processes")
     timeout_s: float = Field(10.0, gt=0, description="seconds for one reward")
+
+
+class TrainerConfig(StrictModel):
+    threads: int | None = Field(None, ge=1, description="of torch; null: one for each core")
+    shares_cores: bool = Field(
+        False, description="while samples are under way, compute on cores of idle engine replicas of this node alone"
+    )
+    max_held_gradients: int = Field(
+        0, ge=0, description="groups that may be computed before their turn; each takes the memory of all gradients"
+    )
 
 
 class TrainConfig(StrictModel):
@@ -30,11 +40,14 @@ class TrainConfig(StrictModel):
     samples: int = Field(8, ge=2, description="samples of a question (G)")
     max_tokens: int = Field(64, ge=1, description="of one sample")
     sampling: SamplingParams = SamplingParams()
+    mode: Mode = Field(Mode.OVERLAP, description="sync, overlap, one_step_off or bounded")
+    max_staleness: int = Field(2, ge=1, description="of bounded: updates between a sample's begin and its use")
     learning_rate: float = Field(1e-6, gt=0)
     seed: int = Field(0, ge=0, description="of the order of questions and of every sample key")
     checkpoint_every: int = Field(10, ge=1, description="steps")
     evaluate_every: int | None = Field(None, ge=1, description="steps; null: before and after training alone")
     rewards: RewardsConfig = RewardsConfig()
+    trainer: TrainerConfig = TrainerConfig()
     trl: dict[str, Any] = Field(
         default_factory=dict, description="further settings of trl.GRPOConfig, such as report_to"
     )
@@ -57,21 +70,3 @@ def read_train_config(path: Path) -> TrainConfig:
         raise BadInput(f"{path}: {first_error(error, TrainConfig)}") from error
     except ValueError as error:
         raise BadInput(f"{path}: {error}") from error
-
-
-def trl_settings(config: TrainConfig, ours: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `trl.GRPOConfig`: ours, and those of the file. Raises BadInput for unknown ones, and for ours."""
-    from dataclasses import fields
-
-    from trl import GRPOConfig
-
-    known = {field.name for field in fields(GRPOConfig)}
-    for key in config.trl:
-        if key in ours:
-            raise BadInput(f"trl.{key}: the run sets it itself; see the other keys of the file")
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            raise BadInput(
-                f"trl.{key}: trl.GRPOConfig has no such field" + (f"; did you mean {near[0]}?" if near else "")
-            )
-    return ours | config.trl

@@ -3,22 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
-
 from tailrace.app.client import RolloutClient
+from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.task import Question
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
-
-
-class Accuracy(BaseModel):
-    """Mean reward of greedy answers after `step` steps. `standard_error`: of that mean, over the questions."""
-
-    model_config = ConfigDict(frozen=True)
-    step: int
-    mean: float
-    standard_error: float
-    questions: int
 
 
 def accuracy(

@@ -1,30 +1,42 @@
 """A run of the learner: TRL's GRPO trainer over samples of the service, step by step, into a folder.
 
 A run that is stopped continues from its last checkpoint. Groups that had ended since are taken from the folder, and
-tokens are functions of keys, so the weights come out the same.
+tokens are functions of keys, so the weights come out the same; in the mode `bounded`, the rest of the samples may
+meet updates at other places.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.model import resolve_model
-from tailrace.app.train.config import TrainConfig, trl_settings
-from tailrace.app.train.evaluation import Accuracy, accuracy
+from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.cores import SharedCores
+from tailrace.app.train.evaluation import accuracy
+from tailrace.app.train.feed.modes import Mode, pace_of
+from tailrace.app.train.feed.step_feed import StepFeed
+from tailrace.app.train.gradient_order import by_expected_length
+from tailrace.app.train.group_trainer import GroupTrainer
+from tailrace.app.train.question_order import QuestionOrder
+from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
-from tailrace.app.train.rewards import RewardPool
-from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.run_folder import RunFolder
+from tailrace.app.train.record.sent_weights import SentWeights
+from tailrace.app.train.record.stored_groups import ANY_WEIGHTS, StoredGroups
+from tailrace.app.train.replica_seconds import ReplicaSeconds
+from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.step_recorder import StepRecorder
 from tailrace.app.train.step_rewards import StepRewards
-from tailrace.app.train.record.stored_groups import StoredGroups
 from tailrace.app.train.task import Question, Task
-from tailrace.app.trl.generation import attach
+from tailrace.app.train.trl_settings import defaults, settings_of, trl_settings
+from tailrace.app.trl.weights_sender import WeightsSender
+from tailrace.deployments.messages.rollout import PromptGroup, WeightsLoaded
 
 
 @dataclass(frozen=True)
@@ -39,66 +51,55 @@ def train(
     client: RolloutClient, config: TrainConfig, task: Task, folder: RunFolder, say: Callable[[str], None]
 ) -> TrainingResult:
     """Train to `config.steps`, counted over all starts. Raises BadInput for settings that TRL does not take."""
-    ledger, accuracies = RowFile(folder.ledger, LedgerRow), RowFile(folder.accuracies, Accuracy)
     begun, checkpoint = folder.last_checkpoint() or (0, None)
-    for file in (ledger, accuracies):
+    for file in (folder.ledger, folder.accuracies, folder.sent):
         file.truncate_after(begun)
-    if begun >= config.steps:
-        return TrainingResult(ledger.rows, accuracies.rows)
-    pool = RewardPool(config.task, config.rewards.workers, config.rewards.timeout_s)
-    try:
-        run = _Run(
-            client=client,
-            config=config,
-            task=task,
-            folder=folder,
-            pool=pool,
-            ledger=ledger,
-            accuracies=accuracies,
-            say=say,
-        )
-        run.go(str(checkpoint) if checkpoint else None)
-    finally:
-        pool.close()
-    return TrainingResult(ledger.rows, accuracies.rows)
+    if begun < config.steps:
+        run = _Run(client, config, task, folder, say)
+        try:
+            run.go(str(checkpoint) if checkpoint else None)
+        finally:
+            run.close()
+    return TrainingResult(folder.ledger.rows, folder.accuracies.rows)
 
 
 class _Run:
-    def __init__(self, *, client, config, task, folder, pool, ledger, accuracies, say):
-        self._client, self._config, self._pool = client, config, pool
-        self._held_out, self._accuracies, self._say = task.held_out, accuracies, say
+    def __init__(self, client, config: TrainConfig, task: Task, folder: RunFolder, say):
+        self._client, self._config, self._task, self._folder, self._say = client, config, task, folder, say
+        self._questions = lru_cache(maxsize=8)(QuestionOrder(task.train, config.groups, config.seed).of)
+        torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
         model = str(resolve_model(config.model))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        rewards = StepRewards(pool, client, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
-        self._trainer = GRPOTrainer(
+        arguments = GRPOConfig(**defaults() | trl_settings(config, settings_of(config, str(folder.checkpoints))))
+        self._pool = RewardPool(config.task, config.rewards.workers, config.rewards.timeout_s)
+        rewards = StepRewards(
+            self._pool,
+            client,
+            question_of=lambda step, place: self._questions(step)[place],
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        )
+        self._trainer = GroupTrainer(
             model,
             reward_funcs=rewards.reward,
-            args=GRPOConfig(**defaults() | trl_settings(config, settings_of(config, folder))),
-            train_dataset=Dataset.from_list([_row(question) for question in task.train]),
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": "unused"}] * config.groups),
             processing_class=tokenizer,
         )
         for callback in (PrinterCallback, ProgressCallback):
             self._trainer.remove_callback(callback)
-        rewards.know(self._by_tokens(task.train))
-        stored = StoredGroups(folder.rollouts, client.rollout_blocking, lambda: self._rollout.weights_digest)
-        self._rollout = attach(
-            self._trainer,
-            client,
-            weights_dir=folder.weights,
-            seed=config.seed,
-            on_group=rewards.begin,
-            groups_of=stored.groups_of,
+        self._weights = WeightsSender(self._trainer, client, folder.weights, self._note_weights)
+        self._replicas = ReplicaSeconds(client)
+        self._feed = self._feed_of(rewards)
+        self._cores = SharedCores(client) if config.trainer.shares_cores else None
+        self._trainer.feed_by(
+            self._feed,
+            rows_of=self._rows,
+            order_of=self._order,
+            on_policy=pace_of(config.mode, config.max_staleness).on_policy,
+            max_held=config.trainer.max_held_gradients,
+            before_group=self._cores.take if self._cores else lambda feed: None,
         )
-        recorder = StepRecorder(
-            config=config,
-            trainer=self._trainer,
-            rollout=self._rollout,
-            rewards=rewards,
-            ledger=ledger,
-            after_step=self._after_step,
-            say=say,
-        )
-        self._trainer.add_callback(recorder)
+        self._trainer.add_callback(self._recorder(rewards))
 
     def go(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -107,61 +108,85 @@ class _Run:
             self._say(f"continuing from {checkpoint}")
         self._trainer.train(resume_from_checkpoint=checkpoint)
 
+    def close(self) -> None:
+        """End what is under way, and every process and thread of the run."""
+        self._feed.close()
+        self._replicas.close()
+        self._pool.close()
+        if self._cores:
+            self._cores.release()
+
+    def _feed_of(self, rewards: StepRewards) -> StepFeed:
+        pace = pace_of(self._config.mode, self._config.max_staleness)
+        stored = StoredGroups(
+            self._folder.rollouts,
+            self._client.rollout_blocking,
+            lambda: self._weights.digest if pace.on_policy else ANY_WEIGHTS,
+        )
+        return StepFeed(
+            client=self._client,
+            weights=self._weights,
+            pace=pace,
+            groups_of=self._prompts,
+            roll_out=stored.groups_of,
+            on_group=rewards.begin,
+            steps=self._config.steps,
+            seed=self._config.seed,
+        )
+
+    def _recorder(self, rewards: StepRewards) -> StepRecorder:
+        return StepRecorder(
+            config=self._config,
+            trainer=self._trainer,
+            feed=self._feed,
+            rewards=rewards,
+            replicas=self._replicas,
+            cores=self._cores,
+            sent=self._folder.sent,
+            ledger=self._folder.ledger,
+            after_step=self._after_step,
+            say=self._say,
+        )
+
+    def _prompts(self, step: int) -> list[PromptGroup]:
+        config, questions = self._config, self._questions(step)
+        kept = {"samples": config.samples, "max_tokens": config.max_tokens, "sampling": config.sampling}
+        return [
+            PromptGroup(prompt_id=str(place), token_ids=tuple(ids), **kept)
+            for place, ids in enumerate(self._tokens_of(questions))
+        ]
+
+    def _rows(self, step: int) -> list[dict]:
+        return [
+            {"prompt": question.prompt, "step": step, "place": place}
+            for place, question in enumerate(self._questions(step))
+        ]
+
+    def _order(self, step: int) -> tuple[int, ...]:
+        longest: dict[str, int] = {}
+        for row in self._folder.ledger.rows[:step]:
+            longest |= row.longest
+        return by_expected_length([question.question_id for question in self._questions(step)], longest)
+
+    def _note_weights(self, step: int, loaded: WeightsLoaded) -> None:
+        self._folder.sent.append(SentWeights(step=step, version=loaded.version, digest=loaded.digest))
+
     def _after_step(self, step: int) -> None:
         every = self._config.evaluate_every
         if step == self._config.steps or (every and step % every == 0):
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        if not self._held_out:
+        questions = self._task.held_out
+        if not questions:
             return
-        self._rollout.send_weights()
-        prompts = self._tokens_of(self._held_out)
-        found = accuracy(self._client, self._pool, self._held_out, prompts, step, self._config.max_tokens)
-        self._accuracies.append(found)
+        if self._config.mode is not Mode.BOUNDED:
+            self._feed.settle()  # samples under way are to be of one version
+        self._feed.send_weights()
+        found = accuracy(self._client, self._pool, questions, self._tokens_of(questions), step, self._config.max_tokens)
+        self._folder.accuracies.append(found)
         value = f"{found.mean:.3f} +- {found.standard_error:.3f}"
         self._say(f"step {step}: accuracy on {found.questions} held-out questions {value}")
 
     def _tokens_of(self, questions: tuple[Question, ...]) -> list[list[int]]:
         return self._trainer._tokenize_prompts([question.prompt for question in questions])[0]
-
-    def _by_tokens(self, questions: tuple[Question, ...]) -> dict[tuple[int, ...], Question]:
-        return {tuple(ids): each for ids, each in zip(self._tokens_of(questions), questions, strict=True)}
-
-
-def _row(question: Question) -> dict:
-    return {"prompt": question.prompt, "question_id": question.question_id}
-
-
-def settings_of(config: TrainConfig, folder: RunFolder) -> dict:
-    """Settings of `trl.GRPOConfig` that follow from the run's: one group a backward pass, one batch a step."""
-    return {
-        "output_dir": str(folder.checkpoints),
-        "max_steps": config.steps,
-        "num_generations": config.samples,
-        "per_device_train_batch_size": config.samples,
-        "gradient_accumulation_steps": config.groups,
-        "max_completion_length": config.max_tokens,
-        "temperature": config.sampling.temperature,
-        "top_p": config.sampling.top_p,
-        "top_k": config.sampling.top_k,
-        "min_p": config.sampling.min_p or None,
-        "learning_rate": config.learning_rate,
-        "seed": config.seed,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": config.checkpoint_every,
-        "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available(),
-    }
-
-
-def defaults() -> dict:
-    """Settings of `trl.GRPOConfig` that a file may change with `trl`."""
-    return {
-        "bf16": torch.cuda.is_available(),
-        "gradient_checkpointing": False,
-        "lr_scheduler_type": "constant",
-        "report_to": "none",
-        "save_total_limit": 2,
-    }

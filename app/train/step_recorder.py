@@ -1,50 +1,64 @@
 """A trainer's callback that writes the ledger: a row a step, made from TRL's metrics and the service's results."""
 
+import math
 import time
 from collections.abc import Callable
 
 from transformers import TrainerCallback
 
-from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.cores import SharedCores
+from tailrace.app.train.feed.step_feed import StepFeed
+from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.app.train.record.ledger import LedgerRow, Seconds
 from tailrace.app.train.record.row_file import RowFile
-from tailrace.app.train.step_rewards import StepRewards
-from tailrace.app.trl.step_rollout import StepRollout
+from tailrace.app.train.record.sent_weights import SentWeights, staleness
+from tailrace.app.train.replica_seconds import ReplicaSeconds
+from tailrace.app.train.step_rewards import RewardedStep, StepRewards
 
 
 class StepRecorder(TrainerCallback):
-    """`after_step`: called with the number of each step that is in the ledger."""
+    """`after_step`: called with the number of each step that is in the ledger. `cores`: None if none are shared."""
 
     def __init__(
         self,
         *,
         config: TrainConfig,
         trainer,
-        rollout: StepRollout,
+        feed: StepFeed,
         rewards: StepRewards,
+        replicas: ReplicaSeconds,
+        cores: SharedCores | None,
+        sent: RowFile[SentWeights],
         ledger: RowFile[LedgerRow],
         after_step: Callable[[int], None],
         say: Callable[[str], None],
     ):
-        self._config, self._trainer, self._rollout, self._rewards = config, trainer, rollout, rewards
+        self._config, self._trainer, self._feed, self._rewards = config, trainer, feed, rewards
+        self._replicas, self._cores, self._sent = replicas, cores, sent
         self._ledger, self._after_step, self._say = ledger, after_step, say
 
     def on_step_begin(self, args, state, control, **_):
         self._started = time.monotonic()
-        self._rollout.seconds.clear()
+        self._replicas.take()
+        self._feed.take_seconds()
+        if self._cores:
+            self._cores.waited_s = 0.0
 
     def on_step_end(self, args, state, control, **_):
         self._step_s = time.monotonic() - self._started
+        self._replica_s = self._replicas.take()
         if state.global_step == self._config.steps:
             control.should_save = True
+        if control.should_save:
+            self._feed.settle()  # a run that continues here finds the samples that have begun on disk
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" not in (logs or {}):
             return
         row = self._row(state.global_step, logs)
         self._ledger.append(row)
-        parts = ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in row.seconds if kind != "step")
+        parts = ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in row.seconds if kind != "step" and seconds)
         self._say(
             f"step {row.step}/{self._config.steps}: reward {row.reward_mean:.3f}, {row.tokens} tokens, "
             f"{row.seconds.step:.1f} s ({parts})"
@@ -52,31 +66,48 @@ class StepRecorder(TrainerCallback):
         self._after_step(row.step)
 
     def _row(self, step: int, logs: dict) -> LedgerRow:
-        rewards, spent = self._rewards.take(), self._rollout.seconds
-        known = spent["rollout"] + spent["weights"] + rewards.waited_s
-        samples = rewards.samples
+        rewarded, mismatch = self._rewards.take(), self._trainer.mismatch
+        samples = [sample for place in sorted(rewarded.groups) for sample in rewarded.groups[place].samples]
+        up, idle, given_back = self._replica_s
+        mean, spread = moments(rewarded)
         return LedgerRow(
             step=step,
             weights_checksum=weights_checksum(self._trainer.model),
             groups=self._config.groups,
             samples=len(samples),
             tokens=sum(len(sample.token_ids) for sample in samples),
-            reward_mean=logs["reward"],
-            reward_std=logs["reward_std"],
-            rewards_failed=rewards.outcomes["failed"],
-            rewards_timed_out=rewards.outcomes["timed_out"],
+            longest=self._rewards.longest(rewarded),
+            reward_mean=mean,
+            reward_std=spread,
+            rewards_failed=rewarded.outcomes["failed"],
+            rewards_timed_out=rewarded.outcomes["timed_out"],
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
-            logprob_difference_max=logs["sampling/sampling_logp_difference/max"],
-            importance_ratio_mean=logs["sampling/importance_sampling_ratio/mean"],
+            staleness=staleness(self._sent, step - 1, samples),
+            logprob_kl=mismatch.kl,
+            logprob_difference_max=mismatch.greatest,
             drafted_tokens=sum(sample.drafted_tokens for sample in samples),
             accepted_tokens=sum(sample.accepted_tokens for sample in samples),
             verifications=sum(sample.verifications for sample in samples),
-            seconds=Seconds(
-                step=self._step_s,
-                rollout=spent["rollout"],
-                rewards=rewards.waited_s,
-                weights=spent["weights"],
-                train=self._step_s - known,
-            ),
+            replica_s=up,
+            idle_replica_s=idle,
+            given_back_s=given_back,
+            seconds=self._seconds(rewarded),
         )
+
+    def _seconds(self, rewarded: RewardedStep) -> Seconds:
+        spent = self._feed.take_seconds()
+        known = {
+            "rollout": spent["rollout"],
+            "weights": spent["weights"],
+            "rewards": rewarded.waited_s,
+            "cores": self._cores.waited_s if self._cores else 0.0,
+        }
+        return Seconds(step=self._step_s, train=self._step_s - sum(known.values()), **known)
+
+
+def moments(rewarded: RewardedStep) -> tuple[float, float]:
+    """Mean and standard deviation of a step's rewards; the same bits in whatever order the groups came."""
+    values = [value for place in sorted(rewarded.values) for value in rewarded.values[place]]
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))

@@ -1,38 +1,52 @@
 """The weights of a trainer, brought to the service through a folder.
 
-Invariant: versions count on from the one that the service has, one for each call that sends.
+Invariant: versions count on from the one that the service has, one for each step whose weights are sent.
 """
 
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.trl.trainer_weights import named_weights
 from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.deployments.messages.rollout import WeightsLoaded
 
 
 class WeightsSender:
-    """`weights_dir`: seen by all nodes of the service."""
+    """`weights_dir`: seen by all nodes of the service. `on_sent`: called with the trainer's step and the answer."""
 
-    def __init__(self, trainer, client: RolloutClient, weights_dir: Path | str):
-        self._trainer, self._client = trainer, client
+    def __init__(
+        self,
+        trainer,
+        client: RolloutClient,
+        weights_dir: Path | str,
+        on_sent: Callable[[int, WeightsLoaded], None] = lambda step, loaded: None,
+    ):
+        self._trainer, self._client, self._on_sent = trainer, client, on_sent
         self._folders = WeightsFolders(Path(weights_dir))
+        self._step: int | None = None  # of the trainer, whose weights were sent last
         self.version: int | None = None
         self.digest = ""
-        self.seconds = 0.0  # since the caller set it to 0
-        self.steps: dict[int, int] = {}  # version -> updates of the optimizer that it has
 
     def send(self) -> None:
-        """Bring the service to the trainer's present weights. Raises WeightsRejected; the old ones then stay."""
+        """Bring the service to the trainer's present weights. Raises WeightsRejected; the old ones then stay.
+
+        Nothing is sent twice for one step of the trainer.
+        """
+        step = self._trainer.state.global_step
+        if step == self._step:
+            return
         if not self._trainer.accelerator.is_main_process:
             for _ in named_weights(self._trainer):  # gathering a sharded parameter needs every process
                 pass
-            return
-        started = time.monotonic()
+        else:
+            self._send(step)
+        self._step = step
+
+    def _send(self, step: int) -> None:
         if self.version is None:
             self.version = self._client.status_blocking().weights_version
         folder = self._folders.write(self.version + 1, named_weights(self._trainer))
         loaded = self._client.update_weights_blocking(self.version + 1, str(folder))
         self.version, self.digest = loaded.version, loaded.digest
-        self.steps[self.version] = self._trainer.state.global_step
-        self.seconds += time.monotonic() - started
+        self._on_sent(step, loaded)

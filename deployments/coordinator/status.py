@@ -17,14 +17,20 @@ def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) ->
             max_running=view.max_running,
             kv_used_share=1 - view.kv_free_tokens / max(1, view.kv_capacity_tokens),
             weights_version=view.weights_version,
-            preemptions=reports[view.replica_id].preemptions if view.replica_id in reports else 0,
-            work=reports[view.replica_id].work if view.replica_id in reports else {},
             closing=table.is_closing(view.replica_id),
             aside=table.aside(view.replica_id),
-            step_cost=reports[view.replica_id].step_cost if view.replica_id in reports else None,
+            **_reported(reports.get(view.replica_id)),
         )
         for view in table.views()
     )
+
+
+def _reported(report: EngineStats | None) -> dict:
+    """Fields of ReplicaStatus that a replica reports itself; none before its first report."""
+    if report is None:
+        return {"preemptions": 0}
+    kept = ("preemptions", "work", "step_cost", "node_id", "cores")
+    return {name: getattr(report, name) for name in kept}
 
 
 def waits_for(table: ReplicaTable, batches: bool, problem: str | None) -> str | None:

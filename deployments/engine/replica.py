@@ -29,7 +29,7 @@ from tailrace.deployments.messages.drafts import DraftReport, by_source
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
-from tailrace.deployments.vllm_exact.launch import rebind
+from tailrace.deployments.vllm_exact.launch import bound_cores, rebind
 from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import follow_pool, join_pool
 from tailrace.kvpool.status import PoolDown
@@ -151,8 +151,13 @@ class Engine:
     async def stats(self) -> EngineStats:
         """Returns the latest snapshot. Raises when the engine is down, so that no caller relies on this replica."""
         self.check_health()
-        here = {"node_id": self._node_id, "started_at": self._started_at, "pool_problem": self._pool_problem}
-        return replace(self._runner.stats(), **here)
+        return replace(
+            self._runner.stats(),
+            node_id=self._node_id,
+            cores=bound_cores(self._config, self._rank),
+            started_at=self._started_at,
+            pool_problem=self._pool_problem,
+        )
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
         """Returns the spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""

@@ -97,6 +97,7 @@ class EngineStats:
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
     methods: tuple[str, ...] = ()  # draft methods available now, the default first
     node_id: str = ""
+    cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
     started_at: float = 0.0  # unix seconds
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
     token_bytes: int = 0  # KV of one token, over all ranks

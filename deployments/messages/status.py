@@ -19,6 +19,8 @@ class ReplicaStatus(Message):
     closing: bool = False  # it is to be given back, and takes no new chunks
     aside: str = ""  # why nothing starts on it for a while: chunks of several samples failed there; empty: it is not
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
+    node_id: str = ""
+    cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
 
 
 class ReplicasChanged(Message):

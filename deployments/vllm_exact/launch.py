@@ -29,6 +29,14 @@ def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
     return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
 
 
+def bound_cores(config: EngineConfig, rank: int) -> tuple[int, ...]:
+    """Returns the cores that replica number `rank` binds to; empty without a binding. The calling thread must not be
+    bound."""
+    if config.device != "cpu" or config.cores is None:
+        return ()
+    return tuple(core_ids(rank, config.cores * config.tensor_parallel, sorted(os.sched_getaffinity(0))))
+
+
 def rebind(config: EngineConfig, old_rank: int, new_rank: int) -> None:
     """Moves this process's threads that are bound to one rank's cores to another rank's cores.
 

@@ -4,18 +4,36 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Seconds(BaseModel):
-    """Seconds of one step by kind of work. `rewards`: waited for after the rollout. `train`: the rest."""
+    """Seconds of one step, by the trainer's occupation; they add up to `step`.
+
+    `rollout`: waited for samples. `rewards`: waited for rewards. `weights`: sending them. `cores`: waited for a free
+    core. `train`: the rest.
+    """
 
     model_config = ConfigDict(frozen=True)
     step: float
     rollout: float
     rewards: float
     weights: float
+    cores: float
     train: float
 
 
+class Staleness(BaseModel):
+    """Updates of the weights between a token and its use, over the tokens of a step."""
+
+    model_config = ConfigDict(frozen=True)
+    mean: float
+    max: int
+
+
 class LedgerRow(BaseModel):
-    """Steps count from 1. `weights_checksum`: of all parameters after the step. Failed and late rewards count as 0."""
+    """Steps count from 1. `weights_checksum`: of all parameters after the step. Failed and late rewards count as 0.
+
+    `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: of those, without an engine step;
+    `given_back_s`: of replicas that were up in this run and were given back. `longest`: tokens of the longest sample
+    of each question, by its id. `logprob_kl`, `logprob_difference_max`: trainer's logprobs against the rollout's.
+    """
 
     model_config = ConfigDict(frozen=True)
     step: int
@@ -23,15 +41,20 @@ class LedgerRow(BaseModel):
     groups: int
     samples: int
     tokens: int
+    longest: dict[str, int]
     reward_mean: float
     reward_std: float
     rewards_failed: int
     rewards_timed_out: int
     loss: float
     grad_norm: float
+    staleness: Staleness
+    logprob_kl: float
     logprob_difference_max: float
-    importance_ratio_mean: float
     drafted_tokens: int
     accepted_tokens: int
     verifications: int
+    replica_s: float
+    idle_replica_s: float
+    given_back_s: float
     seconds: Seconds

@@ -5,6 +5,10 @@ from pathlib import Path
 
 from tailrace.app.errors import BadInput
 from tailrace.app.train.config import MAY_CHANGE, TrainConfig
+from tailrace.app.train.record.accuracy import Accuracy
+from tailrace.app.train.record.ledger import LedgerRow
+from tailrace.app.train.record.row_file import RowFile
+from tailrace.app.train.record.sent_weights import SentWeights
 
 
 class RunFolder:
@@ -12,15 +16,17 @@ class RunFolder:
 
     def __init__(self, path: Path, config: TrainConfig):
         self.path = Path(path).resolve()
-        self.ledger, self.picture = self.path / "ledger.jsonl", self.path / "curve.png"
+        self.picture, self.weights = self.path / "curve.png", self.path / "weights"
         self.checkpoints, self.rollouts = self.path / "checkpoints", self.path / "rollouts"
-        self.weights, self.accuracies = self.path / "weights", self.path / "held_out.jsonl"
         try:
             for folder in (self.checkpoints, self.rollouts, self.weights):
                 folder.mkdir(parents=True, exist_ok=True)
             self._keep(config)
         except OSError as error:
             raise BadInput(f"--out {path}: cannot be written: {error.strerror}") from error
+        self.ledger = RowFile(self.path / "ledger.jsonl", LedgerRow)
+        self.accuracies = RowFile(self.path / "held_out.jsonl", Accuracy)
+        self.sent = RowFile(self.path / "weights.jsonl", SentWeights)
 
     def _keep(self, config: TrainConfig) -> None:
         file = self.path / "config.json"

@@ -1,6 +1,6 @@
 """Groups on disk as they end: a run that is continued takes them from there, with the tokens it would make again.
 
-A file for each step. Its first line names the weights: groups of others are not used.
+A file for each step. Its first line names the weights: groups of others are not used, unless any will do.
 """
 
 import json
@@ -11,25 +11,32 @@ from pydantic import ValidationError
 
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 
+ANY_WEIGHTS = ""
+"""In place of a digest."""
+
 
 class StoredGroups:
-    """`roll_out`: gives the groups of a batch that are not stored. `weights_digest`: of the weights now in use."""
+    """`roll_out`: gives the groups of a batch that are not stored. `weights_digest`: of the weights that a step's
+    samples are to be of, or ANY_WEIGHTS."""
 
     def __init__(
-        self, folder: Path, roll_out: Callable[[RolloutBatch], Iterator[GroupResult]], weights_digest: Callable[[], str]
+        self,
+        folder: Path,
+        roll_out: Callable[[RolloutBatch], Iterator[GroupResult]],
+        weights_digest: Callable[[], str],
     ):
         self._folder, self._roll_out, self._weights_digest = folder, roll_out, weights_digest
 
     def groups_of(self, batch: RolloutBatch) -> Iterator[GroupResult]:
         """Groups of the batch, the stored ones first."""
-        path = self._folder / f"step-{batch.step:06}.jsonl"
+        path, digest = self._folder / f"step-{batch.step:06}.jsonl", self._weights_digest()
         wanted = {group.prompt_id: (group.token_ids, group.samples) for group in batch.groups}
         stored = {
             group.prompt_id: group
-            for group in _read(path, self._weights_digest())
+            for group in _read(path, digest)
             if wanted.get(group.prompt_id) == (group.prompt_token_ids, len(group.samples))
         }
-        _write(path, self._weights_digest(), stored.values())
+        _write(path, digest, stored.values())
         yield from stored.values()
         missing = tuple(group for group in batch.groups if group.prompt_id not in stored)
         if missing:
@@ -50,7 +57,7 @@ def _write(path: Path, digest: str, groups) -> None:
 def _read(path: Path, digest: str) -> Iterator[GroupResult]:
     """Groups of a file up to the first line that a crash has cut off; none if they are of other weights."""
     lines = path.read_text().splitlines() if path.exists() else []
-    if not lines or lines[0] != json.dumps({"weights_digest": digest}):
+    if not lines or (digest != ANY_WEIGHTS and lines[0] != json.dumps({"weights_digest": digest})):
         return
     for line in lines[1:]:
         try:

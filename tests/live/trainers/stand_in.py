@@ -1,5 +1,6 @@
 """A service in this process: a client's calls, answered by a Hugging Face model that draws by sample keys."""
 
+import threading
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment, WeightsLoaded
+from tailrace.deployments.messages.status import ServiceStatus
 from tailrace.deployments.vllm_exact.weight_loading import weights_digest
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -19,32 +21,46 @@ class StandIn:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.eos = self.model.config.eos_token_id
-        self.version = 0
-        self.batches, self.updates = [], []
+        self.version, self.digest = 0, ""
+        self.batches, self.updates, self.cancelled = [], [], []
+        self.lock = threading.Lock()  # one sample at a time, and no update within one
 
     def status_blocking(self):
-        return type("Status", (), {"weights_version": self.version})
+        return ServiceStatus(
+            waiting=0, running=0, batches=(), replicas=(), observed_s=0.0, waits_for=None, policies={},
+            weights_version=self.version,
+        )  # fmt: skip
+
+    def cancel_blocking(self, batch_id: str) -> bool:
+        self.cancelled.append(batch_id)
+        return True
 
     def update_weights_blocking(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
         tensors = {
             name: value for path in Path(source).glob("*.safetensors") for name, value in load_file(path).items()
         }
         assert tensors.keys() == dict(self.model.named_parameters()).keys(), "the set that a service compares"
-        self.model.load_state_dict(tensors, strict=False)
-        self.version = version
-        self.updates.append((version, source))
-        return WeightsLoaded(version=version, digest=weights_digest(source), replicas=("one",))
+        with self.lock:
+            self.model.load_state_dict(tensors, strict=False)
+            self.version, self.digest = version, weights_digest(source)
+            self.updates.append((version, source))
+        return WeightsLoaded(version=version, digest=self.digest, replicas=("one",))
 
     def rollout_blocking(self, batch):
         assert batch.weights_version in (None, self.version)
         self.batches.append(batch)
         for group in reversed(batch.groups):  # a service gives groups in any order
-            samples = tuple(self._sample(batch, group, index) for index in range(group.samples))
+            if batch.batch_id in self.cancelled:
+                return
+            samples = []
+            for index in range(group.samples):
+                with self.lock:
+                    samples.append(self._sample(batch, group, index))
             yield GroupResult(
                 batch_id=batch.batch_id,
                 prompt_id=group.prompt_id,
                 prompt_token_ids=group.token_ids,
-                samples=samples,
+                samples=tuple(samples),
                 prompt_key="key",
                 step=batch.step,
             )
@@ -70,7 +86,11 @@ class StandIn:
             logprobs=tuple(logprobs),
             raw_logprobs=tuple(logprobs),
             finish_reason=SampleEnd.STOP if tokens[-1] == self.eos else SampleEnd.LENGTH,
-            segments=(Segment(weights_version=self.version, replica_id="one", start=0, end=len(tokens)),),
+            segments=(
+                Segment(
+                    weights_version=self.version, weights_digest=self.digest, replica_id="one", start=0, end=len(tokens)
+                ),
+            ),
         )
 
     def record_rewards_blocking(self, group, rewards) -> None:

@@ -52,11 +52,11 @@ def test_a_run_has_a_row_a_step_and_accuracies_before_and_after(straight):
     assert [(each.step, each.questions) for each in outcome.accuracies] == [(0, 3), (4, 3)]
     for row in outcome.rows:
         assert (row.groups, row.samples, row.rewards_failed, row.rewards_timed_out) == (2, 8, 0, 0)
-        assert 8 <= row.tokens <= 40
-        assert row.importance_ratio_mean == pytest.approx(1, abs=1e-3)
-        assert row.seconds.step == pytest.approx(
-            row.seconds.rollout + row.seconds.rewards + row.seconds.weights + row.seconds.train
-        )
+        assert 8 <= row.tokens <= 40 and len(row.longest) == 2
+        assert (row.staleness.mean, row.staleness.max) == (0.0, 0)
+        assert row.logprob_difference_max < 1e-3 and row.logprob_kl < 1e-5
+        seconds = row.seconds.model_dump()
+        assert seconds.pop("step") == pytest.approx(sum(seconds.values()))
     assert len({row.weights_checksum for row in outcome.rows}) == 4
     assert [batch.step for batch in service.batches] == [0, 0, 1, 2, 3, 4], "held-out questions first and last"
     assert sum("step 3/4" in text for text in said) == 1

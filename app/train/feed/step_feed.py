@@ -1,0 +1,115 @@
+"""The samples of a run's steps in the order of training, made as far ahead as the mode allows.
+
+Invariant: tokens are functions of the seed, the step, the place of the question, the sample's index and the weights;
+only `bounded` lets the time of an update decide which weights these are, and then each token's version is known.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from uuid import uuid4
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.train.feed.modes import Pace
+from tailrace.app.train.feed.step_rollout import RunningStep
+from tailrace.app.trl.weights_sender import WeightsSender
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
+
+Groups = Callable[[int], Sequence[PromptGroup]]
+"""Prompts of a step, by place; `prompt_id` is the place."""
+
+
+class StepFeed:
+    """`groups_of`: prompts of a step. `roll_out`: yields groups of a batch. `on_group`: called with each as it ends.
+
+    `steps`: of the whole run; nothing is begun beyond.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: RolloutClient,
+        weights: WeightsSender,
+        pace: Pace,
+        groups_of: Groups,
+        roll_out: Callable[[RolloutBatch], Iterator[GroupResult]],
+        on_group: Callable[[GroupResult], None],
+        steps: int,
+        seed: int,
+    ):
+        self._client, self._weights, self._pace = client, weights, pace
+        self._groups_of, self._roll_out, self._on_group = groups_of, roll_out, on_group
+        self._steps, self._seed = steps, seed
+        self._running: dict[int, RunningStep] = {}
+        self._seconds: Counter[str] = Counter()
+
+    def begin(self, step: int) -> RunningStep:
+        """Send the trainer's weights, begin all that may begin, and return the step's samples."""
+        if self._pace.drains:
+            self.settle()
+        self.send_weights()
+        for each in range(step, min(step + self._pace.ahead + 1, self._steps)):
+            if each not in self._running:
+                self._running[each] = self._started(each)
+        running = self._running[step]
+        if self._pace.whole:
+            with self._counting("rollout"):
+                running.wait_for_all()
+        return running
+
+    def send_weights(self) -> None:
+        """Bring the service to the trainer's present weights."""
+        with self._counting("weights"):
+            self._weights.send()
+
+    def next_group(self, running: RunningStep, known: int) -> None:
+        """Wait for more than `known` groups of a step."""
+        with self._counting("rollout"):
+            running.wait(known)
+
+    def end(self, step: int) -> None:
+        """Forget a step that has been trained."""
+        del self._running[step]
+
+    def settle(self) -> None:
+        """Wait until all samples that have begun have ended."""
+        with self._counting("rollout"):
+            for running in self._running.values():
+                running.wait_for_all()
+
+    def take_seconds(self) -> Counter[str]:
+        """Seconds for which the trainer has waited since the last call: `rollout` and `weights`."""
+        taken, self._seconds = self._seconds, Counter()
+        return taken
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sample is under way."""
+        return all(running.is_over for running in self._running.values())
+
+    def close(self) -> None:
+        """End what is under way."""
+        for running in self._running.values():
+            running.stop()
+        self._running.clear()
+
+    @contextmanager
+    def _counting(self, kind: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[kind] += time.monotonic() - started
+
+    def _started(self, step: int) -> RunningStep:
+        batch = RolloutBatch(
+            batch_id=f"step-{step}-{os.getpid()}-{uuid4().hex[:6]}",
+            groups=tuple(self._groups_of(step)),
+            step=step,
+            seed=self._seed,
+            priority=-step,
+            weights_version=self._weights.version if self._pace.drains else None,
+        )
+        return RunningStep(batch, self._roll_out, self._on_group, self._client.cancel_blocking)

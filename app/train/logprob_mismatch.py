@@ -1,0 +1,32 @@
+"""How far the trainer's logprobs are from the rollout's, over the tokens of a step.
+
+With weights that made the samples it is the floating-point noise of two implementations; with older ones it shows how
+far the policy has moved.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class LogprobMismatch:
+    """Sums over tokens. `kl_sum`: of exp(d) - d - 1 with d = trainer - rollout, an estimate of KL(rollout, trainer)
+    whose terms are not negative (Schulman's k3). `greatest`: largest |d|."""
+
+    tokens: int = 0
+    kl_sum: float = 0.0
+    greatest: float = 0.0
+
+    def note(self, trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> None:
+        """All of shape (samples, tokens); natural logarithms."""
+        difference = (trainer - rollout)[mask.bool()].double()
+        if difference.numel():
+            self.tokens += difference.numel()
+            self.kl_sum += float((difference.exp() - difference - 1).sum())
+            self.greatest = max(self.greatest, float(difference.abs().max()))
+
+    @property
+    def kl(self) -> float:
+        """Mean over the tokens, nats."""
+        return self.kl_sum / self.tokens if self.tokens else 0.0
