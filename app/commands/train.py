@@ -1,6 +1,7 @@
 """`tailrace train`: GRPO on a task, with samples of the service. A second start continues from the last checkpoint."""
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -33,6 +34,8 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     if steps is not None:
         settings = settings.model_copy(update={"steps": steps})
     task, file = read_task(settings.task), load_config(config)
+    if settings.trainer.shares_cores:  # threads of torch that wait must not keep a core from the others
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     folder = RunFolder(out, settings)
     try:
         result = _run(settings, task, folder, file, address)

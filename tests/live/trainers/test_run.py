@@ -8,8 +8,8 @@ from live.trainers.stand_in import StandIn
 from tailrace.app.errors import BadInput
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.picture import draw
-from tailrace.app.train.run import train
 from tailrace.app.train.record.run_folder import RunFolder
+from tailrace.app.train.run import train
 from tailrace.app.train.task import read_task
 
 TASK = {"name": "chain_sum", "options": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "train": 12, "held_out": 3}

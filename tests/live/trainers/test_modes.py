@@ -1,0 +1,188 @@
+"""Modes of the learner with TRL's real trainer: what may not change the weights, and what may."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from live.trainers.stand_in import StandIn
+from live.trainers.test_run import TASK, config_of, run
+from torch import nn
+
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.train.held_gradients import HeldGradients
+from tailrace.app.train.record.run_folder import RunFolder
+from tailrace.app.train.run import train
+from tailrace.app.train.task import TaskConfig, read_task
+
+
+@pytest.fixture(scope="module", autouse=True)
+def length_rewards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).resolve().parents[2])
+        yield
+
+
+def unconditional(batch):
+    return batch.model_copy(update={"weights_version": None})
+
+
+class Ordered(StandIn):
+    """Gives the groups of a batch in an order of the test's, each once the one before has been taken up."""
+
+    def __init__(self, model, order):
+        super().__init__(model)
+        self.order = order
+
+    def rollout_blocking(self, batch):
+        groups = {group.prompt_id: group for group in super().rollout_blocking(batch)}
+        for place in self.order:
+            yield groups.pop(str(place))
+
+
+def trained(model, path, service=None, **changes):
+    config = config_of(model, **{"groups": 3, "steps": 3, "task": TASK | {"held_out": 0}} | changes)
+    service = service or StandIn(config.model)
+    outcome = train(service, config, read_task(config.task), RunFolder(path, config), lambda text: None)
+    return outcome.rows, service
+
+
+def certificate(rows):
+    return [(row.weights_checksum, row.loss, row.grad_norm, row.reward_mean, row.reward_std) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def by_turns(small_model, tmp_path_factory):
+    return certificate(trained(small_model, tmp_path_factory.mktemp("sync") / "run", mode="sync")[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("held", [0, 2])
+def test_overlap_changes_no_bit_however_groups_end(small_model, tmp_path, by_turns, order, held):
+    service = Ordered(small_model, order)
+    rows, _ = trained(small_model, tmp_path / "run", service, mode="overlap", trainer={"max_held_gradients": held})
+    assert certificate(rows) == by_turns
+
+
+def test_another_order_of_gradients_changes_the_weights(small_model, tmp_path, by_turns, monkeypatch):
+    backwards = lambda ids, longest: tuple(reversed(range(len(ids))))  # noqa: E731
+    monkeypatch.setattr("tailrace.app.train.run.by_expected_length", backwards)
+    rows, _ = trained(small_model, tmp_path / "run", mode="sync")
+    assert [row[0] for row in certificate(rows)] != [row[0] for row in by_turns]
+
+
+def test_one_step_off_trains_on_samples_of_the_weights_before(small_model, tmp_path):
+    rows, service = trained(small_model, tmp_path / "run", mode="one_step_off")
+    assert [(row.staleness.mean, row.staleness.max) for row in rows] == [(0, 0), (1, 1), (1, 1)]
+    assert {batch.step: batch.weights_version for batch in service.batches} == {0: 1, 1: 1, 2: 2}
+    assert rows[1].logprob_difference_max > rows[0].logprob_difference_max
+
+
+def test_a_run_one_step_off_that_is_stopped_continues_to_the_same_weights(small_model, tmp_path):
+    config = config_of(small_model, mode="one_step_off")
+
+    def stop_after_three(text):
+        if text.startswith("step 3/4"):
+            raise KeyboardInterrupt
+
+    straight, _ = run(config, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run", stop_after_three)
+    outcome, _ = run(config, tmp_path / "run")
+    assert certificate(outcome.rows) == certificate(straight.rows)
+
+
+def test_bounded_stays_within_its_staleness(small_model, tmp_path):
+    rows, service = trained(small_model, tmp_path / "run", mode="bounded", max_staleness=2)
+    assert all(row.staleness.max <= 2 for row in rows)
+    assert sorted(batch.step for batch in service.batches) == [0, 1, 2]
+    assert rows[2].staleness.max >= 1, "all three steps are admitted under the first weights"
+    assert {batch.weights_version for batch in service.batches} == {None}
+
+
+@pytest.mark.parametrize("mode", ["overlap", "one_step_off", "bounded"])
+def test_a_sample_without_an_answer_ends_the_run_with_its_reason(small_model, tmp_path, mode):
+    class Failing(StandIn):
+        def _sample(self, batch, group, index):
+            failed = {"finish_reason": "failed", "error": "gave up after 5 attempts"}
+            return super()._sample(batch, group, index).model_copy(update=failed if batch.step == 1 else {})
+
+    with pytest.raises(Failed, match=r"prompt \d sample 0 has no answer: gave up after 5 attempts"):
+        trained(small_model, tmp_path / "run", Failing(small_model), mode=mode)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("step-")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [({"scale_rewards": "batch"}, "group by group"), ({"num_iterations": 2}, "used once")],
+)
+def test_settings_over_all_groups_are_refused(small_model, tmp_path, settings, fault):
+    with pytest.raises(BadInput, match=fault):
+        trained(small_model, tmp_path / "run", trl=settings)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_the_loss_is_trls_own(small_model, tmp_path, loss_type):
+    """One step with one batch of all groups, by TRL's trainer, gives the same weights to rounding."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from tailrace.app.train.group_trainer import HandedOver
+    from tailrace.app.train.question_order import QuestionOrder
+
+    trl = {"loss_type": loss_type}
+    rows, service = trained(small_model, tmp_path / "run", mode="sync", steps=1, trl=trl)
+    (batch,) = service.batches
+    groups = {group.prompt_id: group for group in StandIn(small_model).rollout_blocking(unconditional(batch))}
+    samples = [sample for place in range(3) for sample in groups[str(place)].samples]
+    lengths = iter([float(len(sample.text)) for sample in samples])
+
+    class AllGroups(HandedOver):
+        group = type("All", (), {"samples": samples})
+
+    questions = QuestionOrder(read_task(TaskConfig(**TASK | {"held_out": 0})).train, 3, 0).of(0)
+    trainer = GRPOTrainer(
+        str(small_model),
+        reward_funcs=lambda completions, **_: [next(lengths) for _ in completions],
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "trl"), max_steps=1, num_generations=4, per_device_train_batch_size=12,
+            max_completion_length=5, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+            save_strategy="no", learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1,
+            shuffle_dataset=False, vllm_importance_sampling_correction=False, **trl,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": question.prompt} for question in questions]),
+        processing_class=AutoTokenizer.from_pretrained(small_model),
+    )  # fmt: skip
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, AllGroups(), -1
+    trainer.train()
+    logged = next(row for row in trainer.state.log_history if "loss" in row)
+    assert rows[0].grad_norm > 1e-3
+    assert rows[0].grad_norm == pytest.approx(logged["grad_norm"], rel=1e-4)
+    assert rows[0].loss == pytest.approx(logged["loss"], abs=1e-5)
+
+
+def test_held_gradients_give_the_bits_of_gradients_in_turn():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight  # tied
+    inputs = [torch.randn(5, 8) for _ in range(3)]
+
+    def backward(place):
+        model(inputs[place]).square().sum().backward()
+
+    for place in range(3):
+        backward(place)
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    held = HeldGradients(model.parameters())
+    for early in (2, 1):
+        held.set_sum_aside()
+        backward(early)
+        held.hold(early)
+    backward(0)
+    held.add(1)
+    held.add(2)
+    assert all(parameter.grad.equal(grad) for parameter, grad in zip(model.parameters(), wanted, strict=True))
+    held.scale(0.5)
+    assert next(model.parameters()).grad.equal(wanted[0] * 0.5)

@@ -1,0 +1,87 @@
+"""Orders of the learner: questions of a step, gradients of a step, samples ahead of it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.app.train.feed.modes import Mode, pace_of
+from tailrace.app.train.gradient_order import GradientOrder, by_expected_length
+from tailrace.app.train.question_order import QuestionOrder
+from tailrace.app.train.record.ledger import Staleness
+from tailrace.app.train.record.row_file import RowFile
+from tailrace.app.train.record.sent_weights import SentWeights, staleness
+from tailrace.app.train.task import Question
+from tailrace.deployments.messages.rollout import SampleResult
+
+
+def questions(count):
+    return [Question(f"q{number}", "text", None) for number in range(count)]
+
+
+@given(count=st.integers(1, 12), groups=st.integers(1, 5), seed=st.integers(0, 3))
+def test_an_epoch_has_every_question_once_in_an_order_of_its_own(count, groups, seed):
+    order = QuestionOrder(questions(count), groups, seed)
+    taken = [question.question_id for step in range(2 * count) for question in order.of(step)]
+    epochs = [taken[first : first + count] for first in range(0, 2 * count, count)]
+    assert all(sorted(epoch) == sorted(f"q{number}" for number in range(count)) for epoch in epochs)
+    assert order.of(1) == QuestionOrder(questions(count), groups, seed).of(1), "whatever was asked for before"
+
+
+def test_epochs_and_seeds_have_other_orders():
+    order, other = QuestionOrder(questions(50), 50, 0), QuestionOrder(questions(50), 50, 1)
+    assert len({order.of(0), order.of(1), other.of(0)}) == 3
+
+
+def test_the_shortest_expected_group_is_first_and_unknown_ones_are_average():
+    assert by_expected_length(["a", "b", "c", "new"], {"a": 9, "b": 1, "c": 9, "other": 1}) == (1, 3, 0, 2)
+    assert by_expected_length(["a", "b"], {}) == (0, 1)
+
+
+@given(data=st.data(), count=st.integers(1, 7), held=st.integers(0, 3))
+def test_gradients_are_added_in_order_however_groups_end(data, count, held):
+    order = data.draw(st.permutations(range(count)))
+    endings = data.draw(st.permutations(range(count)))
+    gradients, ended, added, computed = GradientOrder(order, held), set(), [], 0
+    while len(added) < count:
+        place = gradients.next(ended)
+        if place is None:
+            ended.add(endings[len(ended)])  # there is one left: else all could be added
+            continue
+        assert place in ended
+        computed += 1
+        if gradients.compute(place):
+            added.append(place)
+        while (due := gradients.due()) is not None:
+            added.append(due)
+        assert computed - len(added) <= held
+    assert added == list(order)
+
+
+def test_a_group_waits_for_its_turn_unless_its_gradient_may_be_held():
+    assert GradientOrder((0, 1, 2), 0).next({1, 2}) is None
+    assert GradientOrder((0, 1, 2), 1).next({1, 2}) == 1
+    order = GradientOrder((0, 1, 2), 1)
+    order.compute(1)
+    assert order.next({1, 2}) is None
+    assert order.next({0, 1, 2}) == 0
+
+
+def test_how_far_ahead_each_mode_goes():
+    ahead = {mode: pace_of(mode, 3).ahead for mode in Mode}
+    assert ahead == {"sync": 0, "overlap": 0, "one_step_off": 1, "bounded": 3}
+    assert [mode for mode in Mode if not pace_of(mode, 3).drains] == ["bounded"]
+
+
+def test_staleness_is_by_token(tmp_path):
+    rows = RowFile(tmp_path / "weights.jsonl", SentWeights)
+    for step in (3, 4, 5):
+        rows.append(SentWeights(step=step, version=step + 10, digest=f"d{step}"))
+    segments = [
+        {"weights_version": 13, "weights_digest": "d3", "replica_id": "r", "start": 0, "end": 2},
+        {"weights_version": 15, "weights_digest": "d5", "replica_id": "r", "start": 2, "end": 8},
+    ]
+    sample = SampleResult(
+        sample_index=0, token_ids=(1,) * 8, text="", logprobs=(0.0,) * 8, raw_logprobs=(0.0,) * 8,
+        finish_reason="stop", segments=segments,
+    )  # fmt: skip
+    assert staleness(rows, 5, [sample]) == Staleness(mean=0.5, max=2)
+    assert staleness(rows, 5, []) == Staleness(mean=0.0, max=0)
