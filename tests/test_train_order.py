@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.app.train.feed.modes import Mode, pace_of
+from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.gradient_order import GradientOrder, by_expected_length
 from tailrace.app.train.question_order import QuestionOrder
 from tailrace.app.train.record.ledger import Staleness
@@ -66,9 +66,9 @@ def test_a_group_waits_for_its_turn_unless_its_gradient_may_be_held():
 
 
 def test_how_far_ahead_each_mode_goes():
-    ahead = {mode: pace_of(mode, 3).ahead for mode in Mode}
+    ahead = {mode: lookahead_of(mode, 3).ahead for mode in Mode}
     assert ahead == {"sync": 0, "overlap": 0, "one_step_off": 1, "bounded": 3}
-    assert [mode for mode in Mode if not pace_of(mode, 3).drains] == ["bounded"]
+    assert [mode for mode in Mode if not lookahead_of(mode, 3).drains] == ["bounded"]
 
 
 def test_staleness_is_by_token(tmp_path):

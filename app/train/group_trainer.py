@@ -48,7 +48,7 @@ class GroupTrainer(GRPOTrainer):
         self._divisor = 2.0 ** math.ceil(math.log2(tokens))  # a power of two: dividing by it rounds nothing
 
     def _prepare_inputs(self, generation_batch):
-        """Returns what `training_step` has prepared. Upstream symbol: generates, scores and splits a whole batch."""
+        """Returns the inputs that `training_step` has prepared. Upstream: generates and scores a whole batch."""
         return generation_batch
 
     def _next_group(self) -> dict:

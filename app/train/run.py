@@ -5,7 +5,7 @@ tokens are functions of keys, so the weights come out the same; in the mode `bou
 meet updates at other places.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ from tailrace.app.model import resolve_model
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.cores import SharedCores
 from tailrace.app.train.evaluation import accuracy
-from tailrace.app.train.feed.modes import Mode, pace_of
+from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer
@@ -47,15 +47,24 @@ class TrainingResult:
     accuracies: list[Accuracy]
 
 
+Order = Callable[[Sequence[str], Mapping[str, int]], tuple[int, ...]]
+"""Places of a step's gradients, from the ids of its questions and the lengths that are known."""
+
+
 def train(
-    client: RolloutClient, config: TrainConfig, task: Task, folder: RunFolder, say: Callable[[str], None]
+    client: RolloutClient,
+    config: TrainConfig,
+    task: Task,
+    folder: RunFolder,
+    say: Callable[[str], None],
+    order: Order = by_expected_length,
 ) -> TrainingResult:
     """Train to `config.steps`, counted over all starts. Raises BadInput for settings that TRL does not take."""
     begun, checkpoint = folder.last_checkpoint() or (0, None)
     for file in (folder.ledger, folder.accuracies, folder.sent):
         file.truncate_after(begun)
     if begun < config.steps:
-        run = _Run(client, config, task, folder, say)
+        run = _Run(client=client, config=config, task=task, folder=folder, say=say, order=order)
         try:
             run.go(str(checkpoint) if checkpoint else None)
         finally:
@@ -64,8 +73,9 @@ def train(
 
 
 class _Run:
-    def __init__(self, client, config: TrainConfig, task: Task, folder: RunFolder, say):
-        self._client, self._config, self._task, self._folder, self._say = client, config, task, folder, say
+    def __init__(self, *, client, config: TrainConfig, task: Task, folder: RunFolder, say, order: Order):
+        self._client, self._config, self._task, self._folder = client, config, task, folder
+        self._say, self._order_by = say, order
         self._questions = lru_cache(maxsize=8)(QuestionOrder(task.train, config.groups, config.seed).of)
         torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
         model = str(resolve_model(config.model))
@@ -95,7 +105,7 @@ class _Run:
             self._feed,
             rows_of=self._rows,
             order_of=self._order,
-            on_policy=pace_of(config.mode, config.max_staleness).on_policy,
+            on_policy=lookahead_of(config.mode, config.max_staleness).on_policy,
             max_held=config.trainer.max_held_gradients,
             before_group=self._cores.take if self._cores else lambda feed: None,
         )
@@ -109,7 +119,7 @@ class _Run:
         self._trainer.train(resume_from_checkpoint=checkpoint)
 
     def close(self) -> None:
-        """End what is under way, and every process and thread of the run."""
+        """End the samples that run, and every process and thread of the run."""
         self._feed.close()
         self._replicas.close()
         self._pool.close()
@@ -117,16 +127,16 @@ class _Run:
             self._cores.release()
 
     def _feed_of(self, rewards: StepRewards) -> StepFeed:
-        pace = pace_of(self._config.mode, self._config.max_staleness)
+        lookahead = lookahead_of(self._config.mode, self._config.max_staleness)
         stored = StoredGroups(
             self._folder.rollouts,
             self._client.rollout_blocking,
-            lambda: self._weights.digest if pace.on_policy else ANY_WEIGHTS,
+            lambda: self._weights.digest if lookahead.on_policy else ANY_WEIGHTS,
         )
         return StepFeed(
             client=self._client,
             weights=self._weights,
-            pace=pace,
+            lookahead=lookahead,
             groups_of=self._prompts,
             roll_out=stored.groups_of,
             on_group=rewards.begin,
@@ -166,7 +176,7 @@ class _Run:
         longest: dict[str, int] = {}
         for row in self._folder.ledger.rows[:step]:
             longest |= row.longest
-        return by_expected_length([question.question_id for question in self._questions(step)], longest)
+        return self._order_by([question.question_id for question in self._questions(step)], longest)
 
     def _note_weights(self, step: int, loaded: WeightsLoaded) -> None:
         self._folder.sent.append(SentWeights(step=step, version=loaded.version, digest=loaded.digest))

@@ -19,7 +19,7 @@ NOT_BY_GROUPS = {
 
 
 def trl_settings(config: TrainConfig, ours: dict[str, Any]) -> dict[str, Any]:
-    """Ours, and those of the file. Raises BadInput for unknown ones, for ours, and for what cannot be honoured."""
+    """Ours, and those of the file. Raises BadInput for unknown ones, ours, and those that cannot be honoured."""
     known = {field.name for field in fields(GRPOConfig)}
     for key, value in config.trl.items():
         refused, reason = NOT_BY_GROUPS.get(key, ((), ""))

@@ -31,14 +31,25 @@ from tailrace.app.files.prompts import read_prompts
 )
 @click.option("--runs", "names", multiple=True, metavar="NAME",
               help="Only the reference and this run; may be repeated.")  # fmt: skip
+@click.option("--train", is_flag=True, help="The certificate of learning instead: whole training steps, to the bit.")
+@click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, help="Of --train.")
 @click.option("--corrupt", "corrupted", is_flag=True, help="Change one token of the last run: the check must fail.")
 @click.option("--json", "as_json", is_flag=True, help="The certificate as one JSON object, the last line of stdout.")
-def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, corrupted, as_json):
+def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, train, steps, corrupted, as_json):
     """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
 
     The whole check takes about half an hour on two cores, mainly for decoding; fewer or shorter samples take less.
     """
     file = load_config(config)
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    if train:
+        from tailrace.app.commands.checks.verify_train import verify_train
+
+        verify_train(file, steps, corrupted, as_json, say)
+        return
     sampling = {"temperature": 1.0}
     wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": sampling})
     from tailrace.app.verification.tokens import certificate, corrupt, roll_all
@@ -46,9 +57,6 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
 
     runs = _chosen(names)
     batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
-
-    def say(text: str) -> None:
-        click.echo(text, err=True)
 
     result = {"identical": True, "runs": []}
     if only != "update":

@@ -20,7 +20,7 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True)
-class Pace:
+class Lookahead:
     """`ahead`: steps whose samples are begun before their turn. `drains`: weights wait until all begun samples have
     ended, so a sample has one version. `whole`: gradients wait for the step's last sample."""
 
@@ -33,15 +33,15 @@ class Pace:
         return self.ahead == 0
 
 
-def pace_of(mode: Mode, max_staleness: int) -> Pace:
+def lookahead_of(mode: Mode, max_staleness: int) -> Lookahead:
     """`max_staleness`: updates, for `bounded`.
 
     There, groups taken stay within (max_staleness + version + 1) x groups of a step: AReaL's admission by capacity
     (arXiv 2505.24298, 4.1). A version grows by one a step, so a step's groups are admitted together.
     """
     return {
-        Mode.SYNC: Pace(ahead=0, drains=True, whole=True),
-        Mode.OVERLAP: Pace(ahead=0, drains=True, whole=False),
-        Mode.ONE_STEP_OFF: Pace(ahead=1, drains=True, whole=True),
-        Mode.BOUNDED: Pace(ahead=max_staleness, drains=False, whole=False),
+        Mode.SYNC: Lookahead(ahead=0, drains=True, whole=True),
+        Mode.OVERLAP: Lookahead(ahead=0, drains=True, whole=False),
+        Mode.ONE_STEP_OFF: Lookahead(ahead=1, drains=True, whole=True),
+        Mode.BOUNDED: Lookahead(ahead=max_staleness, drains=False, whole=False),
     }[mode]

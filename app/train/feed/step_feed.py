@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from tailrace.app.client import RolloutClient
-from tailrace.app.train.feed.modes import Pace
+from tailrace.app.train.feed.modes import Lookahead
 from tailrace.app.train.feed.step_rollout import RunningStep
 from tailrace.app.trl.weights_sender import WeightsSender
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
@@ -32,14 +32,14 @@ class StepFeed:
         *,
         client: RolloutClient,
         weights: WeightsSender,
-        pace: Pace,
+        lookahead: Lookahead,
         groups_of: Groups,
         roll_out: Callable[[RolloutBatch], Iterator[GroupResult]],
         on_group: Callable[[GroupResult], None],
         steps: int,
         seed: int,
     ):
-        self._client, self._weights, self._pace = client, weights, pace
+        self._client, self._weights, self._lookahead = client, weights, lookahead
         self._groups_of, self._roll_out, self._on_group = groups_of, roll_out, on_group
         self._steps, self._seed = steps, seed
         self._running: dict[int, RunningStep] = {}
@@ -47,14 +47,14 @@ class StepFeed:
 
     def begin(self, step: int) -> RunningStep:
         """Send the trainer's weights, begin all that may begin, and return the step's samples."""
-        if self._pace.drains:
+        if self._lookahead.drains:
             self.settle()
         self.send_weights()
-        for each in range(step, min(step + self._pace.ahead + 1, self._steps)):
+        for each in range(step, min(step + self._lookahead.ahead + 1, self._steps)):
             if each not in self._running:
                 self._running[each] = self._started(each)
         running = self._running[step]
-        if self._pace.whole:
+        if self._lookahead.whole:
             with self._counting("rollout"):
                 running.wait_for_all()
         return running
@@ -90,7 +90,7 @@ class StepFeed:
         return all(running.is_over for running in self._running.values())
 
     def close(self) -> None:
-        """End what is under way."""
+        """End the samples that run."""
         for running in self._running.values():
             running.stop()
         self._running.clear()
@@ -110,6 +110,6 @@ class StepFeed:
             step=step,
             seed=self._seed,
             priority=-step,
-            weights_version=self._weights.version if self._pace.drains else None,
+            weights_version=self._weights.version if self._lookahead.drains else None,
         )
         return RunningStep(batch, self._roll_out, self._on_group, self._client.cancel_blocking)

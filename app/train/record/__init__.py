@@ -1,1 +1,1 @@
-"""What a run of the learner leaves on disk: rows, groups, checkpoints, a picture."""
+"""The files of a run: rows, groups, checkpoints, a picture."""

@@ -47,6 +47,11 @@ class StoredGroups:
                     yield group
 
 
+def stored_groups(folder: Path) -> list[GroupResult]:
+    """All groups of a run, step by step."""
+    return [group for path in sorted(folder.glob("step-*.jsonl")) for group in _read(path, ANY_WEIGHTS)]
+
+
 def _write(path: Path, digest: str, groups) -> None:
     lines = [json.dumps({"weights_digest": digest}), *(group.model_dump_json() for group in groups)]
     part = path.with_suffix(".part")

@@ -10,6 +10,8 @@ from live.trainers.test_run import TASK, config_of, run
 from torch import nn
 
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.train.certificate.driver import backward_order
+from tailrace.app.train.gradient_order import by_expected_length
 from tailrace.app.train.held_gradients import HeldGradients
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
@@ -40,10 +42,10 @@ class Ordered(StandIn):
             yield groups.pop(str(place))
 
 
-def trained(model, path, service=None, **changes):
+def trained(model, path, service=None, order=by_expected_length, **changes):
     config = config_of(model, **{"groups": 3, "steps": 3, "task": TASK | {"held_out": 0}} | changes)
     service = service or StandIn(config.model)
-    outcome = train(service, config, read_task(config.task), RunFolder(path, config), lambda text: None)
+    outcome = train(service, config, read_task(config.task), RunFolder(path, config), lambda text: None, order)
     return outcome.rows, service
 
 
@@ -64,10 +66,8 @@ def test_overlap_changes_no_bit_however_groups_end(small_model, tmp_path, by_tur
     assert certificate(rows) == by_turns
 
 
-def test_another_order_of_gradients_changes_the_weights(small_model, tmp_path, by_turns, monkeypatch):
-    backwards = lambda ids, longest: tuple(reversed(range(len(ids))))  # noqa: E731
-    monkeypatch.setattr("tailrace.app.train.run.by_expected_length", backwards)
-    rows, _ = trained(small_model, tmp_path / "run", mode="sync")
+def test_another_order_of_gradients_changes_the_weights(small_model, tmp_path, by_turns):
+    rows, _ = trained(small_model, tmp_path / "run", mode="sync", order=backward_order)
     assert [row[0] for row in certificate(rows)] != [row[0] for row in by_turns]
 
 

@@ -1,0 +1,1 @@
+"""The certificate of learning: the same training, whatever the rollout does."""

@@ -1,0 +1,64 @@
+"""A driver that trains, in a process of its own, so that it can be killed.
+
+Called by `runs`. The process starts afresh, as a command would, and connects to the running service.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+from tailrace.app.errors import Failed
+from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.record.ledger import LedgerRow
+from tailrace.app.train.record.row_file import RowFile
+from tailrace.app.train.record.run_folder import RunFolder
+
+LOOK_S = 0.2
+"""Between two looks at the ledger of a driver that is to be killed."""
+
+
+class TrainingDriver:
+    """`folder`: of the run. `address`: of the cluster. `backwards`: add gradients in the reverse of the fixed order."""
+
+    def __init__(self, config: TrainConfig, folder: Path, address: str, backwards: bool = False):
+        self._arguments = config.model_dump_json(), str(folder), address, backwards
+        self._ledger = folder / "ledger.jsonl"
+
+    def run(self, kill_after: int | None = None) -> list[LedgerRow]:
+        """Train to the end, or until this many steps are in the ledger. Raises Failed if the driver fails."""
+        process = get_context("spawn").Process(target=_train, args=self._arguments, name="trainer")
+        process.start()
+        while process.is_alive() and (kill_after is None or len(self._rows()) < kill_after):
+            time.sleep(LOOK_S)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        if kill_after is None and process.exitcode:
+            raise Failed(f"the trainer ended with exit code {process.exitcode}; its last lines are above")
+        return self._rows()
+
+    def _rows(self) -> list[LedgerRow]:
+        return RowFile(self._ledger, LedgerRow).rows
+
+
+def backward_order(question_ids: Sequence[str], longest: dict[str, int]) -> tuple[int, ...]:
+    """The reverse of `by_expected_length`."""
+    from tailrace.app.train.gradient_order import by_expected_length
+
+    return tuple(reversed(by_expected_length(question_ids, longest)))
+
+
+def _train(config: str, folder: str, address: str, backwards: bool) -> None:
+    from tailrace.app.cluster import connect
+
+    client = connect(address)
+    from tailrace.app.train.gradient_order import by_expected_length
+    from tailrace.app.train.run import train  # it loads torch and TRL, which come after the connection to Ray
+    from tailrace.app.train.task import read_task
+
+    settings = TrainConfig.model_validate_json(config)
+    order = backward_order if backwards else by_expected_length
+    say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)  # noqa: E731
+    train(client, settings, read_task(settings.task), RunFolder(Path(folder), settings), say, order)
