@@ -27,6 +27,9 @@ class TrainerConfig(StrictModel):
     shares_cores: bool = Field(
         False, description="while samples are under way, compute on cores of idle engine replicas of this node alone"
     )
+    samples_per_pass: int | None = Field(
+        None, ge=1, description="of a group, in one backward pass: the shorter ones are padded less; null: all"
+    )
     max_held_gradients: int = Field(
         0, ge=0, description="groups that may be computed before their turn; each takes the memory of all gradients"
     )

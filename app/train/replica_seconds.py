@@ -22,12 +22,19 @@ class ReplicaSeconds:
         self._lock = threading.Lock()
         self._busy: dict[str, float] = {}
         self._sums = [0.0, 0.0, 0.0]  # up, busy, given back
+        self._up = 0
         self.most = 0  # replicas that were up together, at most
         self._at = time.monotonic()
         self._look()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="replica-seconds")
         self._thread.start()
+
+    @property
+    def given_back(self) -> int:
+        """Replicas that are not up now, of those that were ever up together."""
+        with self._lock:
+            return self.most - self._up
 
     def take(self) -> tuple[float, float, float]:
         """Returns seconds of replicas (up, idle, given back) since the last call.
@@ -59,7 +66,7 @@ class ReplicaSeconds:
             self._sums[0] += passed * len(replicas)
             self._sums[1] += sum(max(0.0, seconds - self._busy.get(name, seconds)) for name, seconds in busy.items())
             self._sums[2] += passed * max(0, self.most - len(replicas))
-        self._busy, self.most = busy, max(self.most, len(replicas))
+        self._busy, self._up, self.most = busy, len(replicas), max(self.most, len(replicas))
 
 
 def busy_s(replica: ReplicaStatus) -> float:

@@ -107,7 +107,8 @@ class _Run:
             order_of=self._order,
             on_policy=lookahead_of(config.mode, config.max_staleness).on_policy,
             max_held=config.trainer.max_held_gradients,
-            before_group=self._cores.take if self._cores else lambda feed: None,
+            samples_per_pass=config.trainer.samples_per_pass,
+            before_group=self._before_group,
         )
         self._trainer.add_callback(self._recorder(rewards))
 
@@ -157,6 +158,13 @@ class _Run:
             after_step=self._after_step,
             say=self._say,
         )
+
+    def _before_group(self, is_last: bool) -> None:
+        """Replicas that were given back are wanted again while the last gradient is computed."""
+        if is_last and self._replicas.given_back:
+            self._client.reserve_blocking(self._replicas.most)
+        if self._cores:
+            self._cores.take(self._feed)
 
     def _prompts(self, step: int) -> list[PromptGroup]:
         config, questions = self._config, self._questions(step)

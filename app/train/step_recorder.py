@@ -39,14 +39,14 @@ class StepRecorder(TrainerCallback):
         self._ledger, self._after_step, self._say = ledger, after_step, say
 
     def on_step_begin(self, args, state, control, **_):
-        self._started = time.monotonic()
+        self._started, self._cpu_s = time.monotonic(), time.process_time()
         self._replicas.take()
         self._feed.take_seconds()
         if self._cores:
             self._cores.waited_s = 0.0
 
     def on_step_end(self, args, state, control, **_):
-        self._step_s = time.monotonic() - self._started
+        self._step_s, self._cpu_s = time.monotonic() - self._started, time.process_time() - self._cpu_s
         self._replica_s = self._replicas.take()
         if state.global_step == self._config.steps:
             control.should_save = True
@@ -89,6 +89,7 @@ class StepRecorder(TrainerCallback):
             drafted_tokens=sum(sample.drafted_tokens for sample in samples),
             accepted_tokens=sum(sample.accepted_tokens for sample in samples),
             verifications=sum(sample.verifications for sample in samples),
+            trainer_cpu_s=self._cpu_s,
             replica_s=up,
             idle_replica_s=idle,
             given_back_s=given_back,

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 from tailrace.app.errors import BadInput
 from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.group_trainer import LOSSES_OVER_ALL_TOKENS
 
 NOT_BY_GROUPS = {
     "scale_rewards": (("batch",), "advantages are computed group by group; use group or none"),
@@ -31,6 +32,12 @@ def trl_settings(config: TrainConfig, ours: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise BadInput(f"trl.{key}: trl.GRPOConfig has no such field{hint}")
+    loss_type = config.trl.get("loss_type", GRPOConfig.loss_type)
+    if config.trainer.samples_per_pass is not None and loss_type not in LOSSES_OVER_ALL_TOKENS:
+        raise BadInput(
+            f"trainer.samples_per_pass: trl.loss_type {loss_type} is a mean over a group's samples; "
+            f"use {', '.join(LOSSES_OVER_ALL_TOKENS)}, or leave samples_per_pass out"
+        )
     return ours | config.trl
 
 

@@ -14,6 +14,7 @@ from benchmarks.commands.decoupled import command as decoupled
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.tail import command as tail
+from benchmarks.commands.train import command as train
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
 
@@ -48,6 +49,7 @@ command.add_command(decoupled)
 command.add_command(control)
 command.add_command(ladder, "ladder")
 command.add_command(tail)
+command.add_command(train)
 
 
 @command.command()

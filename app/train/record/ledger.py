@@ -30,9 +30,10 @@ class Staleness(BaseModel):
 class LedgerRow(BaseModel):
     """Steps count from 1. `weights_checksum`: of all parameters after the step. Failed and late rewards count as 0.
 
-    `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: of those, without an engine step;
-    `given_back_s`: of replicas that were up in this run and were given back. `longest`: tokens of the longest sample
-    of each question, by its id. `logprob_kl`, `logprob_difference_max`: trainer's logprobs against the rollout's.
+    `longest`: tokens of the longest sample of each question, by its id. `trainer_cpu_s`: seconds of cores that the
+    trainer's process took. `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: of those, without
+    an engine step; `given_back_s`: of replicas that were up in this run and were given back. `logprob_kl`,
+    `logprob_difference_max`: trainer's logprobs against the rollout's.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,6 +55,7 @@ class LedgerRow(BaseModel):
     drafted_tokens: int
     accepted_tokens: int
     verifications: int
+    trainer_cpu_s: float
     replica_s: float
     idle_replica_s: float
     given_back_s: float

@@ -12,6 +12,7 @@ from torch import nn
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.train.certificate.driver import backward_order
 from tailrace.app.train.gradient_order import by_expected_length
+from tailrace.app.train.group_trainer import parts
 from tailrace.app.train.held_gradients import HeldGradients
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
@@ -160,6 +161,28 @@ def test_the_loss_is_trls_own(small_model, tmp_path, loss_type):
     assert rows[0].grad_norm > 1e-3
     assert rows[0].grad_norm == pytest.approx(logged["grad_norm"], rel=1e-4)
     assert rows[0].loss == pytest.approx(logged["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("samples_per_pass", [1, 3])
+def test_passes_over_parts_of_a_group_give_its_gradient_and_the_same_bits_in_any_order(
+    small_model, tmp_path, by_turns, samples_per_pass
+):
+    split = {"samples_per_pass": samples_per_pass, "max_held_gradients": 2}
+    rows, _ = trained(small_model, tmp_path / "one", mode="sync", trainer=split)
+    again, _ = trained(small_model, tmp_path / "two", Ordered(small_model, (2, 0, 1)), mode="overlap", trainer=split)
+    assert certificate(rows) == certificate(again)
+    assert rows[0].grad_norm == pytest.approx(by_turns[0][2], rel=1e-4)
+    with pytest.raises(BadInput, match="samples_per_pass"):
+        trained(small_model, tmp_path / "three", trainer=split, trl={"loss_type": "grpo"})
+
+
+def test_parts_have_no_columns_of_padding():
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    inputs = {"completion_ids": mask * 7, "completion_mask": mask, "advantages": torch.tensor([1.0, 2.0, 3.0])}
+    inputs |= {"prompt_ids": torch.ones(3, 3), "num_items_in_batch": torch.tensor(64.0)}
+    first, second = parts(inputs, 2)
+    assert first["completion_ids"].tolist() == [[7, 7, 7], [7, 7, 0]] and first["advantages"].tolist() == [2.0, 3.0]
+    assert second["completion_mask"].tolist() == [[1]] and second["prompt_ids"].shape == (1, 3)
 
 
 def test_held_gradients_give_the_bits_of_gradients_in_turn():
