@@ -59,6 +59,8 @@ def _run(settings, task, folder, file, address):
 
 
 def _report(result, folder, as_json) -> None:
+    from tailrace.app.train.record.accuracy import described
+
     seconds = [row.seconds.step for row in result.rows]
     summary = {
         "steps": len(result.rows),
@@ -75,7 +77,4 @@ def _report(result, folder, as_json) -> None:
     )
     if result.accuracies:
         first, last = result.accuracies[0], result.accuracies[-1]
-        click.echo(
-            f"held-out accuracy {first.mean:.3f} +- {first.standard_error:.3f} before, "
-            f"{last.mean:.3f} +- {last.standard_error:.3f} after"
-        )
+        click.echo(f"held-out accuracy before: {described(first)}; after: {described(last)}")

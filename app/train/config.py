@@ -13,7 +13,7 @@ from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.task import TaskConfig
 from tailrace.deployments.messages.rollout import SamplingParams
 
-MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "rewards", "trainer")
+MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "evaluate_samples", "rewards", "trainer")
 """Keys that a run may change when it is continued."""
 
 
@@ -49,6 +49,9 @@ class TrainConfig(StrictModel):
     seed: int = Field(0, ge=0, description="of the order of questions and of every sample key")
     checkpoint_every: int = Field(10, ge=1, description="steps")
     evaluate_every: int | None = Field(None, ge=1, description="steps; null: before and after training alone")
+    evaluate_samples: int = Field(
+        4, ge=0, description="answers to each held-out question, drawn as in training; beside a greedy one"
+    )
     rewards: RewardsConfig = RewardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     trl: dict[str, Any] = Field(

@@ -1,35 +1,72 @@
-"""Accuracy on held-out questions: one greedy answer to each, under the weights that the service has."""
+"""Accuracy on held-out questions, under the weights that the service has."""
 
 import math
 from collections.abc import Sequence
 
 from tailrace.app.client import RolloutClient
-from tailrace.app.train.record.accuracy import Accuracy
+from tailrace.app.train.record.accuracy import Accuracy, Mean
 from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.task import Question
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 
+HELD_OUT_STEPS = 1 << 41
+"""Added to the step in sample keys, so that held-out samples share none with training."""
 
-def accuracy(
-    client: RolloutClient,
-    pool: RewardPool,
-    questions: Sequence[Question],
-    prompts: Sequence[Sequence[int]],
-    step: int,
-    max_tokens: int,
-) -> Accuracy:
-    """`prompts`: token ids of the questions."""
-    greedy = {"samples": 1, "max_tokens": max_tokens, "sampling": SamplingParams(temperature=0.0)}
-    groups = tuple(
-        PromptGroup(prompt_id=question.question_id, token_ids=tuple(prompt), **greedy)
-        for question, prompt in zip(questions, prompts, strict=True)
-    )
-    by_id = {question.question_id: question for question in questions}
-    futures = [
-        pool.submit(by_id[group.prompt_id], group.samples[0].text)
-        for group in client.rollout_blocking(RolloutBatch(batch_id=f"held-out-{step}", groups=groups, step=step))
-    ]
-    values = [future.result().value or 0.0 for future in futures]
+
+class HeldOut:
+    """`prompts`: token ids of the questions. `samples`: answers to each, drawn by `sampling`, with a
+    greedy one."""
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        pool: RewardPool,
+        questions: Sequence[Question],
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        max_tokens: int,
+        sampling: SamplingParams,
+    ):
+        self._client, self._pool = client, pool
+        self._questions = {question.question_id: question for question in questions}
+        self._prompts = dict(zip(self._questions, prompts, strict=True))
+        self._samples, self._max_tokens, self._sampling = samples, max_tokens, sampling
+
+    def accuracy(self, step: int) -> Accuracy:
+        """Rewards that failed count as 0."""
+        return Accuracy(
+            step=step,
+            questions=len(self._questions),
+            samples=self._samples,
+            greedy=self._mean(step, 1, SamplingParams(temperature=0.0)),
+            sampled=self._mean(step, self._samples, self._sampling) if self._samples else None,
+        )
+
+    def _mean(self, step: int, samples: int, sampling: SamplingParams) -> Mean:
+        groups = tuple(
+            PromptGroup(
+                prompt_id=name,
+                token_ids=tuple(prompt),
+                samples=samples,
+                max_tokens=self._max_tokens,
+                sampling=sampling,
+            )
+            for name, prompt in self._prompts.items()
+        )
+        batch = RolloutBatch(
+            batch_id=f"held-out-{step}-{samples}-{sampling.temperature:g}", groups=groups, step=HELD_OUT_STEPS + step
+        )
+        begun = [
+            [self._pool.submit(self._questions[group.prompt_id], sample.text) for sample in group.samples]
+            for group in self._client.rollout_blocking(batch)
+        ]
+        rewards = [[future.result().value or 0.0 for future in futures] for futures in begun]
+        return mean_of([math.fsum(values) / len(values) for values in rewards])
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Of one value for each question."""
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return Accuracy(step=step, mean=mean, standard_error=math.sqrt(variance / len(values)), questions=len(values))
+    return Mean(value=mean, standard_error=math.sqrt(variance / len(values)))

@@ -18,13 +18,13 @@ from tailrace.app.client import RolloutClient
 from tailrace.app.model import resolve_model
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.cores import SharedCores
-from tailrace.app.train.evaluation import accuracy
+from tailrace.app.train.evaluation import HeldOut
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer
 from tailrace.app.train.question_order import QuestionOrder
-from tailrace.app.train.record.accuracy import Accuracy
+from tailrace.app.train.record.accuracy import Accuracy, described
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.record.sent_weights import SentWeights
@@ -201,10 +201,18 @@ class _Run:
         if self._config.mode is not Mode.BOUNDED:
             self._feed.settle()  # samples under way are to be of one version
         self._feed.send_weights()
-        found = accuracy(self._client, self._pool, questions, self._tokens_of(questions), step, self._config.max_tokens)
+        held_out = HeldOut(
+            self._client,
+            self._pool,
+            questions,
+            self._tokens_of(questions),
+            samples=self._config.evaluate_samples,
+            max_tokens=self._config.max_tokens,
+            sampling=self._config.sampling,
+        )
+        found = held_out.accuracy(step)
         self._folder.accuracies.append(found)
-        value = f"{found.mean:.3f} +- {found.standard_error:.3f}"
-        self._say(f"step {step}: accuracy on {found.questions} held-out questions {value}")
+        self._say(f"step {step}: accuracy on {found.questions} held-out questions: {described(found)}")
 
     def _tokens_of(self, questions: tuple[Question, ...]) -> list[list[int]]:
         return self._trainer._tokenize_prompts([question.prompt for question in questions])[0]

@@ -3,11 +3,28 @@
 from pydantic import BaseModel, ConfigDict
 
 
+class Mean(BaseModel):
+    """`standard_error`: of the mean, over the questions."""
+
+    model_config = ConfigDict(frozen=True)
+    value: float
+    standard_error: float
+
+
 class Accuracy(BaseModel):
-    """Mean reward of greedy answers after `step` steps. `standard_error`: of that mean, over the questions."""
+    """Mean rewards after `step` steps. `greedy`: of one answer at temperature 0. `sampled`: of `samples` answers to
+    each question, drawn as in training; None if `samples` is 0."""
 
     model_config = ConfigDict(frozen=True)
     step: int
-    mean: float
-    standard_error: float
     questions: int
+    samples: int
+    greedy: Mean
+    sampled: Mean | None
+
+
+def described(accuracy: Accuracy) -> str:
+    """Both means in words."""
+    means = {"greedy": accuracy.greedy, "sampled": accuracy.sampled}
+    found = (f"{name} {mean.value:.3f} +- {mean.standard_error:.3f}" for name, mean in means.items() if mean)
+    return ", ".join(found)

@@ -9,6 +9,9 @@ from tailrace.app.train.record.ledger import LedgerRow
 KINDS = {"rollout": "#0072b2", "rewards": "#e69f00", "weights": "#009e73", "cores": "#cc79a7", "train": "#d55e00"}
 """Seconds by kind of work, in the order of a step, with their colours."""
 
+HELD_OUT = {"sampled": "#d55e00", "greedy": "#009e73"}
+"""Accuracies, with their colours."""
+
 WINDOW = 10
 """Steps of the moving mean of rewards and loss."""
 
@@ -26,15 +29,17 @@ def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], path: Path) 
     top.plot(steps, rewards, ".", color="#bbbbbb", markersize=4, label="mean reward of a step")
     top.plot(steps, _moving_mean(rewards), color="#0072b2", label=f"its mean over {WINDOW} steps")
     if accuracies:
-        top.errorbar(
-            [each.step for each in accuracies],
-            [each.mean for each in accuracies],
-            yerr=[each.standard_error for each in accuracies],
-            fmt="o-",
-            color="#d55e00",
-            capsize=3,
-            label="accuracy on held-out questions, one standard error",
-        )
+        for name, colour in HELD_OUT.items():
+            means = [(each.step, mean) for each in accuracies if (mean := getattr(each, name))]
+            top.errorbar(
+                [step for step, _ in means],
+                [mean.value for _, mean in means],
+                yerr=[mean.standard_error for _, mean in means],
+                fmt="o-",
+                color=colour,
+                capsize=3,
+                label=f"held-out questions, {name}, one standard error",
+            )
     top.set_ylabel("reward, accuracy")
     top.legend(frameon=False, loc="lower right")
     loss = [row.loss for row in rows]
