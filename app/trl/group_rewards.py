@@ -67,7 +67,7 @@ async def rewards_of(functions: Sequence[Callable], samples: int, columns: dict[
             else:
                 found = await asyncio.to_thread(function, **columns)
             found = [float("nan") if each is None else float(each) for each in found]
-        except Exception as error:  # noqa: BLE001 - an error of somebody's function
+        except Exception as error:  # an error of somebody's function
             raise Failed(f"the reward function {name} has failed: {one_line(error)}") from error
         if len(found) != samples:
             raise Failed(f"the reward function {name} gave {len(found)} rewards for {samples} samples")
