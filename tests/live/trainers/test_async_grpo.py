@@ -118,13 +118,14 @@ def test_groups_come_whole_in_order_and_within_the_staleness(small_model, tmp_pa
     numbers = [(group, len(list(samples))) for group, samples in itertools.groupby(s.group_id for s, _ in drawn)]
     assert numbers[:6] == [(number, SAMPLES) for number in range(6)]
     assert all(0 <= version - sample.model_version <= max_staleness for sample, version in drawn)
-    assert {sample.model_version for sample, _ in drawn} != {1}, "later samples have later weights"
+    assert all(len({s.model_version for s, _ in drawn if s.group_id == number}) == 1 for number in range(6))
+    if max_staleness < 2:  # else all samples of three steps may have the first weights
+        assert {sample.model_version for sample, _ in drawn} != {1}, "later samples have later weights"
     assert not logged(trainer, "sample/dropped_stale_total")
     taken = len(service.batches)
     assert taken <= 2 * (max(1, max_staleness) + 3 + 1), "no more groups than the rule allows after three steps"
-    assert [(b.step, b.groups[0].prompt_id) for b in sorted(service.batches, key=lambda b: b.step)][:2] == [
-        (0, "0"), (0, "1"),
-    ]  # fmt: skip
+    steps = {batch.groups[0].prompt_id: batch.step for batch in service.batches}
+    assert steps == {str(number): number // 2 for number in range(taken)}
     ratios = logged(trainer, "ratio")
     assert len(ratios) == 3 and ratios[0] == pytest.approx(1, abs=1e-3), "the first step has its own weights' samples"
     assert ratios == pytest.approx([1, 1, 1], abs=0.2)
@@ -144,7 +145,7 @@ def test_samples_have_the_services_logprobs_under_the_trainers_numbers(small_mod
         answer = sample.completion_mask.astype(bool)
         assert not sample.old_log_probs[~answer].any() and (sample.old_log_probs[answer] < 0).all()
         assert 1 <= answer.sum() <= TOKENS and not answer[: len(answer) - answer.sum()].any()
-    assert service.rewards[0][0] == "0" and set(service.rewards[0][1]) == set(range(SAMPLES))
+    assert set(dict(service.rewards)["0"]) == set(range(SAMPLES))
 
 
 def test_token_budgets_do_not_starve_the_trainer(small_model, tmp_path):
