@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
     from tailrace.app.cluster import connect
+    from tailrace.app.trl.async_rollouts import AsyncRollouts
+    from tailrace.app.trl.async_weights import AsyncWeights
     from tailrace.app.trl.generation import attach
     from tailrace.app.trl.rollout_function import rollout_function
     from tailrace.deployments.messages.rollout import (
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "AsyncRollouts": "tailrace.app.trl.async_rollouts",
+    "AsyncWeights": "tailrace.app.trl.async_weights",
     "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
     "rollout_function": "tailrace.app.trl.rollout_function",
@@ -36,6 +40,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "AsyncRollouts",
+    "AsyncWeights",
     "ChatMessage",
     "GroupResult",
     "PromptGroup",

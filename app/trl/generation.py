@@ -29,6 +29,7 @@ def attach(trainer, client: RolloutClient, weights_dir: Path | str, seed: int | 
     seed = trainer.args.seed if seed is None else seed
     rollout = StepRollout(trainer, client, weights_dir=weights_dir, seed=seed)
     trainer.use_vllm, trainer.vllm_generation = True, ServiceGeneration(trainer, rollout)
+    trainer.vllm_mode = "server"  # else tools would ask the engine object for its longest prompt
     trainer._last_loaded_step = -1  # TRL syncs where this is not the present step
     return rollout
 

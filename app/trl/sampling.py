@@ -5,11 +5,11 @@ from tailrace.deployments.messages.rollout import SamplingParams
 
 
 def sampling_of(args) -> SamplingParams:
-    """`args`: a `trl.GRPOConfig`. Raises BadInput for a setting that the service would not honour."""
+    """`args`: a `GRPOConfig` or `AsyncGRPOConfig`. Raises BadInput for a setting that the service would not honour."""
     if args.repetition_penalty != 1.0:
         raise BadInput(f"repetition_penalty is {args.repetition_penalty}; the service samples without: set it to 1.0")
-    if args.generation_kwargs:
-        named = ", ".join(sorted(args.generation_kwargs))
+    if others := getattr(args, "generation_kwargs", None):
+        named = ", ".join(sorted(others))
         raise BadInput(f"generation_kwargs has {named}; the service takes temperature, top_p, top_k and min_p alone")
     return SamplingParams(
         temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p or 0.0
