@@ -50,7 +50,7 @@ class TrainConfig(StrictModel):
     checkpoint_every: int = Field(10, ge=1, description="steps")
     evaluate_every: int | None = Field(None, ge=1, description="steps; null: before and after training alone")
     evaluate_samples: int = Field(
-        4, ge=0, description="answers to each held-out question, drawn as in training; beside a greedy one"
+        4, ge=0, description="answers to each held-out question, drawn as in training; a greedy one comes too"
     )
     rewards: RewardsConfig = RewardsConfig()
     trainer: TrainerConfig = TrainerConfig()
