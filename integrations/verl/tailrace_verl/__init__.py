@@ -1,1 +1,1 @@
-"""Tailrace as the rollout service of verl. Importing it loads neither verl nor Ray; `plugin` fills verl's registries."""
+"""Tailrace as the rollout service of verl. The module `plugin` fills verl's registries."""

@@ -36,7 +36,7 @@ class NamedClient:
 def names(row: Mapping[str, Any], by_row: bool) -> dict[str, Any]:
     """`group`, `index` and `step` of a trajectory, or nothing if verl gave no `uid`.
 
-    verl 0.9.1 draws `uid` anew in each run. `by_row`: name the group by its row of the data set instead, which gives
+    verl 0.9.1 draws another `uid` in each run. `by_row`: name the group by its row of the data set instead, which gives
     the same tokens in each run; a row that comes twice in one step then gives the same tokens twice.
     """
     index = row.get("session_id", row.get("priority"))

@@ -1,7 +1,7 @@
 """verl's single-sample requests as groups of Tailrace.
 
 Invariant: the name, index and settings of a request, and so its tokens, are a function of its arguments and of nothing
-that has to do with arrival. Pure; called by the server.
+about their arrival. Pure; called by the server.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class Lengths(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One sample of a group. `keyed_by`: what its tokens depend on, besides prompt, settings and weights."""
+    """One sample of a group. `keyed_by`: on which name its tokens depend, besides prompt, settings and weights."""
 
     group: PromptGroup
     index: int
@@ -53,7 +53,7 @@ def asked(
 
     With `of`, the size of the group, all its requests join: the group's samples are made together. Without, the sample
     is a group of its own, named `GROUP.INDEX`. Without `group` and `index` its name is a digest of `request_id`.
-    Raises ValueError, in one line, for what is not honoured.
+    Raises ValueError, in one line, for a parameter that is not honoured.
     """
     prompt = tuple(int(token) for token in prompt_ids)
     limit = next((sampling_params[name] for name in LIMITS if sampling_params.get(name) is not None), None)
@@ -82,7 +82,7 @@ def asked(
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without neutral values and what is not of the distribution."""
+    """Without neutral values, limits and the wish for logprobs."""
     rest = {name: value for name, value in given.items() if name not in (*LIMITS, "logprobs") and value is not None}
     return {name: value for name, value in rest.items() if name not in NEUTRAL or value != NEUTRAL[name]}
 

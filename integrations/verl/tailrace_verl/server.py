@@ -59,7 +59,7 @@ class TailraceServer:
         of: int | None = None,
         step: int = 0,
     ):
-        """One sample. `group`, `index`, `of`, `step`: see `requests.asked`. Raises ValueError for what is not honoured."""
+        """One sample. `group`, `index`, `of`, `step`: see `requests.asked`, whose ValueError is passed on."""
         for name, given in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if given:
                 raise ValueError(f"{name}: {TEXT_ONLY}")

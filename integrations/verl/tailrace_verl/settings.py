@@ -1,4 +1,4 @@
-"""What this plug-in reads of verl's configuration.
+"""The settings that this plug-in reads from verl's configuration.
 
 Invariant: an unknown key is an error that names it. Read by the replica, which hands it to the server.
 """

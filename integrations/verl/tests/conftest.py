@@ -63,7 +63,6 @@ def cluster(request, model, tmp_path_factory):
     """Connects this process; yields the class of the server."""
     import ray
     from stand_in import StandInServer
-
     from tailrace_verl.server import TailraceServer
 
     started = None
@@ -74,11 +73,13 @@ def cluster(request, model, tmp_path_factory):
         port = free_port()
         started = _serve(model, port, tmp_path_factory.mktemp("served"))
         ray.init(address=f"127.0.0.1:{port}", runtime_env=environment, log_to_driver=False)
-    yield StandInServer if request.param == "stand_in" else TailraceServer
-    ray.shutdown()
-    if started is not None:
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(90) == 0
+    try:
+        yield StandInServer if request.param == "stand_in" else TailraceServer
+    finally:
+        ray.shutdown()
+        if started is not None:
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(90) == 0
 
 
 def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
@@ -91,8 +92,13 @@ def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
     config = folder / "serve.yaml"
     config.write_text(yaml.safe_dump(file))
     command = (str(MAIN), "-m", "tailrace", "serve", "--config", str(config), "--port", str(port))
+    resources = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}'}  # verl's workers ask for four besides the engine's
     started = subprocess.Popen(
-        (*command, "--dashboard-port", str(free_port())), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        (*command, "--dashboard-port", str(free_port())),
+        cwd=ROOT,
+        env=os.environ | resources,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     said = started.stdout.readline()
     assert f"127.0.0.1:{port}" in said, said
@@ -129,9 +135,8 @@ def config(model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def manager(cluster, config):
     """verl's manager of servers, with one replica of the plug-in."""
-    from verl.workers.rollout.llm_server import LLMServerManager
-
     from tailrace_verl.replica import TailraceReplica
+    from verl.workers.rollout.llm_server import LLMServerManager
 
     TailraceReplica.server_class = cluster
     return LLMServerManager.create(config)

@@ -1,4 +1,4 @@
-"""A trainer's worker without a GPU: verl's own calls around a checkpoint engine, as `ActorRolloutRefWorker` has them."""
+"""A trainer's worker without a GPU: the calls of verl's `ActorRolloutRefWorker` around a checkpoint engine."""
 
 import torch
 from transformers import AutoModelForCausalLM

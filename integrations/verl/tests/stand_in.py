@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from safetensors.torch import load_file
+from tailrace_verl.server import TailraceServer
 
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult, Segment, WeightsLoaded
 from tailrace.policies.protocol.actions import SampleEnd
-from tailrace_verl.server import TailraceServer
 
 VOCABULARY = 1000
 

@@ -5,13 +5,13 @@ import random
 
 import pytest
 from stand_in import StandInServer
-
-from tailrace.deployments.messages.rollout import SampleResult, Segment
-from tailrace.policies.protocol.actions import SampleEnd
 from tailrace_verl.global_steps import GlobalSteps
 from tailrace_verl.replies import SampleFailed, reply
 from tailrace_verl.requests import Lengths
 from tailrace_verl.settings import Settings
+
+from tailrace.deployments.messages.rollout import SampleResult, Segment
+from tailrace.policies.protocol.actions import SampleEnd
 
 VERL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 

@@ -1,7 +1,6 @@
 """verl's requests as groups: names, sampling parameters, limits; each refusal is one line."""
 
 import pytest
-
 from tailrace_verl.global_steps import GlobalSteps
 from tailrace_verl.requests import Lengths, asked
 from tailrace_verl.settings import settings

@@ -10,6 +10,10 @@ import pytest
 import ray
 import torch
 from sender import Sender
+from tailrace_verl.agent_loop import group_size, names
+from tailrace_verl.checkpoint_engine import TailraceCheckpointEngine
+from tailrace_verl.replica import TailraceReplica
+from tailrace_verl.weights import TailraceWeights
 from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, _agent_loop_registry
@@ -18,11 +22,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-from tailrace_verl.agent_loop import group_size, names
-from tailrace_verl.checkpoint_engine import TailraceCheckpointEngine
-from tailrace_verl.replica import TailraceReplica
-from tailrace_verl.weights import TailraceWeights
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 CLIENTS = (LLMServerClient, FullyAsyncLLMServerClient)
