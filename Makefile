@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -36,6 +36,12 @@ test-long: setup ## the tests marked long: races, draft models and the certifica
 test-hosts: setup ## `ray up` to tokens on three hosts of this machine, then partitions and dead hosts (root; minutes)
 	@apt-get install -y -qq --no-install-recommends iproute2 nftables openssh-server rsync >/dev/null
 	@$(PY) -m pytest --hosts -m hosts tests/live/hosts
+
+test-verl: setup ## the plug-in for verl against verl 0.9.1, in an environment of its own below .venv-verl (minutes)
+	@[ -e .venv-verl/.made ] || { $(PYTHON) -m venv --clear .venv-verl && \
+	.venv-verl/bin/pip install -q --no-deps -r integrations/verl/requirements-test.txt && \
+	.venv-verl/bin/pip install -q --no-deps --no-build-isolation -e . -e integrations/verl && touch .venv-verl/.made; }
+	@cd integrations/verl && ../../.venv-verl/bin/python -m pytest
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak

@@ -1,0 +1,116 @@
+"""The server that verl's clients call: an actor without a GPU, in front of a running service.
+
+Invariant: tokens depend on weights, prompt, settings, seed, step, group and index, never on the order of calls.
+Owns the client, the joined groups and the global step of each weights version. verl's control calls do nothing here:
+the service keeps requests in flight over an update of the weights, and manages its own memory.
+"""
+
+import asyncio
+from typing import Any
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.cluster import connect
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace_verl.global_steps import GlobalSteps
+from tailrace_verl.joined_groups import JoinedGroups
+from tailrace_verl.replies import reply
+from tailrace_verl.requests import Lengths, asked
+from tailrace_verl.settings import Settings
+
+TEXT_ONLY = "not supported: prompts are token ids alone; remove it"
+
+
+class TailraceServer:
+    """`seed`: of the run, verl's `rollout.seed`. Make it where an event loop runs."""
+
+    def __init__(self, settings: Settings, lengths: Lengths, seed: int):
+        self._settings, self._lengths = settings, lengths
+        self._groups = JoinedGroups(self._roll_out, seed)
+        self._steps = GlobalSteps()
+        self._client: RolloutClient | None = None
+        self._connecting, self._updating = asyncio.Lock(), asyncio.Lock()
+
+    async def connected(self) -> RolloutClient:
+        """The client, made once. Passes on the errors of `tailrace.connect`."""
+        async with self._connecting:
+            if self._client is None:
+                self._client = await asyncio.to_thread(self._connect)
+        return self._client
+
+    def _connect(self) -> RolloutClient:
+        return connect(self._settings.address, self._settings.app_name)
+
+    async def check(self) -> int:
+        """The service answers. Returns its weights version."""
+        return (await (await self.connected()).status()).weights_version
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list | None = None,
+        video_data: list | None = None,
+        audio_data: list | None = None,
+        mm_processor_kwargs: dict | None = None,
+        priority: int = 0,
+        group: str | None = None,
+        index: int | None = None,
+        of: int | None = None,
+        step: int = 0,
+    ):
+        """One sample. `group`, `index`, `of`, `step`: see `requests.asked`, whose ValueError is passed on."""
+        for name, given in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
+            if given:
+                raise ValueError(f"{name}: {TEXT_ONLY}")
+        wanted = asked(prompt_ids, sampling_params, request_id, self._lengths, group, index, of, step)
+        sample = await self._groups.sample(wanted, priority)
+        return reply(sample, self._steps, bool(sampling_params.get("logprobs")), wanted.keyed_by)
+
+    async def _roll_out(self, batch: RolloutBatch) -> GroupResult:
+        client = await self.connected()
+        (group,) = [group async for group in client.rollout(batch)]
+        return group
+
+    # ---- weights -------------------------------------------------------------------------------------
+
+    async def next_weights(self) -> tuple[int, str]:
+        """The version to write next, and the folder for all versions."""
+        return await self.check() + 1, str(self._settings.weights_dir)
+
+    async def commit_weights(self, version: int, folder: str, global_steps: int | None) -> list[str]:
+        """Load a written folder on every replica; returns their ids. Passes on WeightsRejected."""
+        async with self._updating:
+            client = await self.connected()
+            loaded = await client.update_weights(version, folder)
+            self._steps.record(version, global_steps)
+        return list(loaded.replicas)
+
+    # ---- calls of verl that have nothing to do here --------------------------------------------------
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Requests in flight continue under the new weights, each token with its version."""
+
+    async def resume_generation(self) -> None:
+        """Nothing was held."""
+
+    async def clear_kv_cache(self) -> None:
+        """KV written under one version is never read under another."""
+
+    async def release_kv_cache(self) -> None:
+        """The engines have GPUs of their own."""
+
+    async def resume_kv_cache(self) -> None:
+        """Nothing was released."""
+
+    async def sleep(self) -> None:
+        """The engines have GPUs of their own."""
+
+    async def wake_up(self) -> None:
+        """Nothing sleeps."""
+
+    async def start_profile(self, **kwargs) -> None:
+        """The service has `tailrace profile`."""
+
+    async def stop_profile(self) -> None:
+        """Nothing was started."""

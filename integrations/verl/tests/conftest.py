@@ -1,0 +1,142 @@
+"""A Ray cluster with verl's processes: once with a stand-in for the service, once with a real one of a tiny model.
+
+The real one is started by `tailrace serve` of the main environment; its processes and verl's share one Ray cluster,
+each with its own Python environment.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported; a service refuses to start without
+os.environ.update({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"})  # loopback alone
+os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of verl's actors, for the stand-in
+
+ROOT = Path(__file__).resolve().parents[3]
+MAIN = ROOT / ".venv/bin/python"
+WORDS = 500
+TEMPLATE = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token():
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+
+    ensure_token_if_auth_enabled(create_token_if_missing=True)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """Folder of a model of two layers with random weights and a tokenizer of 500 words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<a>": 3} | {f"w{i}": i for i in range(4, WORDS)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"vocab_size": WORDS, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    LlamaForCausalLM(LlamaConfig(eos_token_id=2, tie_word_embeddings=True, **shape)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session", params=["stand_in", pytest.param("service", marks=pytest.mark.live)])
+def cluster(request, model, tmp_path_factory):
+    """Connects this process; yields the class of the server."""
+    import ray
+    from stand_in import StandInServer
+    from tailrace_verl.server import TailraceServer
+
+    started = None
+    environment = {"py_executable": sys.executable, "env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
+    if request.param == "stand_in":
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    else:
+        port = free_port()
+        started = _serve(model, port, tmp_path_factory.mktemp("served"))
+        ray.init(address=f"127.0.0.1:{port}", runtime_env=environment, log_to_driver=False)
+    try:
+        yield StandInServer if request.param == "stand_in" else TailraceServer
+    finally:
+        ray.shutdown()
+        if started is not None:
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(90) == 0
+
+
+def _serve(model: Path, port: int, folder: Path) -> subprocess.Popen:
+    import yaml
+
+    file = yaml.safe_load((ROOT / "serve.yaml").read_text())
+    (application,) = file["applications"]
+    application["args"]["engine"]["model"] = str(model)
+    next(one for one in application["deployments"] if one["name"] == "Engine")["num_replicas"] = 1
+    config = folder / "serve.yaml"
+    config.write_text(yaml.safe_dump(file))
+    command = (str(MAIN), "-m", "tailrace", "serve", "--config", str(config), "--port", str(port))
+    resources = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}'}  # verl's workers ask for four besides the engine's
+    started = subprocess.Popen(
+        (*command, "--dashboard-port", str(free_port())),
+        cwd=ROOT,
+        env=os.environ | resources,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said = started.stdout.readline()
+    assert f"127.0.0.1:{port}" in said, said
+    return started
+
+
+@pytest.fixture(scope="session")
+def config(model, tmp_path_factory):
+    """verl's own configuration file, with the keys that docs/verl.md names."""
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    keys = {
+        "name": "tailrace",
+        "tensor_model_parallel_size": 1,
+        "nnodes": 1,
+        "n_gpus_per_node": 1,
+        "n": 4,
+        "prompt_length": 16,
+        "response_length": 24,
+        "calculate_log_probs": True,
+        "checkpoint_engine.backend": "tailrace",
+        "agent.default_agent_loop": "tailrace_agent",
+    }
+    changes = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in keys.items()]
+    folder = tmp_path_factory.mktemp("weights")
+    changes += [f"+actor_rollout_ref.rollout.engine_kwargs.tailrace.weights_dir={folder}"]
+    changes += [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.hybrid_engine=False"]
+    changes += ["trainer.v1.trainer_mode=separate_async"]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        return compose("ppo_trainer", changes)
+
+
+@pytest.fixture(scope="session")
+def manager(cluster, config):
+    """verl's manager of servers, with one replica of the plug-in."""
+    from tailrace_verl.replica import TailraceReplica
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    TailraceReplica.server_class = cluster
+    return LLMServerManager.create(config)
