@@ -30,6 +30,7 @@ ROOMS = (
     "deployments/messages",
     "deployments/context",
     "deployments/draft_index",
+    "deployments/staging",
     "deployments/vllm_exact",
     "deployments/drafter",
     "deployments/drafting",

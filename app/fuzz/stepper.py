@@ -89,6 +89,7 @@ class SimulatedStepper:
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
         self._steps = 0
+        self.progress_s = 0.0
         self._constant = {
             "replica_id": replica_id,
             "block_tokens": BLOCK_TOKENS,
@@ -136,6 +137,7 @@ class SimulatedStepper:
         for chunk_id, running in list(self._running.items()):
             if chunk_id not in self._swallowed:
                 self._decode(chunk_id, running)
+        self.progress_s = self._now()
         ended, self._ended = self._ended, []
         return ended
 

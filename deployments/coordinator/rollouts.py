@@ -160,6 +160,7 @@ class Rollouts:
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
             weights_digest=self._weights.digest,
+            weights_source=self._weights.source,
             pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
             held_bytes=self.deliveries.held_bytes(),

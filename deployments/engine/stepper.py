@@ -16,7 +16,7 @@ from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.deployments.vllm_exact.requests import Requests
-from tailrace.deployments.vllm_exact.weight_loading import weights_digest
+from tailrace.deployments.vllm_exact.weight_loading import called, weights_digest
 from tailrace.kvpool.config import PoolEndpoint
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 from tailrace.policies.protocol.events import ChunkEnd
@@ -43,6 +43,7 @@ class Stepper:
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self._steps = 0
+        self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
         self._requests = Requests(self._engine)
         if self._requests.eos_token_id is None:
@@ -149,7 +150,9 @@ class Stepper:
                 running.cached_tokens = output.num_cached_tokens
             if output.finished:
                 self._finish(output.request_id, output.outputs[0].finish_reason)
-        if not outputs:
+        if outputs:
+            self.progress_s = ended_s
+        else:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
             if verified_tokens:
@@ -250,12 +253,10 @@ class Stepper:
             raise ValueError(reason)
         found = weights_digest(source)
         if digest not in ("", found):
-            raise ValueError(
-                f"weights folder {source}: holds other weights ({found}) than version {version} ({digest})"
-            )
+            raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
         self._engine.collective_rpc("load_weights_from", args=(source,))
         if weights_digest(source) != found:
-            raise RuntimeError(f"weights folder {source}: it was written to while it was loaded")
+            raise RuntimeError(f"{called(source)}: it was written to while it was loaded")
         self.weights_version = version
         self._constant |= {"weights_version": version, "weights_source": source, "weights_digest": found}
 
