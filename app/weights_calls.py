@@ -4,7 +4,7 @@
     staged = await client.stage_weights(7, tensors)     # or in two steps: from here on the tensors may change
     loaded = await client.commit_weights(staged)        # replicas switch, each between two of its steps
 
-Invariant: what a call refuses, or breaks off, leaves the service under its former weights. Of `client.py`, which has
+Invariant: a call that refuses or breaks off leaves the service under its former weights. Of `client.py`, which has
 the handle and the roles.
 """
 
@@ -85,7 +85,7 @@ def _staged(slots: Slots, version: int, served: tuple[int, str], tensors: Tensor
     try:
         for name, tensor in pairs_of(tensors):
             stage.add(name, tensor)
-    except BaseException:
+    except BaseException:  # of whatever kind: it is raised again
         stage.drop()
         raise
     return StagedWeights(version, stage.tensors, stage.staged_bytes, time.monotonic() - began_s, stage)

@@ -150,9 +150,8 @@ class Stepper:
                 running.cached_tokens = output.num_cached_tokens
             if output.finished:
                 self._finish(output.request_id, output.outputs[0].finish_reason)
-        if outputs:
-            self.progress_s = ended_s
-        else:
+        self.progress_s = ended_s if outputs else self.progress_s
+        if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
             if verified_tokens:

@@ -108,7 +108,7 @@ def _pulled(store, source: MemorySource, slots: Slots) -> Path:
     try:
         for file in files:
             _pull_file(store, source, part / file)
-    except BaseException:
+    except BaseException:  # of whatever kind: it is raised again
         shutil.rmtree(part, ignore_errors=True)
         raise
     part.rename(slot)

@@ -2,7 +2,7 @@
 
 Invariant: a slot is a folder that appears by one rename, so it is whole or not there, and the slot of the version that
 is served is never touched. One process writes at a time. Folders are for their owner alone. Used by `Stage`, by the
-replicas, and by whoever ends the service.
+replicas, and by the keeper, which ends it.
 """
 
 import fcntl

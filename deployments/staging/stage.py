@@ -39,7 +39,7 @@ class Stage:
                 shutil.rmtree(old, ignore_errors=True)
             self._check_room(needed_bytes)
             slots.part.mkdir(mode=0o700)
-        except BaseException:
+        except BaseException:  # of whatever kind: it is raised again
             os.close(self._lock)
             raise
         self._files: list[StagedFile] = []

@@ -114,7 +114,7 @@ def load_in_place(model_runner, folder: str) -> None:
 
     # It warns of layers with nothing to load: rotary embeddings, and an output layer tied to the input's.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    files = _opened(folder)  # a slot may be written anew meanwhile; an open file stays as it was
+    files = _opened(folder)  # a slot may be replaced meanwhile; an open file stays as it was
     try:
         model_runner.reload_weights(weights_iterator=_tensors(files))
         for layer in model_runner.get_model().modules():
