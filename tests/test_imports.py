@@ -48,6 +48,7 @@ ROOMS = (
     "app/verification",
     "app/soak",
     "app/fuzz",
+    "app/weights",
     "app/trl",
     "app/train",
     "app/commands",

@@ -181,7 +181,7 @@ def test_memory_that_ends_under_way_is_one_line_with_the_tensor(slots, monkeypat
 
 
 def test_many_tensors_take_several_files(slots):
-    count = HEADER_BYTES // 300
+    count = HEADER_BYTES // 100
     tensors = {f"model.layers.{i}.weight": np.full(1, i, np.float32) for i in range(count)}
     source = staged(slots, tensors=tensors)
     folder = slots.held()[1, source.digest]
