@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tailrace.app.blocking import blocking
-from tailrace.deployments.messages.rollout import WeightsLoaded
+from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.slots import Slots, service_name
 from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
 
@@ -77,6 +78,21 @@ class WeightsCalls:
         return await self.commit_weights(await self.stage_weights(version, tensors))
 
     send_weights_blocking = blocking(send_weights)
+
+    async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
+        """One phase of a transfer by vLLM's own engines: `init`, `start`, `part`, `finish`. For `WeightsReceiver`.
+
+        `info`: vLLM's. Engines need `vllm_args: {weight_transfer_config: {backend: nccl}}`, or `ipc`. Returns the
+        source to give to `update_weights` after `finish`. Raises ValueError, one line; the present weights then stay.
+        """
+        answer = await self._handle.transfer_weights.remote(self._role, phase, info)
+        if isinstance(answer, NotAdmitted):
+            raise PermissionError(answer.reason)
+        if isinstance(answer, Rejected):
+            raise ValueError(answer.reason)
+        return answer
+
+    transfer_weights_blocking = blocking(transfer_weights)
 
 
 def _staged(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:

@@ -202,6 +202,9 @@ class SimulatedStepper:
             return str(error)
         return None
 
+    def transfer_weights(self, transfer) -> str:
+        raise ValueError("a simulated engine has no transfer engine of vLLM")
+
     def reset_cache(self) -> bool:
         return not self._running
 

@@ -21,7 +21,7 @@ def attach(
 ) -> StepRollout:
     """Let Tailrace generate for a `trl.GRPOTrainer` that was made with `use_vllm=False`.
 
-    `weights_dir`: a folder for the trainer's weights that all nodes of the service see; None: they go through memory.
+    `weights_dir`: a folder for the trainer's weights that all nodes see; without one they go through memory.
     `seed`: in every sample key; the trainer's by default. Raises BadInput for settings that cannot be honoured.
     """
     if trainer.use_vllm:

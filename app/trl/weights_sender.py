@@ -13,7 +13,7 @@ from tailrace.deployments.messages.rollout import WeightsLoaded
 
 
 class WeightsSender:
-    """`weights_dir`: a folder that all nodes see; None: through memory. `on_sent`: gets the step and the answer."""
+    """`weights_dir`: a folder that all nodes see, or None for memory. `on_sent`: gets the step and the answer."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import EngineDown
+from tailrace.deployments.messages.transfer import Transfer
 
 OnDone = Callable[[ChunkResult | Exception], None]
 
@@ -42,6 +43,7 @@ class Steps(Protocol):
     def step(self) -> list[tuple[str, ChunkResult | Exception]]: ...
     def load_weights(self, version: int, source: str, digest: str) -> None: ...
     def weights_refusal(self, source: str) -> str | None: ...
+    def transfer_weights(self, transfer: Transfer) -> str: ...
     def reset_cache(self) -> bool: ...
     def rejoin_pool(self, master_address: str) -> None: ...
     def stats(self) -> EngineStats: ...
@@ -99,6 +101,10 @@ class EngineLoop:
         Takes seconds, during which `stats` shows the snapshot from before the load.
         """
         return self._ask(self._load, version, source, digest, self._now())
+
+    def transfer_weights(self, transfer: Transfer) -> Future[str]:
+        """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
+        return self._ask(self._transfer, transfer)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
         """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
@@ -243,6 +249,10 @@ class EngineLoop:
     def _refusal(self, source: str) -> str | None:
         self._allowance_s = LOAD_ALLOWANCE_S
         return self._stepper.weights_refusal(source)
+
+    def _transfer(self, transfer: Transfer) -> str:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        return self._stepper.transfer_weights(transfer)
 
     def _reset_cache(self) -> bool:
         return self._stepper.reset_cache()

@@ -26,6 +26,7 @@ from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.drafts import DraftReport, by_source
+from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.staging.slots import is_memory, memory_source
 from tailrace.deployments.staging.weights_memory import WeightsMemory
@@ -133,6 +134,11 @@ class Engine:
         """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
         await self._fetch(source)
         await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
+
+    async def transfer_weights(self, transfer: Transfer) -> str:
+        """Takes one phase of a transfer by vLLM's engines, between two steps; the model stays as it is."""
+        service = await asyncio.to_thread(self._weights_memory.own_slots)
+        return await asyncio.wrap_future(self._runner.transfer_weights(replace(transfer, service=service)))
 
     async def check_weights(self, source: str) -> str:
         """Returns the digest of weights that can be loaded here. Raises ValueError, one line, if they cannot.

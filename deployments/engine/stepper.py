@@ -12,6 +12,7 @@ from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.engine_chunk import EngineChunk
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.pause import is_paused
@@ -267,6 +268,10 @@ class Stepper:
         """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
         reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
         return next((reason for reason in reasons if reason is not None), None)
+
+    def transfer_weights(self, transfer: Transfer) -> str:
+        """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
+        return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""

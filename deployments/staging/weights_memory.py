@@ -4,7 +4,7 @@ Invariant: `fetch` returns once a slot of this node holds exactly these weights,
 engine replica, which calls it on a thread.
 """
 
-from tailrace.deployments.staging.slots import MemorySource, slot_of
+from tailrace.deployments.staging.slots import MemorySource, service_name, slot_of
 from tailrace.deployments.staging.verified import Verifier
 from tailrace.kvpool.config import PoolConfig
 
@@ -15,6 +15,16 @@ class WeightsMemory:
     def __init__(self, pool: PoolConfig | None, app_name: str):
         self._pool, self._app_name = pool, app_name
         self._verifier = Verifier()
+
+    def own_slots(self) -> str:
+        """The name of the service's slots, which are kept on this node from now on."""
+        import ray
+
+        from tailrace.deployments.staging.keeper import keep_slots
+
+        service = service_name(self._app_name, ray.get_runtime_context().gcs_address)
+        keep_slots(service, self._app_name)
+        return service
 
     def fetch(self, source: MemorySource) -> None:
         """Raises ValueError, one line, if the weights cannot be had or are not those that were staged."""
