@@ -14,6 +14,7 @@ from uuid import uuid4
 from tailrace.app.blocking import blocking, blocking_iterator
 from tailrace.app.config import otlp_wanted
 from tailrace.app.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
+from tailrace.app.weights_calls import WeightsCalls
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
@@ -40,7 +41,7 @@ class PoliciesRejected(ValueError):
     """The policies were not switched. The text says why."""
 
 
-class RolloutClient:
+class RolloutClient(WeightsCalls):
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
     `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.
@@ -63,6 +64,7 @@ class RolloutClient:
 
             handle = serve.get_app_handle(app_name)
         self._handle, self._resume_s, self._heartbeat = handle, resume_s, heartbeat
+        self._app_name = app_name
         self._journaling: Heartbeat | None = None
         self._stream = self._handle.options(stream=True)
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
@@ -153,6 +155,7 @@ class RolloutClient:
 
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded:
         """Load the safetensors folder `source` on every replica. Samples in flight continue under `version`.
+        `send_weights` does the same without a folder.
 
         `version` must not be below the current one; the current one again, with the same content, is done already, so a
         call may be repeated. `digest`: of the content that is meant, from an earlier `WeightsLoaded`; empty for any.

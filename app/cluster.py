@@ -18,6 +18,7 @@ from tailrace.app.config import ServeFile
 from tailrace.app.errors import BadInput, Failed, OtherCluster, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
 from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.staging.slots import Slots, service_name
 from tailrace.policies.families.allowed_code import added_code
 
 
@@ -150,6 +151,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         raise Failed("Ray listens on all interfaces, and a local service must not: call service() before importing ray")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler aborts, and leaves processes
     logging.getLogger("ray.serve").setLevel("WARNING")
+    slots = Slots(service_name(file.application.name, ray.get_runtime_context().gcs_address))
     try:
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
         _deploy(file)
@@ -158,6 +160,7 @@ def _local_cluster(file: ServeFile) -> Iterator[None]:
         with redirect_stdout(StringIO()):  # Ray 2.60 prints there that its controller, now stopped, has ended
             serve.shutdown()
             ray.shutdown()
+        slots.remove()  # their keeper has ended with Ray
 
 
 def _deploy(file: ServeFile) -> None:

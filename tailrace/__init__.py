@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tailrace.app.trl.async_weights import AsyncWeights
     from tailrace.app.trl.generation import attach
     from tailrace.app.trl.rollout_function import rollout_function
+    from tailrace.app.weights.saved import saved_weights
     from tailrace.deployments.messages.rollout import (
         ChatMessage,
         GroupResult,
@@ -28,6 +29,7 @@ _HOMES = {
     "attach": "tailrace.app.trl.generation",
     "connect": "tailrace.app.cluster",
     "rollout_function": "tailrace.app.trl.rollout_function",
+    "saved_weights": "tailrace.app.weights.saved",
     "RolloutClient": "tailrace.app.client",
     "RolloutRejected": "tailrace.app.client",
     "WeightsRejected": "tailrace.app.client",
@@ -54,6 +56,7 @@ __all__ = [
     "attach",
     "connect",
     "rollout_function",
+    "saved_weights",
 ]
 
 

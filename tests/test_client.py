@@ -42,13 +42,14 @@ class Scripted:
 
 
 def test_every_call_of_the_client_has_a_blocking_twin():
+    members = {name: getattr(RolloutClient, name) for name in dir(RolloutClient)}
     calls = {
         name
-        for name, member in vars(RolloutClient).items()
+        for name, member in members.items()
         if (inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)) and name[0] != "_"
     }
-    assert {"rollout", "update_weights", "record_rewards", "reserve", "status"} <= calls
-    twins = {name.removesuffix("_blocking") for name in vars(RolloutClient) if name.endswith("_blocking")}
+    assert {"rollout", "update_weights", "send_weights", "record_rewards", "reserve", "status"} <= calls
+    twins = {name.removesuffix("_blocking") for name in members if name.endswith("_blocking")}
     assert twins == calls
     for name in calls:
         method, twin = getattr(RolloutClient, name), getattr(RolloutClient, f"{name}_blocking")

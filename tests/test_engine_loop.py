@@ -15,6 +15,7 @@ class Script:
 
     def __init__(self, clock):
         self.clock, self.running, self.loaded = clock, [], []
+        self.progress_s = 0.0
         self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
         self.in_step = lambda: None
 
@@ -32,6 +33,7 @@ class Script:
 
     def step(self):
         self.clock.now += self.step_s
+        self.progress_s = self.clock.now
         self.in_step()
         if self.on_step:
             raise self.on_step

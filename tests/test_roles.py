@@ -16,8 +16,8 @@ RIGHTS = {
     Role.OBSERVER: {"status", "replica_changes"},
     Role.EVALUATOR: {"rollout", "renew", "take_spans"},
     Role.TRAINER: {
-        "reserve", "cancel", "update_weights", "set_policies", "journal", "renew_journal", "record_rewards",
-        "forget_history", "inspect_group", "pool_detail", "drain_pool", "reset_caches",
+        "reserve", "cancel", "update_weights", "transfer_weights", "set_policies", "journal", "renew_journal",
+        "record_rewards", "forget_history", "inspect_group", "pool_detail", "drain_pool", "reset_caches",
     },
 }  # fmt: skip
 SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_health"}

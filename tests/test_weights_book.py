@@ -75,7 +75,9 @@ def test_an_update_reaches_every_replica_and_may_be_repeated():
         for _ in range(2):
             assert await weights.want(1, "w1") is None
             await settle(weights, engines)
-            assert await weights.loaded() == WeightsLoaded(version=1, digest="one", replicas=("a", "b"))
+            assert await weights.loaded() == WeightsLoaded(
+                version=1, digest="one", replicas=("a", "b"), paused_s={"a": 0.0, "b": 0.0}
+            )
         assert engines.loads == 2, "the second time there is nothing to load"
 
     run(scenario, "a", "b")
@@ -181,9 +183,7 @@ def test_an_update_repeated_at_a_new_coordinator_must_be_of_the_same_content(rep
         engines.folders["w7"] = "written over"
         refused = await weights.want(7, "w7", "seven")
         if replicas:
-            assert refused == Rejected(
-                reason="weights folder w7: it is not one content of version 7 (seven, written over)"
-            )
+            assert refused == Rejected(reason="weights w7: it is not one content of version 7 (seven, written over)")
             assert weights.version == 0
             engines.folders["w7"] = "seven"
             assert await weights.want(7, "w7", "seven") is None

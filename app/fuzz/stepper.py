@@ -89,6 +89,7 @@ class SimulatedStepper:
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
         self._steps = 0
+        self.progress_s = 0.0
         self._constant = {
             "replica_id": replica_id,
             "block_tokens": BLOCK_TOKENS,
@@ -136,6 +137,7 @@ class SimulatedStepper:
         for chunk_id, running in list(self._running.items()):
             if chunk_id not in self._swallowed:
                 self._decode(chunk_id, running)
+        self.progress_s = self._now()
         ended, self._ended = self._ended, []
         return ended
 
@@ -199,6 +201,9 @@ class SimulatedStepper:
         except ValueError as error:
             return str(error)
         return None
+
+    def transfer_weights(self, transfer) -> str:
+        raise ValueError("a simulated engine has no transfer engine of vLLM")
 
     def reset_cache(self) -> bool:
         return not self._running

@@ -1,7 +1,7 @@
 """The generator of a `GRPOTrainer`, replaced: TRL tokenizes, syncs weights, runs tools and corrects as before.
 
     trainer = GRPOTrainer(...)                                # with use_vllm=False
-    tailrace.attach(trainer, tailrace.connect(), weights_dir="/shared/run-1")
+    tailrace.attach(trainer, tailrace.connect())
     trainer.train()
 
 Takes the place of `trl.generation.vllm_generation.VLLMGeneration`, of which a trainer uses `sync_weights` and
@@ -16,11 +16,13 @@ from tailrace.app.errors import BadInput
 from tailrace.app.trl.step_rollout import StepRollout
 
 
-def attach(trainer, client: RolloutClient, weights_dir: Path | str, seed: int | None = None) -> StepRollout:
+def attach(
+    trainer, client: RolloutClient, weights_dir: Path | str | None = None, seed: int | None = None
+) -> StepRollout:
     """Let Tailrace generate for a `trl.GRPOTrainer` that was made with `use_vllm=False`.
 
-    `weights_dir`: a folder for the trainer's weights, seen by all nodes of the service. `seed`: in every sample key;
-    the trainer's by default. Raises BadInput for settings that cannot be honoured.
+    `weights_dir`: a folder for the trainer's weights that all nodes see; without one they go through memory.
+    `seed`: in every sample key; the trainer's by default. Raises BadInput for settings that cannot be honoured.
     """
     if trainer.use_vllm:
         raise BadInput("the trainer was made with use_vllm=True, so it has an engine of its own; leave that out")

@@ -24,10 +24,11 @@ EVALUATION_STEPS = 1 << 40
 class StepRollout:
     """The samples of one trainer.
 
-    `seed`: in every sample key. `weights_dir`: for the trainer's weights, seen by all nodes of the service.
+    `seed`: in every sample key. `weights_dir`: a folder for the trainer's weights that all nodes of the service see;
+    None: they go through memory.
     """
 
-    def __init__(self, trainer, client: RolloutClient, *, weights_dir: Path | str, seed: int = 0):
+    def __init__(self, trainer, client: RolloutClient, *, weights_dir: Path | str | None = None, seed: int = 0):
         self._trainer, self._client, self._seed = trainer, client, seed
         self._weights = WeightsSender(trainer, client, weights_dir)
         self._sampling = sampling_of(trainer.args)

@@ -1,4 +1,4 @@
-"""The weights of a trainer, brought to the service through a folder.
+"""The weights of a trainer, brought to the service through shared memory, or through a folder.
 
 Invariant: versions count on from the one that the service has, one for each step whose weights are sent.
 """
@@ -13,17 +13,17 @@ from tailrace.deployments.messages.rollout import WeightsLoaded
 
 
 class WeightsSender:
-    """`weights_dir`: seen by all nodes of the service. `on_sent`: called with the trainer's step and the answer."""
+    """`weights_dir`: a folder that all nodes see, or None for memory. `on_sent`: gets the step and the answer."""
 
     def __init__(
         self,
         trainer,
         client: RolloutClient,
-        weights_dir: Path | str,
+        weights_dir: Path | str | None = None,
         on_sent: Callable[[int, WeightsLoaded], None] = lambda step, loaded: None,
     ):
         self._trainer, self._client, self._on_sent = trainer, client, on_sent
-        self._folders = WeightsFolders(Path(weights_dir))
+        self._folders = None if weights_dir is None else WeightsFolders(Path(weights_dir))
         self._step: int | None = None  # of the trainer, whose weights were sent last
         self.version: int | None = None
         self.digest = ""
@@ -46,7 +46,10 @@ class WeightsSender:
     def _send(self, step: int) -> None:
         if self.version is None:
             self.version = self._client.status_blocking().weights_version
-        folder = self._folders.write(self.version + 1, named_weights(self._trainer))
-        loaded = self._client.update_weights_blocking(self.version + 1, str(folder))
+        version, tensors = self.version + 1, named_weights(self._trainer)
+        if self._folders is None:
+            loaded = self._client.send_weights_blocking(version, tensors)
+        else:
+            loaded = self._client.update_weights_blocking(version, str(self._folders.write(version, tensors)))
         self.version, self.digest = loaded.version, loaded.digest
         self._on_sent(step, loaded)

@@ -137,6 +137,11 @@ class Coordinator:
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
         return await self._rollouts.update_weights(version, source, digest)
 
+    @admits(Role.TRAINER)
+    async def transfer_weights(self, phase: str, info: dict | list | None) -> str | Rejected:
+        """See `WeightTransfer`."""
+        return await self._rollouts.weight_transfer.run(phase, info)
+
     @admits(Role.OBSERVER)
     async def status(self) -> ServiceStatus:
         return self._rollouts.status()

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, EngineDown, ReplicaLost, one_line
+from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.router import ReplicaGone, poll_all
 
 POLL_TIMEOUT_S = 10.0
@@ -53,6 +54,10 @@ class EngineClient:
     async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
         """Returns when the replica holds them; ChunkError when it cannot."""
         await self._call(replica_id, "load_weights", version, source, digest)
+
+    async def transfer_weights(self, replica_id: str, transfer: Transfer) -> str:
+        """Returns the source of weights that were staged, else an empty text; ChunkError when the phase failed."""
+        return await self._call(replica_id, "transfer_weights", transfer)
 
     async def check_weights(self, source: str) -> set[str]:
         """The digests of folder `source` on all replicas that answer; of a replica that is lost there is none.

@@ -26,6 +26,7 @@ from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.status import replica_statuses, waits_for
+from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
@@ -77,8 +78,12 @@ class Rollouts:
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
+        self.weight_transfer = WeightTransfer(
+            engines, lambda: self._registry.reports, lambda: (self._weights.version, self._weights.digest)
+        )
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
         self._wake, self._looked, self._exchanged = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._load_ended = asyncio.Event()  # of weights, on a replica
         self._at_door: list[str] = []  # batches that wait for a change of the core
         self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
         self._batches = LiveBatches(
@@ -160,6 +165,7 @@ class Rollouts:
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
             weights_digest=self._weights.digest,
+            weights_source=self._weights.source,
             pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
             held_bytes=self.deliveries.held_bytes(),
@@ -204,19 +210,23 @@ class Rollouts:
 
     async def poll(self) -> None:
         """Poll the replicas, for ever."""
-        await self._for_ever(self._poll_replicas)
+        await self._for_ever(self._poll_replicas, self._load_ended)
 
     async def poll_pool(self) -> None:
         """Poll the pool, and sweep it while nothing is in flight, for ever."""
-        await self._for_ever(self._poll_pool)
+        await self._for_ever(self._poll_pool, asyncio.Event())
 
-    async def _for_ever(self, poll: Callable[[], Awaitable]) -> None:
+    async def _for_ever(self, poll: Callable[[], Awaitable], early: asyncio.Event) -> None:
+        """Polls every POLL_S, and when `early` is set: after a load a replica is idle until its report is here."""
         while True:
             try:
                 await poll()
             except Exception as error:  # noqa: BLE001 - an odd report, or a trouble of the pool, must not end the service
                 self._note(poll.__name__.strip("_"), error)
-            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await early.wait()
+            early.clear()
 
     async def _poll_replicas(self) -> None:
         asked_at = self.now()
@@ -256,7 +266,8 @@ class Rollouts:
         if not self._token_log.is_complete(self._weights.version):
             self._wake.set()  # the next turn logs, and comes here
             return
-        list(map(self._spawn, self._weights.loads(asyncio.get_running_loop().time())))
+        for load in self._weights.loads(asyncio.get_running_loop().time()):
+            self._spawn(load).add_done_callback(lambda _: self._load_ended.set())
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old and self._weights.is_confirmed:
             self._tell(ev.WeightsChanged(self.now(), new))

@@ -53,6 +53,7 @@ class Weights:
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
+        self._paused_s: dict[str, float] = {}  # replica -> seconds without a token for its last load
         self._changed = asyncio.Event()
 
     @property
@@ -76,7 +77,7 @@ class Weights:
         try:
             found = await self._engines.check_weights(source)
         except TimeoutError:
-            return Rejected(reason=f"weights folder {source}: a replica could not look at it in time")
+            return Rejected(reason=f"weights {source}: a replica could not look at it in time")
         except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's: nothing has changed
             return Rejected(reason=str(error) or one_line(error))
         await self._before()
@@ -131,6 +132,7 @@ class Weights:
                 self.digests[self.version] = report.weights_digest
                 self._confirm()
         self._held = {report.replica_id: (report.weights_version, report.weights_digest) for report in reports}
+        self._paused_s = {report.replica_id: report.weights_pause_s for report in reports}
         self._changed.set()
         if reports:
             self._heard.set()
@@ -184,7 +186,9 @@ class Weights:
             return Rejected(reason=f"{reason}; call again to wait on")
         if self.version != version:
             return Rejected(reason=f"weights {version} were overtaken by {self.version}")
-        return WeightsLoaded(version=version, digest=self.digest, replicas=tuple(sorted(self._held)))
+        replicas = tuple(sorted(self._held))
+        paused_s = {name: self._paused_s[name] for name in replicas}
+        return WeightsLoaded(version=version, digest=self.digest, replicas=replicas, paused_s=paused_s)
 
     def _late(self) -> list[str]:
         wanted = self.version, self.digest
@@ -217,7 +221,7 @@ class Weights:
 def _not_one(version: int, source: str, digests: set[str]) -> str | None:
     """Why the digests read by replicas, and the one that is meant, are no single content."""
     if len(digests) > 1:
-        return f"weights folder {source}: it is not one content of version {version} ({', '.join(sorted(digests))})"
+        return f"weights {source}: it is not one content of version {version} ({', '.join(sorted(digests))})"
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import EngineDown
+from tailrace.deployments.messages.transfer import Transfer
 
 OnDone = Callable[[ChunkResult | Exception], None]
 
@@ -33,6 +34,8 @@ LOAD_ALLOWANCE_S = 900.0
 class Steps(Protocol):
     """The interface of a stepper, see deployments.engine.stepper."""
 
+    progress_s: float
+
     @property
     def busy(self) -> bool: ...
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None: ...
@@ -40,6 +43,7 @@ class Steps(Protocol):
     def step(self) -> list[tuple[str, ChunkResult | Exception]]: ...
     def load_weights(self, version: int, source: str, digest: str) -> None: ...
     def weights_refusal(self, source: str) -> str | None: ...
+    def transfer_weights(self, transfer: Transfer) -> str: ...
     def reset_cache(self) -> bool: ...
     def rejoin_pool(self, master_address: str) -> None: ...
     def stats(self) -> EngineStats: ...
@@ -60,6 +64,7 @@ class EngineLoop:
         self._turn_began_s: float | None = None  # of the turn in progress; None between turns
         self._allowance_s = STEP_ALLOWANCE_S
         self._slowest_s = 0.0
+        self.weights_pause_s = 0.0  # of the last load: no token was made from the last one before it until it was done
 
     def submit(self, chunk: ChunkRequest, on_done: OnDone) -> None:
         """Queues a chunk. `on_done` gets its result, ValueError when it is refused, or EngineDown."""
@@ -95,7 +100,11 @@ class EngineLoop:
         It gets EngineDown when the engine stops first. A failure half-way ends the engine.
         Takes seconds, during which `stats` shows the snapshot from before the load.
         """
-        return self._ask(self._load, version, source, digest)
+        return self._ask(self._load, version, source, digest, self._now())
+
+    def transfer_weights(self, transfer: Transfer) -> Future[str]:
+        """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
+        return self._ask(self._transfer, transfer)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
         """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
@@ -230,15 +239,20 @@ class EngineLoop:
         else:
             answer.set_result(result)
 
-    def _load(self, version: int, source: str, digest: str) -> None:
+    def _load(self, version: int, source: str, digest: str, asked_s: float) -> None:
         self._allowance_s = LOAD_ALLOWANCE_S
         if not digest or (self._stats.weights_version, self._stats.weights_digest) != (version, digest):
             self._stepper.load_weights(version, source, digest)
+            self.weights_pause_s = self._now() - max(asked_s, self._stepper.progress_s)
         self._stats = self._stepper.stats()  # before the caller can look
 
     def _refusal(self, source: str) -> str | None:
         self._allowance_s = LOAD_ALLOWANCE_S
         return self._stepper.weights_refusal(source)
+
+    def _transfer(self, transfer: Transfer) -> str:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        return self._stepper.transfer_weights(transfer)
 
     def _reset_cache(self) -> bool:
         return self._stepper.reset_cache()

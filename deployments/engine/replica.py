@@ -26,7 +26,10 @@ from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.drafts import DraftReport, by_source
+from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.serve_port import keep_serve_port_on_node
+from tailrace.deployments.staging.slots import is_memory, memory_source
+from tailrace.deployments.staging.weights_memory import WeightsMemory
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import bound_cores, rebind
@@ -87,6 +90,7 @@ class Engine:
         if endpoint is not None:
             follow = follow_pool(pool, here.app_name, endpoint, self._rejoin_pool)
             self._following = asyncio.get_running_loop().create_task(follow)
+        self._weights_memory = WeightsMemory(None if endpoint is None else pool, here.app_name)
         self._started_at = time.time()
         self._telemetry = Telemetry("tailrace-engine", otlp)
 
@@ -127,17 +131,29 @@ class Engine:
         await asyncio.wrap_future(self._runner.rejoin_pool(master_address))
 
     async def load_weights(self, version: int, source: str, digest: str) -> None:
-        """Loads a folder's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
+        """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
+        await self._fetch(source)
         await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
+
+    async def transfer_weights(self, transfer: Transfer) -> str:
+        """Takes one phase of a transfer by vLLM's engines, between two steps; the model stays as it is."""
+        service = await asyncio.to_thread(self._weights_memory.own_slots)
+        return await asyncio.wrap_future(self._runner.transfer_weights(replace(transfer, service=service)))
 
     async def check_weights(self, source: str) -> str:
         """Returns the digest of weights that can be loaded here. Raises ValueError, one line, if they cannot.
 
         Engine steps continue meanwhile.
         """
+        await self._fetch(source)
         if (reason := await asyncio.wrap_future(self._runner.weights_refusal(source))) is not None:
             raise ValueError(reason)
         return await asyncio.to_thread(self._checked_digest, source)
+
+    async def _fetch(self, source: str) -> None:
+        """Weights in memory are on this node then, and verified. Raises ValueError, one line."""
+        if is_memory(source):
+            await asyncio.to_thread(self._weights_memory.fetch, memory_source(source))
 
     def _checked_digest(self, source: str) -> str:
         from tailrace.deployments.vllm_exact.weight_loading import checked_digest
@@ -157,6 +173,7 @@ class Engine:
             cores=bound_cores(self._config, self._rank),
             started_at=self._started_at,
             pool_problem=self._pool_problem,
+            weights_pause_s=self._runner.weights_pause_s,
         )
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:

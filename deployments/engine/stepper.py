@@ -12,11 +12,12 @@ from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.engine_chunk import EngineChunk
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.deployments.vllm_exact.requests import Requests
-from tailrace.deployments.vllm_exact.weight_loading import weights_digest
+from tailrace.deployments.vllm_exact.weight_loading import called, weights_digest
 from tailrace.kvpool.config import PoolEndpoint
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 from tailrace.policies.protocol.events import ChunkEnd
@@ -43,6 +44,7 @@ class Stepper:
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self._steps = 0
+        self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
         self._requests = Requests(self._engine)
         if self._requests.eos_token_id is None:
@@ -149,6 +151,7 @@ class Stepper:
                 running.cached_tokens = output.num_cached_tokens
             if output.finished:
                 self._finish(output.request_id, output.outputs[0].finish_reason)
+        self.progress_s = ended_s if outputs else self.progress_s
         if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
@@ -250,12 +253,10 @@ class Stepper:
             raise ValueError(reason)
         found = weights_digest(source)
         if digest not in ("", found):
-            raise ValueError(
-                f"weights folder {source}: holds other weights ({found}) than version {version} ({digest})"
-            )
+            raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
         self._engine.collective_rpc("load_weights_from", args=(source,))
         if weights_digest(source) != found:
-            raise RuntimeError(f"weights folder {source}: it was written to while it was loaded")
+            raise RuntimeError(f"{called(source)}: it was written to while it was loaded")
         self.weights_version = version
         self._constant |= {"weights_version": version, "weights_source": source, "weights_digest": found}
 
@@ -267,6 +268,10 @@ class Stepper:
         """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
         reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
         return next((reason for reason in reasons if reason is not None), None)
+
+    def transfer_weights(self, transfer: Transfer) -> str:
+        """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
+        return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""

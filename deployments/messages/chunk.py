@@ -90,7 +90,8 @@ class EngineStats:
     max_model_len: int
     draft_tokens: int  # look-ahead slots a running chunk may need beyond its own tokens
     observed_at: float
-    weights_source: str = ""  # the folder loaded last; empty: the one the engine was started on
+    weights_source: str = ""  # the source loaded last; empty: the folder that the engine was started on
+    weights_pause_s: float = 0.0  # seconds without a token for the last load of weights
     weights_digest: str = ""  # names the content of the weights
     steps: int = 0
     preemptions: int = 0

@@ -210,9 +210,12 @@ def checked(message: object) -> RolloutBatch | Rejected:
 class WeightsLoaded(Message):
     """Completed update of the weights: these replicas hold the version. No replicas: those that start will load it.
 
-    `digest`: names the content; empty if no replica has read it yet.
+    `digest`: names the content; empty if no replica has read it yet. `paused_s`: seconds without a token for it, by
+    replica. `staged_s`: seconds in which the caller's tensors were copied; 0 for a folder.
     """
 
     version: int
     digest: str = ""
     replicas: tuple[str, ...]
+    paused_s: dict[str, float] = {}
+    staged_s: float = 0.0

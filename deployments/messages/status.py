@@ -71,6 +71,7 @@ class ServiceStatus(Message):
     policies: dict[str, Any]
     weights_version: int = 0
     weights_digest: str = ""  # names their content; empty until a replica has read it
+    weights_source: str = ""  # the folder or memory that they are of; empty: the one the engines were started on
     pool: PoolView | None = None  # None if the service has none
     context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
     held_bytes: dict[str, int] = Field(default_factory=dict)  # of finished groups that drivers have not taken

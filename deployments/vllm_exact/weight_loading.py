@@ -1,5 +1,6 @@
 """New weights for a running model: checked against the tensors it was started with, then loaded in place.
 
+A source of weights is a folder, or `memory:...`, which names a slot of this node (deployments.staging).
 Invariant: nothing is changed before the whole folder is known to hold the same tensors in the same shapes.
 During loading the model is neither the old one nor the new one, so a failure then ends the engine.
 Safetensors only: other formats can run code while they are read. Called by the worker, on the engine's thread.
@@ -13,6 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
 from tailrace.kvpool.keys import digest_of_files
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -20,6 +22,11 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 """Shape and type by name; the type is safetensors' own name (`float` for each of FLOATS)."""
+
+
+def called(source: str) -> str:
+    """Returns the words for a source of weights in messages."""
+    return f"weights {source}" if is_memory(source) else f"weights folder {source}"
 
 
 def tensors_of(folder: str) -> Tensors:
@@ -35,10 +42,10 @@ def tensors_of(folder: str) -> Tensors:
                     part = file.get_slice(name)
                     kind = part.get_dtype()
                     if name in found:
-                        raise ValueError(f"weights folder {folder}: {path.name} has {name}, which another file has too")
+                        raise ValueError(f"{called(folder)}: {path.name} has {name}, which another file has too")
                     found[name] = tuple(part.get_shape()), "float" if kind in FLOATS else kind
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"weights folder {folder}: {path.name} cannot be read: {error}") from error
+            raise ValueError(f"{called(folder)}: {path.name} cannot be read: {error}") from error
     return found
 
 
@@ -50,12 +57,12 @@ def refusal(folder: str, loaded: Tensors) -> str | None:
         return str(error)
     for name in sorted(loaded.keys() | found.keys()):
         if name not in found:
-            return f"weights folder {folder}: no tensor {name}, which the running model has"
+            return f"{called(folder)}: no tensor {name}, which the running model has"
         if name not in loaded:
-            return f"weights folder {folder}: the running model has no tensor {name}"
+            return f"{called(folder)}: the running model has no tensor {name}"
         if found[name] != loaded[name]:
             (shape, kind), (old_shape, old_kind) = found[name], loaded[name]
-            return f"weights folder {folder}: {name} is {kind} {shape}, in the running model {old_kind} {old_shape}"
+            return f"{called(folder)}: {name} is {kind} {shape}, in the running model {old_kind} {old_shape}"
     return None
 
 
@@ -63,11 +70,14 @@ def weights_digest(folder: str) -> str:
     """Returns 16 hex digits that name the content of a folder's safetensors. Raises ValueError, one line.
 
     Every file is read at evenly spaced places (milliseconds): two states of training differ almost everywhere.
+    Weights in memory have it in their name, from a checksum of every byte.
     """
+    if is_memory(folder):
+        return memory_source(folder).digest
     try:
         return digest_of_files(_files(folder))
     except OSError as error:
-        raise ValueError(f"weights folder {folder}: cannot be read: {error}") from error
+        raise ValueError(f"{called(folder)}: cannot be read: {error}") from error
 
 
 def checked_digest(folder: str) -> str:
@@ -79,11 +89,11 @@ def checked_digest(folder: str) -> str:
     try:
         for name, tensor in _read(folder):
             if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
-                raise ValueError(f"weights folder {folder}: {name} has a value that is not a finite number")
+                raise ValueError(f"{called(folder)}: {name} has a value that is not a finite number")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights folder {folder}: cannot be read: {one_line(error)}") from error
+        raise ValueError(f"{called(folder)}: cannot be read: {one_line(error)}") from error
     if weights_digest(folder) != digest:
-        raise ValueError(f"weights folder {folder}: it was written to meanwhile; update again once it is complete")
+        raise ValueError(f"{called(folder)}: it was written to meanwhile; update again once it is complete")
     return digest
 
 
@@ -97,44 +107,60 @@ def _is_finite(tensor) -> bool:
 def load_in_place(model_runner, folder: str) -> None:
     """Puts the folder's weights into the running model, layer by layer: one layer at a time exists twice.
 
-    Raises RuntimeError when it fails half-way; the model must then not be used any more.
+    Raises ValueError, one line, if the files are gone; nothing has changed. Raises RuntimeError when it fails half-way;
+    the model must then not be used any more.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
     # It warns of layers with nothing to load: rotary embeddings, and an output layer tied to the input's.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    files = _opened(folder)  # a slot may be replaced meanwhile; an open file stays as it was
     try:
-        model_runner.reload_weights(weights_iterator=_read(folder))
+        model_runner.reload_weights(weights_iterator=_tensors(files))
         for layer in model_runner.get_model().modules():
             # A CPU multiplies by a repacked copy of a weight. vLLM 0.32 repacks only the layers with loaded tensors.
             # An output layer that shares the input embedding's weight would keep the copy of the old one.
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                 layer.quant_method.process_weights_after_loading(layer)
     except Exception as error:  # after any error the model is half loaded and the engine cannot continue
-        raise RuntimeError(f"weights folder {folder}: loading broke off half-way: {error!r}") from error
+        raise RuntimeError(f"{called(folder)}: loading broke off half-way: {error!r}") from error
 
 
 def _files(folder: str) -> list[Path]:
     """Returns the safetensors to load: those in the index file, if there is one (a folder may hold a second copy)."""
+    if is_memory(folder):
+        if (slot := slot_of(memory_source(folder))) is None:
+            raise ValueError(f"{called(folder)}: no slot of this node holds them")
+        return sorted(slot.glob("*.safetensors"))
     index = Path(folder) / "model.safetensors.index.json"
     if not index.parent.is_dir():
-        raise ValueError(f"weights folder {folder}: no such folder on this machine")
+        raise ValueError(f"{called(folder)}: no such folder on this machine")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"weights folder {folder}: {index.name} cannot be read: {error!r}") from error
+        raise ValueError(f"{called(folder)}: {index.name} cannot be read: {error!r}") from error
     for name in names or ():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"weights folder {folder}: {index.name} names {name!r}, which is no file of this folder")
+            raise ValueError(f"{called(folder)}: {index.name} names {name!r}, which is no file of this folder")
     paths = sorted(index.parent.glob("*.safetensors") if names is None else (index.parent / name for name in names))
     if not paths:
-        raise ValueError(f"weights folder {folder}: no *.safetensors")
+        raise ValueError(f"{called(folder)}: no *.safetensors")
     return paths
 
 
+def _opened(folder: str) -> list:
+    try:
+        return [safe_open(path, framework="pt").__enter__() for path in _files(folder)]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{called(folder)}: cannot be read: {one_line(error)}") from error
+
+
 def _read(folder: str) -> Iterator[tuple[str, object]]:
+    yield from _tensors(_opened(folder))
+
+
+def _tensors(files: list) -> Iterator[tuple[str, object]]:
     """Yields tensors by name, each a view of its mapped file until vLLM has copied it."""
-    for path in _files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name)

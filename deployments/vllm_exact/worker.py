@@ -7,6 +7,8 @@ Only the class of this machine's platform exists here, because importing the oth
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
+from tailrace.deployments.messages.transfer import Transfer, TransferPhase
+from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler
 from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, refusal, tensors_of
 
@@ -20,6 +22,7 @@ class ExactWorker:
         runner.sampler = ExactSampler(runner, self.kernel())
         if hasattr(runner, "rejection_sampler"):  # only built when something drafts
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+        self._received = ReceivedWeights()
         self._tensors: Tensors = tensors_of(self.model_config.model)  # now: a trainer may write into that folder again
 
     def weights_refusal(self, folder: str) -> str | None:
@@ -33,6 +36,32 @@ class ExactWorker:
         """
         with set_current_vllm_config(self.vllm_config):  # as vLLM's own `Worker.reload_weights`
             load_in_place(self.model_runner, folder)
+
+    def transfer_weights(self, transfer: Transfer) -> str:
+        """Takes one phase of a transfer. Returns the source that the first rank has staged, or an empty text.
+
+        Received tensors are kept apart: the model changes by `load_weights_from` alone. Raises vLLM's errors.
+        """
+        match transfer.phase:
+            case TransferPhase.INIT:
+                self.init_weight_transfer_engine(transfer.info)
+            case TransferPhase.START | TransferPhase.DROP:
+                self._received = ReceivedWeights()
+            case TransferPhase.PART:
+                self._receive(transfer.info)
+            case TransferPhase.FINISH if self.rank == 0:
+                return self._received.stage(transfer.service, transfer.version, transfer.served)
+        return ""
+
+    def _receive(self, info: dict | list) -> None:
+        self._check_weight_transfer_engine()
+        engine = self.weight_transfer_engine
+        engine.set_weight_update_target(self._received, self.model_config)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                engine.update_weights(info[self.rank] if isinstance(info, list) else info)
+        finally:
+            engine.reset_weight_update_target()
 
     def take_record(self, req_id: str, start: int, count: int):
         """Calls `LogprobStore.take` for an RPC: (logprobs, raw_logprobs, drafted, accepted) of one request."""

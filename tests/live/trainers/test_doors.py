@@ -66,6 +66,17 @@ def test_an_attached_trainer_trains_on_samples_of_its_present_weights(small_mode
     assert logged(trainer, "sampling/sampling_logp_difference/max") == pytest.approx([0, 0, 0], abs=1e-3)
 
 
+def test_without_a_folder_weights_go_through_memory_and_train_alike(small_model, tmp_path):
+    found = []
+    for weights_dir in (None, tmp_path / "weights"):
+        service, trainer = StandIn(small_model), trainer_of(small_model, tmp_path / str(len(found)))
+        attach(trainer, service, weights_dir)
+        trainer.train()
+        assert [source == "memory" for _, source in service.updates] == [weights_dir is None] * 3
+        found.append(weights(trainer))
+    assert all(found[0][name].equal(found[1][name]) for name in found[0])
+
+
 def test_two_runs_have_the_same_weights_to_the_bit(small_model, tmp_path):
     found = []
     for name in ("one", "two"):

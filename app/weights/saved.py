@@ -1,0 +1,43 @@
+"""The weights of a Hugging Face model under the names of a saved folder, which are those that a service compares.
+
+Tied weights come once, under the name that Hugging Face keeps; adapters of PEFT come merged into their layers. For
+trainers of your own: TRL's are read by `app.trl`.
+"""
+
+from collections.abc import Iterator
+
+
+def saved_weights(model) -> Iterator[tuple[str, object]]:
+    """Yields (name, torch tensor) for `client.send_weights`. An adapter is merged until the iterator ends or is closed.
+
+    `model`: a `transformers.PreTrainedModel`, or a `peft.PeftModel` around one. Not for sharded parameters.
+    """
+    if hasattr(model, "merge_adapter"):
+        model.merge_adapter()
+        try:
+            yield from _merged(model)
+        finally:
+            model.unmerge_adapter()
+    else:
+        yield from _saved(model, model.state_dict())
+
+
+def _merged(model) -> Iterator[tuple[str, object]]:
+    """The base model's weights, with an adapter merged in."""
+    base, found = model.get_base_model(), {}
+    for name, tensor in base.state_dict().items():
+        parts = name.split(".")
+        if any(part.startswith("lora_") or part == "original_module" for part in parts):
+            continue  # merged already, or replaced by the trained copy
+        if "modules_to_save" in parts:
+            place = parts.index("modules_to_save")
+            del parts[place : place + 2]  # with the adapter's name
+        found[".".join(part for part in parts if part != "base_layer")] = tensor
+    yield from _saved(base, found)
+
+
+def _saved(model, state: dict) -> Iterator[tuple[str, object]]:
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    yield from revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model)).items()

@@ -1,0 +1,66 @@
+"""A trainer engine of vLLM's kind that stages through shared memory: for trainers that drive engines by vLLM's API.
+
+`register()` adds it to vLLM's `WeightTransferTrainerFactory` as `tailrace_memory`. Invariant: every rank iterates the
+source to its end, rank 0 alone stages and calls. Checked against vLLM 0.32.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.weights.receiver import MEMORY
+
+
+@dataclass
+class MemoryTrainerInitInfo(TrainerInitInfo):
+    """`app_name`: the Serve application."""
+
+    backend: ClassVar[str] = MEMORY
+    app_name: str = "tailrace"
+
+
+class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
+    """`client`: vLLM's `RayVLLMWeightSyncClient` over a `WeightsReceiver` of this node."""
+
+    init_info_cls = MemoryTrainerInitInfo
+
+    def __init__(self, *, service: RolloutClient, **upstream):
+        super().__init__(**upstream)
+        self._service = service
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: MemoryTrainerInitInfo, *, client, source: WeightSource | None = None
+    ) -> "MemoryTrainerEngine":
+        if source is None:
+            raise ValueError(f"{MEMORY} needs a WeightSource")
+        engine = cls(
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+            service=RolloutClient(init_info.app_name) if init_info.is_sender else None,
+        )
+        if engine.is_sender:
+            client.init_weight_transfer_engine({"backend": MEMORY})
+        return engine
+
+    def send_weights(self) -> None:
+        """Raises the service's refusal; its former weights then stay."""
+        if not self.is_sender:
+            for _ in self.source:  # gathering a sharded parameter needs every rank
+                pass
+            return
+        self.client.start_weight_update()
+        version = self._service.status_blocking().weights_version + 1
+        staged = self._service.stage_weights_blocking(version, iter(self.source))
+        self.client.update_weights({"source": str(staged.stage.seal())})
+        self.client.finish_weight_update()
+
+
+def register() -> None:
+    """May be called again."""
+    if MEMORY not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(MEMORY, MemoryTrainerEngine)

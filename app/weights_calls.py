@@ -1,0 +1,107 @@
+"""The calls of `RolloutClient` that bring weights to the service from the caller's memory.
+
+    await client.send_weights(7, model.named_parameters())
+    staged = await client.stage_weights(7, tensors)     # or in two steps: from here on the tensors may change
+    loaded = await client.commit_weights(staged)        # replicas switch, each between two of its steps
+
+Invariant: a call that refuses or breaks off leaves the service under its former weights. Of `client.py`, which has
+the handle and the roles.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tailrace.app.blocking import blocking
+from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
+from tailrace.deployments.staging.slots import Slots, service_name
+from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
+
+Tensors = Mapping[str, object] | Iterable[tuple[str, object]]
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights in this node's shared memory that no replica has loaded. `seconds`: in which tensors were copied."""
+
+    version: int
+    tensors: int
+    staged_bytes: int
+    seconds: float
+    stage: Stage
+
+    def drop(self) -> None:
+        """Give their memory back; nothing was committed."""
+        self.stage.drop()
+
+
+class WeightsCalls:
+    """`_app_name`, `status` and `update_weights` are the client's."""
+
+    async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
+        """Copy tensors into this node's shared memory. They may change as soon as this returns.
+
+        `tensors`: of torch or numpy, by the names of a saved Hugging Face folder (`tailrace.saved_weights` gives them);
+        a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if memory lacks
+        room or another process stages. Staged weights are committed by `commit_weights`, or given up by `drop`.
+        """
+        import ray
+
+        from tailrace.deployments.staging.keeper import keep_slots
+
+        status = await self.status()
+        cluster = ray.get_runtime_context().gcs_address
+        slots = Slots(service_name(self._app_name, cluster))
+        await asyncio.to_thread(keep_slots, slots.service, self._app_name)
+        return await asyncio.to_thread(
+            _staged, slots, version, (status.weights_version, status.weights_digest), tensors
+        )
+
+    stage_weights_blocking = blocking(stage_weights)
+
+    async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
+        """Have every replica check and load staged weights. Samples in flight continue under them.
+
+        Replicas of other nodes, and those that start later there, pull them from the KV pool. Raises WeightsRejected,
+        with the reason, if the update failed; the former weights then stay.
+        """
+        source = await asyncio.to_thread(staged.stage.seal)
+        loaded = await self.update_weights(staged.version, str(source), source.digest)
+        return loaded.model_copy(update={"staged_s": staged.seconds})
+
+    commit_weights_blocking = blocking(commit_weights)
+
+    async def send_weights(self, version: int, tensors: Tensors) -> WeightsLoaded:
+        """Stage weights and commit them; see `stage_weights` and `commit_weights`."""
+        return await self.commit_weights(await self.stage_weights(version, tensors))
+
+    send_weights_blocking = blocking(send_weights)
+
+    async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
+        """One phase of a transfer by vLLM's own engines: `init`, `start`, `part`, `finish`. For `WeightsReceiver`.
+
+        `info`: vLLM's. Engines need `vllm_args: {weight_transfer_config: {backend: nccl}}`, or `ipc`. Returns the
+        source to give to `update_weights` after `finish`. Raises ValueError, one line; the present weights then stay.
+        """
+        answer = await self._handle.transfer_weights.remote(self._role, phase, info)
+        if isinstance(answer, NotAdmitted):
+            raise PermissionError(answer.reason)
+        if isinstance(answer, Rejected):
+            raise ValueError(answer.reason)
+        return answer
+
+    transfer_weights_blocking = blocking(transfer_weights)
+
+
+def _staged(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
+    began_s = time.monotonic()
+    stage = Stage(slots, version, served, bytes_of(tensors))
+    try:
+        for name, tensor in pairs_of(tensors):
+            stage.add(name, tensor)
+    except BaseException:  # of whatever kind: it is raised again
+        stage.drop()
+        raise
+    return StagedWeights(version, stage.tensors, stage.staged_bytes, time.monotonic() - began_s, stage)

@@ -1,0 +1,193 @@
+"""Updates of the weights of two replicas that decode: through a folder on disk, and through shared memory.
+
+Modes take turns, each with the same two sets of weights. Then a replica is killed: at rest, so that its successor joins
+late, and in mid-update. After each, the tokens of a small batch must be those that the same weights gave from a folder.
+"""
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import median
+
+from safetensors.torch import load_file
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.cluster import service
+from tailrace.app.config import ServeFile
+from tailrace.app.demo import PROMPTS
+from tailrace.app.files.prompts import read_prompts
+from tailrace.app.model import perturbed, resolve_model
+from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.app.verification.disturbances import kill_actors
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams, WeightsLoaded
+
+PROBE_TOKENS = 32
+KILL_AFTER_S = 0.3
+"""Of an update: by then it is staged, and replicas check or load."""
+
+LONG_TOKENS = 3000
+"""Of a sample that only has to keep engines busy."""
+
+
+class Updates:
+    """One service under load, and the weights to give it: `tensors` and, as a folder, each of two sets."""
+
+    def __init__(self, client: RolloutClient, folders: list[Path], disk: Path, samples: int):
+        self.client, self._samples = client, samples
+        self.tensors = [load_file(folder / "model.safetensors") for folder in folders]
+        self._disk = WeightsFolders(disk)
+        self.version = 0
+        self._numbers = itertools.count()
+
+    async def by_folder(self, which: int) -> dict:
+        self.version += 1
+        began_s = time.monotonic()
+        folder = await asyncio.to_thread(self._disk.write, self.version, self.tensors[which].items())
+        blocked_s = time.monotonic() - began_s
+        loaded = await self.client.update_weights(self.version, str(folder))
+        return _figures(loaded, began_s, blocked_s)
+
+    async def by_memory(self, which: int) -> dict:
+        self.version += 1
+        began_s = time.monotonic()
+        staged = await self.client.stage_weights(self.version, self.tensors[which])
+        blocked_s = time.monotonic() - began_s
+        loaded = await self.client.commit_weights(staged)
+        return _figures(loaded, began_s, blocked_s)
+
+    async def probe(self) -> list[tuple[int, ...]]:
+        """Tokens of a small batch before all others; they depend on the weights alone."""
+        groups = tuple(read_prompts(PROMPTS, {"samples": 1, "max_tokens": PROBE_TOKENS}))[:4]
+        batch = RolloutBatch(batch_id=f"probe-{next(self._numbers)}", groups=groups, priority=1)
+        found = {group.prompt_id: group.samples[0].token_ids async for group in self.client.rollout(batch)}
+        return [found[group.prompt_id] for group in groups]
+
+    async def load(self) -> None:
+        """Samples that decode until this is cancelled."""
+        sampling = SamplingParams(temperature=1.0)
+        while True:
+            name = f"load-{next(self._numbers)}"
+            group = PromptGroup(
+                prompt_id="long",
+                text="Once upon a time",
+                samples=self._samples,
+                max_tokens=LONG_TOKENS,
+                sampling=sampling,
+            )
+            batch = RolloutBatch(batch_id=name, groups=(group,), seed=next(self._numbers))
+            async for _ in self.client.rollout(batch):
+                pass
+
+    async def busy(self) -> None:
+        """Returns once both replicas run samples under the present version."""
+        while True:
+            replicas = (await self.client.status()).replicas
+            if len([r for r in replicas if r.ready and r.running and r.weights_version == self.version]) >= 2:
+                return
+            await asyncio.sleep(0.1)
+
+
+def _figures(loaded: WeightsLoaded, began_s: float, blocked_s: float) -> dict:
+    return {
+        "total_s": round(time.monotonic() - began_s, 3),
+        "trainer_blocked_s": round(blocked_s, 3),
+        "engine_paused_s": [round(value, 3) for value in loaded.paused_s.values()],
+    }
+
+
+def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], None]) -> dict:
+    """Returns figures by mode, and of a late replica and one that was killed in mid-update."""
+    model = resolve_model(file.application.args.engine.model)
+    with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as scratch:
+        folders = [model, perturbed(model, Path(scratch) / "other", scale=0.02)]
+        with service(file, None) as client:
+            return asyncio.run(_run(Updates(client, folders, Path(scratch) / "sent", samples), repeats, say))
+
+
+async def _run(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
+    loading = asyncio.create_task(updates.load())
+    try:
+        return await _measured(updates, repeats, say)
+    finally:
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+
+async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
+    modes: dict[str, list[dict]] = {"folder": [], "memory": []}
+    said: dict[int, list] = {}
+    same = True
+    await updates.busy()
+    for turn in range(repeats):
+        for name, update in (("folder", updates.by_folder), ("memory", updates.by_memory)):
+            which = (turn + 1) % 2
+            modes[name].append(await update(which))
+            say(f"{name}: {modes[name][-1]}")
+            tokens = await updates.probe()
+            same &= said.setdefault(which, tokens) == tokens
+            await updates.busy()
+    nbytes = sum(tensor.nbytes for tensor in updates.tensors[0].values())
+    result = {"bytes": nbytes, **{name: _medians(rows) for name, rows in modes.items()}, "same_tokens": same}
+    if set(said) != {0, 1}:
+        said[repeats % 2] = await _said(updates, (repeats + 1) % 2)
+    result["late_replica"] = await _late(updates, said, say)
+    result["killed_in_mid_update"] = await _killed(updates, said, say)
+    return result
+
+
+async def _said(updates: Updates, which: int) -> list:
+    await updates.by_folder(which)
+    return await updates.probe()
+
+
+def _medians(rows: list[dict]) -> dict:
+    paused = [value for row in rows for value in row["engine_paused_s"]]
+    return {
+        "total_s": round(median(row["total_s"] for row in rows), 3),
+        "trainer_blocked_s": round(median(row["trainer_blocked_s"] for row in rows), 3),
+        "engine_paused_s": round(median(paused), 3),
+        "updates": rows,
+    }
+
+
+async def _late(updates: Updates, said: dict, say: Callable[[str], None]) -> dict:
+    """A replica is killed at rest; its successor starts on the first weights, and joins on those in memory."""
+    await updates.by_memory(1)
+    await updates.busy()
+    before = {replica.replica_id for replica in (await updates.client.status()).replicas}
+    began_s = time.monotonic()
+    kill_actors(min(before))
+    while not (new := {r.replica_id for r in (await updates.client.status()).replicas if r.ready} - before):
+        await asyncio.sleep(0.05)
+    took_s = round(time.monotonic() - began_s, 2)
+    held = {r.replica_id: r.weights_version for r in (await updates.client.status()).replicas}
+    result = {"joined_after_s": took_s, "on_version": held[min(new)] == updates.version}
+    result["same_tokens"] = await updates.probe() == said[1]
+    say(f"late replica: {result}")
+    return result
+
+
+async def _killed(updates: Updates, said: dict, say: Callable[[str], None]) -> dict:
+    await updates.busy()
+    before, former = updates.version, said[1]
+    updating = asyncio.create_task(updates.by_memory(0))
+    await asyncio.sleep(KILL_AFTER_S)
+    held = sorted((await updates.client.status()).replicas, key=lambda replica: replica.replica_id)
+    kill_actors(held[0].replica_id)
+    outcome = await _outcome(updating)
+    version = (await updates.client.status()).weights_version
+    right = said[0] if version > before else former
+    result = {"update": outcome, "serves": "new" if version > before else "former"}
+    result["same_tokens"] = await updates.probe() == right
+    say(f"killed in mid-update: {result}")
+    return result
+
+
+async def _outcome(updating: Awaitable[dict]) -> dict | str:
+    try:
+        return await updating
+    except ValueError as error:  # the service's refusal, in one line
+        return str(error)

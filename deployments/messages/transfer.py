@@ -1,0 +1,29 @@
+"""One phase of a transfer of weights by vLLM's own engines (`nccl`, `ipc`), from the trainer to every worker."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class TransferPhase(StrEnum):
+    """In this order; `part` may come several times."""
+
+    INIT = "init"  # workers meet the trainer
+    START = "start"  # forget the rest of an earlier transfer
+    PART = "part"  # receive tensors, apart from the model
+    FINISH = "finish"  # of one replica of each node: into the node's slot
+    DROP = "drop"  # of the other replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`info`: vLLM's own, by phase. `version`, `served`: of the weights that come, and those whose slot is kept.
+
+    `service`: name of the slots; filled in by the replica.
+    """
+
+    phase: TransferPhase
+    info: Any = None
+    version: int = 0
+    served: tuple[int, str] = (0, "")
+    service: str = ""

@@ -1,0 +1,203 @@
+"""Copies of staged weights in the KV pool, for nodes where they were not staged.
+
+A tensor is one value under `weights/VERSION/NAME`, and so is each file's header under its file's name. Invariant: a
+copy becomes a slot of its node only when it is whole, and is verified there like one that was staged. Called by the
+keeper of the slots, which puts, and by replicas, which pull.
+"""
+
+import ctypes
+import mmap
+import os
+import shutil
+from pathlib import Path
+
+from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.staging.safetensors_header import read_header
+from tailrace.deployments.staging.slots import MemorySource, Slots, slot_of
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
+
+PULL_S = 600.0
+"""Longest wait for a keeper that puts, or for another replica of the node that pulls."""
+
+BUFFER_BYTES = 64 << 20
+"""Of the client; tensors are read and written where they are."""
+
+PIECE_BYTES = 16 << 20
+"""Largest value of the pool: a tensor of more bytes has several, numbered."""
+
+
+def key_of(source: MemorySource, name: str, piece: int = 0) -> str:
+    return f"weights/{source.version}/{name}" + (f"#{piece}" if piece else "")
+
+
+def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
+    """Puts the weights in `folder` into the pool. Raises ValueError, one line, if the pool has no room."""
+    store = _client(endpoint)
+    try:
+        if _known_files(store, source) is not None:
+            return
+        store.remove_by_regex(f"^weights/{source.version}/", force=True)  # of a stage that was not committed
+        files = sorted(folder.glob("*.safetensors"))
+        for path in files:
+            header, begin = read_header(path)
+            with _mapped(path, path.stat().st_size, write=False) as (address, view):
+                if (code := store.register_buffer(address, len(view))) != 0:
+                    raise ValueError(f"weights {source}: the pool does not take their memory: Mooncake says {code}")
+                try:
+                    _check(source, path.name, store.put(key_of(source, path.name), bytes(view[:begin])))
+                    for name, start, size, piece in _pieces(header, begin):
+                        _check(source, name, store.put_from(key_of(source, name, piece), address + start, size))
+                finally:
+                    store.unregister_buffer(address)
+        names = "\n".join((source.digest, *(path.name for path in files)))
+        _check(source, "its list", store.put(key_of(source, ""), names.encode()))
+    finally:
+        store.close()
+
+
+def pull(source: MemorySource, pool: PoolConfig, app_name: str) -> Path:
+    """Returns this node's slot with weights that it has pulled, or that another replica here has. Raises ValueError."""
+    import fcntl
+
+    from tailrace.kvpool.pool import join_pool
+    from tailrace.kvpool.status import PoolDown
+
+    slots = Slots(source.service)
+    lock = os.open(slots.root / f"tailrace-{source.service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two replicas one pulls
+        if (folder := slot_of(source)) is not None:
+            return folder
+        endpoint = join_pool(pool, app_name)
+        store = _client(endpoint)
+        try:
+            if _known_files(store, source) is None:
+                _ask_keepers(source, pool)
+            return _pulled(store, source, slots)
+        finally:
+            store.close()
+    except (PoolDown, OSError, KeyError) as error:
+        raise ValueError(f"weights {source}: they cannot be pulled from the pool: {one_line(error)}") from error
+    finally:
+        os.close(lock)
+
+
+def _ask_keepers(source: MemorySource, pool: PoolConfig) -> None:
+    import ray
+
+    from tailrace.deployments.staging.keeper import keepers
+
+    problem = "no node has them in shared memory"
+    for keeper in keepers(source.service):
+        try:
+            if ray.get(keeper.publish.remote(source, pool), timeout=PULL_S):
+                return
+        except Exception as error:  # noqa: BLE001 - of another node's actor: the next one may have them
+            problem = one_line(error)
+    raise ValueError(f"weights {source}: {problem}; send them again, or update from a folder")
+
+
+def _pulled(store, source: MemorySource, slots: Slots) -> Path:
+    files = _known_files(store, source)
+    if files is None:
+        raise ValueError(f"weights {source}: the pool has lost them; send them again, or update from a folder")
+    part, slot = slots.part, slots.free((-1, ""))
+    for old in (part, slot):
+        shutil.rmtree(old, ignore_errors=True)
+    part.mkdir(mode=0o700)
+    try:
+        for file in files:
+            _pull_file(store, source, part / file)
+    except BaseException:  # of whatever kind: it is raised again
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    part.rename(slot)
+    return slot
+
+
+def _pull_file(store, source: MemorySource, path: Path) -> None:
+    block = store.get(key_of(source, path.name))
+    if not block:
+        raise ValueError(f"weights {source}: {path.name} is not in the pool any more; send them again")
+    path.write_bytes(block)
+    path.chmod(0o600)
+    header, begin = read_header(path)
+    size = begin + max(
+        (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0
+    )
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    with _mapped(path, size, write=True) as (address, _):
+        if (code := store.register_buffer(address, size)) != 0:
+            raise ValueError(f"weights {source}: the pool does not take this node's memory: Mooncake says {code}")
+        try:
+            for name, start, count, piece in _pieces(header, begin):
+                if store.get_into(key_of(source, name, piece), address + start, count) != count:
+                    raise ValueError(f"weights {source}: tensor {name} is not in the pool any more; send them again")
+        finally:
+            store.unregister_buffer(address)
+
+
+def _pieces(header: dict, begin: int):
+    """(name, place in the file, bytes, number) of each value of the tensors in a file."""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, last = entry["data_offsets"]
+        for piece, start in enumerate(range(first, last, PIECE_BYTES)):
+            yield name, begin + start, min(PIECE_BYTES, last - start), piece
+
+
+def _known_files(store, source: MemorySource) -> list[str] | None:
+    """Names of the files of these very weights in the pool, or None if it does not have them."""
+    key = key_of(source, "")
+    if store.is_exist(key) != 1:
+        return None
+    digest, *files = store.get(key).decode().split("\n")
+    return files if digest == source.digest else None
+
+
+def _check(source: MemorySource, name: str, code: int) -> None:
+    if code != 0:
+        raise ValueError(
+            f"weights {source}: {name} does not fit into the pool (Mooncake says {code}); raise pool.dram_gib"
+        )
+
+
+class _mapped:
+    """A file in memory, as (address, view)."""
+
+    def __init__(self, path: Path, size: int, write: bool):
+        self._path, self._size, self._write = path, size, write
+
+    def __enter__(self):
+        self._file = self._path.open("r+b" if self._write else "rb")
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if self._write else 0)
+        flags = mmap.MAP_SHARED if self._write else mmap.MAP_PRIVATE
+        # `from_buffer` wants memory that may be written; a private mapping never reaches the file.
+        self._memory = mmap.mmap(self._file.fileno(), self._size, flags=flags, prot=access | mmap.PROT_WRITE)
+        self._bytes = (ctypes.c_char * self._size).from_buffer(self._memory)
+        return ctypes.addressof(self._bytes), memoryview(self._memory)
+
+    def __exit__(self, *_):
+        del self._bytes
+        self._file.close()
+
+
+def _client(endpoint: PoolEndpoint):
+    from mooncake.store import MooncakeDistributedStore  # a large library: on this thread, not at import
+
+    store = MooncakeDistributedStore()
+    config = endpoint.config
+    setup = (
+        endpoint.host,
+        "P2PHANDSHAKE",
+        0,
+        BUFFER_BYTES,
+        config.protocol,
+        config.rdma_devices,
+        endpoint.master_address,
+    )
+    if (code := store.setup(*setup)) != 0:
+        raise OSError(f"the pool's master at {endpoint.master_address} does not answer: Mooncake says {code}")
+    return store

@@ -1,0 +1,196 @@
+"""A version of weights on its way into a slot: tensors copied one by one, then sealed with checksums.
+
+Invariant: a slot is renamed into place only when every tensor, checksum and header is written; whatever breaks off
+before leaves a part folder, which the next stage removes. The caller's tensors are read in `add` alone, so it may
+change them as soon as the last `add` has returned. Called by `app.weights_calls`.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+from pathlib import Path
+
+from tailrace.deployments.staging.checksums import checksum, digest_of
+from tailrace.deployments.staging.safetensors_header import HEADER_BYTES, TYPES, header_block
+from tailrace.deployments.staging.slots import MemorySource, Slots
+
+ENTRY_BYTES = 160
+"""Of a tensor in the header, beyond its name twice and its shape: type, offsets, checksum, marks."""
+
+
+class StageRefused(ValueError):
+    """The weights cannot be staged. The text is one line; nothing has changed."""
+
+
+class Stage:
+    """Opens a part folder. `served`: version and digest whose slot is kept. `needed_bytes`: of all tensors, or None.
+
+    Raises AlreadyStaging, or StageRefused if memory lacks room.
+    """
+
+    def __init__(self, slots: Slots, version: int, served: tuple[int, str], needed_bytes: int | None = None):
+        self._slots, self._version = slots, version
+        self._lock = slots.lock()
+        try:
+            self._slot = slots.free(served)
+            for old in (slots.part, self._slot):
+                shutil.rmtree(old, ignore_errors=True)
+            self._check_room(needed_bytes)
+            slots.part.mkdir(mode=0o700)
+        except BaseException:  # of whatever kind: it is raised again
+            os.close(self._lock)
+            raise
+        self._files: list[StagedFile] = []
+        self._names: set[str] = set()
+        self.staged_bytes = 0
+
+    @property
+    def tensors(self) -> int:
+        return len(self._names)
+
+    def add(self, name: str, tensor) -> None:
+        """Copies a tensor of torch, on any device, or an array of numpy. Raises StageRefused."""
+        if name in self._names:
+            raise StageRefused(f"weights {self._version}: tensor {name} comes twice")
+        kind, shape, data = _as_bytes(name, tensor)
+        size = len(data)
+        try:
+            if not self._files or not self._files[-1].takes(name, shape, _item_bytes(size, shape)):
+                self._files.append(StagedFile(self._slots.part / f"model-{len(self._files):05}.safetensors"))
+            self._files[-1].write(name, kind, shape, data)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            free = shutil.disk_usage(self._slots.root).free
+            raise StageRefused(
+                f"weights {self._version}: {name} needs {size:,} bytes after {self.staged_bytes:,}, and "
+                f"{self._slots.root} has {free:,} free; give the machine more shared memory, or send a folder"
+            ) from None
+        self._names.add(name)
+        self.staged_bytes += size
+
+    def seal(self) -> MemorySource:
+        """Writes checksums and headers, and puts the slot in place. Returns the source to commit."""
+        if not self._files:
+            raise StageRefused(f"weights {self._version}: no tensor was given")
+        found: dict[str, str] = {}
+        for file in self._files:
+            found |= file.checksums()
+        source = MemorySource(self._slots.service, self._version, digest_of(found))
+        for file in self._files:
+            file.seal(source)
+        self._slots.part.rename(self._slot)
+        self._close()
+        return source
+
+    def drop(self) -> None:
+        """Forgets the tensors so far; of a sealed stage, nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self._slots.part, ignore_errors=True)
+        self._close()
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _check_room(self, needed_bytes: int | None) -> None:
+        root, free = self._slots.root, shutil.disk_usage(self._slots.root).free
+        needed_bytes = 0 if needed_bytes is None else needed_bytes + HEADER_BYTES
+        if needed_bytes > free:
+            raise StageRefused(
+                f"weights {self._version}: {needed_bytes:,} bytes are needed, and {root} has {free:,} free; give the "
+                "machine more shared memory, or send a folder"
+            )
+
+
+class StagedFile:
+    """One safetensors file whose header is written last."""
+
+    def __init__(self, path: Path):
+        self._path, self._end, self._header_bytes = path, HEADER_BYTES, ENTRY_BYTES
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._entries: dict[str, dict] = {}
+        self._checksums: dict[str, str] = {}
+
+    def takes(self, name: str, shape: list[int], item_bytes: int) -> bool:
+        """Whether the tensor fits: into the header, and at a place that its items may begin at."""
+        entry = 2 * len(name.encode()) + 20 * len(shape) + ENTRY_BYTES
+        return self._header_bytes + entry <= HEADER_BYTES - 8 and self._end % item_bytes == 0
+
+    def write(self, name: str, kind: str, shape: list[int], data: memoryview) -> None:
+        """Passes on OSError; memory is reserved first, so a copy never ends half-way for lack of it."""
+        size = len(data)
+        if size:
+            os.posix_fallocate(self._file, self._end, size)
+        done = 0
+        while done < size:
+            done += os.pwrite(self._file, data[done : done + (1 << 30)], self._end + done)
+        begin = self._end - HEADER_BYTES
+        self._entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + size]}
+        self._header_bytes += 2 * len(name.encode()) + 20 * len(shape) + ENTRY_BYTES
+        self._end += size
+
+    def checksums(self) -> dict[str, str]:
+        """Of every tensor here, of the bytes that were written."""
+        os.ftruncate(self._file, self._end)
+        with mmap.mmap(self._file, self._end, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
+            for name, entry in self._entries.items():
+                begin, end = (HEADER_BYTES + place for place in entry["data_offsets"])
+                with view[begin:end] as data:
+                    self._checksums[name] = checksum(name, entry["dtype"], entry["shape"], data)
+        return self._checksums
+
+    def seal(self, source: MemorySource) -> None:
+        metadata = {"format": "pt", "version": str(source.version), "digest": source.digest}
+        metadata |= {f"blake3:{name}": value for name, value in self._checksums.items()}
+        os.pwrite(self._file, header_block({"__metadata__": metadata} | self._entries), 0)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def bytes_of(tensors) -> int | None:
+    """The bytes of all tensors, or None if they come by an iterator that can be read once."""
+    if not hasattr(tensors, "__len__"):
+        return None
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        return sum(tensor.nbytes for _, tensor in pairs_of(tensors))
+    return None
+
+
+def pairs_of(tensors):
+    """(name, tensor) pairs of a mapping, a list of pairs or an iterator."""
+    return tensors.items() if hasattr(tensors, "items") else tensors
+
+
+def _as_bytes(name: str, tensor) -> tuple[str, list[int], memoryview]:
+    """Type, shape and bytes of a tensor; it is copied only if it is elsewhere or not contiguous."""
+    kind = TYPES.get(str(getattr(tensor, "dtype", None)).rpartition(".")[2])
+    if kind is None:
+        raise StageRefused(f"tensor {name} is a {type(tensor).__name__} of {getattr(tensor, 'dtype', 'no type')}")
+    shape = list(tensor.shape)
+    if hasattr(tensor, "detach"):
+        import torch
+
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        flat = full.detach().to("cpu").contiguous().reshape(-1)
+        array = flat.view(torch.uint8).numpy() if flat.numel() else flat.to(torch.uint8).numpy()
+    else:
+        import numpy as np
+
+        array = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    return kind, shape, memoryview(array)
+
+
+def _item_bytes(size: int, shape: list[int]) -> int:
+    items = 1
+    for side in shape:
+        items *= side
+    return max(1, size // items) if items else 1

@@ -1,0 +1,39 @@
+"""Weights in memory for the replicas of a node: its own slot, or a copy that is pulled from the pool into one.
+
+Invariant: `fetch` returns once a slot of this node holds exactly these weights, verified by this process. Owned by the
+engine replica, which calls it on a thread.
+"""
+
+from tailrace.deployments.staging.slots import MemorySource, service_name, slot_of
+from tailrace.deployments.staging.verified import Verifier
+from tailrace.kvpool.config import PoolConfig
+
+
+class WeightsMemory:
+    """`pool`: the application's, or None if there is none: then weights are on the nodes where they were staged."""
+
+    def __init__(self, pool: PoolConfig | None, app_name: str):
+        self._pool, self._app_name = pool, app_name
+        self._verifier = Verifier()
+
+    def own_slots(self) -> str:
+        """The name of the service's slots, which are kept on this node from now on."""
+        import ray
+
+        from tailrace.deployments.staging.keeper import keep_slots
+
+        service = service_name(self._app_name, ray.get_runtime_context().gcs_address)
+        keep_slots(service, self._app_name)
+        return service
+
+    def fetch(self, source: MemorySource) -> None:
+        """Raises ValueError, one line, if the weights cannot be had or are not those that were staged."""
+        if (folder := slot_of(source)) is None:
+            if self._pool is None:
+                raise ValueError(
+                    f"weights {source}: no slot of this node holds them, and there is no pool to pull from"
+                )
+            from tailrace.deployments.staging.pool_copy import pull
+
+            folder = pull(source, self._pool, self._app_name)
+        self._verifier.verify(folder, source)
