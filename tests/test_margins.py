@@ -43,7 +43,7 @@ def certain(row, token, by):
     p = np.exp((row.logits - row.logits.max()) / row.temperature, dtype=np.float64)
     below = (row.logits > floor) & (row.logits <= edge)
     inside = p[token] + p[below].sum() > 2 * by * p[row.logits >= floor].sum() / row.top_p
-    return own > floor + row.tolerance and (row.top_p >= 1 or inside)
+    return own > floor + np.float32(2 * row.tolerance) and (row.top_p >= 1 or inside)
 
 
 def floor_of(row, by):

@@ -211,11 +211,11 @@ def _draw(row, top, seed, temperature, floor, top_p, forced, tolerance):
     margin, edge, by = np.inf, 0, tolerance * inv_t
     if forced < 0:
         reach = exp(min(max(WINDOW, by), 30.0))
-        low = floor - np.float32(tolerance) if top_p >= 1.0 else NO_FLOOR  # ranks and min_p move by no more
+        low = floor - np.float32(2.0 * tolerance) if top_p >= 1.0 else NO_FLOOR  # ranks and min_p move by no more
         token, mass, best, second, rival = _race(row, top, floor, low, inv_t, seed, reach)
         margin = log(second / best) * temperature if second < best * reach else np.inf
         if floor > NO_FLOOR:
-            certain = row[token] > floor + np.float32(tolerance)
+            certain = row[token] > floor + np.float32(2.0 * tolerance)
             certain = certain and (top_p >= 1.0 or _is_inside(row, peak, token, floor, inv_t, tolerance, top_p, mass))
             edge = (1 if rival < best * exp(min(by, 30.0)) else 0) if certain else 2
     else:

@@ -104,7 +104,7 @@ def _margins(race, token, logits, peak, heat, floor, filters, tolerance):
         mass = torch.where(logits >= floor, weights, 0.0).sum(dim=1, keepdim=True)
         inside = torch.where((logits > floor) & (logits <= own - tolerance), weights, 0.0).sum(dim=1, keepdim=True)
         inside = inside + weights.gather(1, token) > 2.0 * by * mass / filters[0]
-        certain = (own > floor + tolerance) & ((filters[0] >= 1.0) | inside)
+        certain = (own > floor + 2.0 * tolerance) & ((filters[0] >= 1.0) | inside)
         may_drop = ~certain & (own < tight) & torch.isfinite(floor)
     others = torch.where(logits >= wide, race, torch.inf).scatter(1, token, torch.inf)
     margin = (others.amin(dim=1, keepdim=True) / best).log().clamp(min=0.0) * heat
