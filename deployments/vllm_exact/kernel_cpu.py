@@ -240,7 +240,7 @@ def _draw_rows(logits, tops, keys, positions, temperature, floor, top_p, forced,
 
 @njit(nogil=True, cache=True)
 def _edge_margins(logits, tops, keys, positions, temperature, floor, wide, tight, tokens, margins):
-    """Lowers margins[i] to that of the logits from wide[i] to below the floor, and to 0 if the winner is below tight[i]."""
+    """Lowers margins[i] to that of logits from wide[i] to below the floor, and to 0 if the winner is below tight[i]."""
     for i in range(logits.shape[0]):
         row, inv_t, seed = logits[i], 1.0 / np.float64(temperature[i]), _output(keys[i], positions[i])
         peak, token = row[tops[i]], np.int64(tokens[i])
