@@ -77,9 +77,9 @@ def agree(got, want, beyond):
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.6])
 def test_a_margin_is_the_distance_to_the_next_token_that_may_win(kernel, filters, temperature):
     rng = np.random.default_rng(3)
-    keys, positions = rng.integers(0, 2**64, 150, np.uint64), rng.integers(0, 999, 150)
+    keys, positions = rng.integers(0, 2**64, 400, np.uint64), rng.integers(0, 999, 400)
     usual = {"keys": keys, "positions": positions, "temperature": temperature, "tolerance": TOLERANCE}
-    given = rows(rng.standard_normal((150, 40)), **usual, **filters)
+    given = rows(rng.standard_normal((400, 40)), **usual, **filters)
     with np.errstate(invalid="ignore", divide="ignore"):
         want = np.array([reference(row) for row in each(given)])
         # The edges of filters are looked at within the tolerance alone, all else within the CPU's window.

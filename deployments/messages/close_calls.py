@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-EDGES = tuple(float(f"{10 ** (half / 2):.2e}") for half in range(-12, -1))
+EDGES = tuple(float(f"{10 ** (half / 2):.2e}") for half in range(-12, -2))
 """Upper edges of the classes of margins, in logits: two a decade, 1e-6 to 3.16e-2."""
 
 DENSITY_BELOW = EDGES[-2]

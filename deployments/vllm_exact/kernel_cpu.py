@@ -13,7 +13,7 @@ from math import exp, log
 import numpy as np
 from numba import njit
 
-from tailrace.deployments.vllm_exact.filters_cpu import floors
+from tailrace.deployments.vllm_exact.filters_cpu import floors, moved
 from tailrace.deployments.vllm_exact.gumbel_rng import GAMMA, GREEDY_BELOW, MIX_1, MIX_2, UNIFORM_SHIFT, UNIFORM_STEP
 
 # numba's disk cache notices changes of the compiled file only. Functions compiled together therefore share one file,
@@ -293,14 +293,3 @@ def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, force
         _edge_margins(part, tops, keys[at], positions[at], heat, *edge)
         margins[at] = lowered
     return tokens, logprobs, raw_logprobs, margins
-
-
-def moved(top_p, top_k, min_p, by):
-    """Returns the filters (f32[n], i32[n], f32[n]) that keep a little more, by > 0, or less, where they filter.
-
-    A relative change of all weights by `by` changes no share of the mass by more. top_k is as it was: ranks change
-    only between logits as close as the tolerance, by which the caller moves the floor.
-    """
-    tiny = np.float32(1e-6)
-    top_p = np.where(top_p < 1.0, np.clip(top_p + by, tiny, 1.0), top_p).astype(np.float32)
-    return top_p, top_k, np.where(min_p > 0.0, np.minimum(min_p * np.exp(-by), 1.0), min_p).astype(np.float32)

@@ -80,7 +80,7 @@ def _floors(logits, ordered, peak, temperature, top_p, top_k, min_p):
 
 
 def _moved(top_p, top_k, min_p, by):
-    """Returns the filters that keep a little more (by > 0) or less; see `kernel_cpu.moved`."""
+    """Returns the filters that keep a little more (by > 0) or less; see `filters_cpu.moved`."""
     wider = (top_p + by).clamp(1e-6, 1.0)
     return (
         torch.where(top_p < 1.0, wider, top_p),
