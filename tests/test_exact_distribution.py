@@ -38,6 +38,7 @@ def draw(kernel, logits, keys, positions, temperature=1.0, top_p=1.0, top_k=0, m
     n = len(logits)
     columns = [np.full(n, v, np.float32) for v in (temperature, top_p)]
     columns += [np.full(n, top_k, np.int32), np.full(n, min_p, np.float32), np.full(n, -1, np.int32)]
+    columns.append(np.zeros(n, np.float32))
     return KERNELS[kernel](np.ascontiguousarray(logits), keys, positions, *columns)[0]
 
 

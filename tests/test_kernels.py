@@ -11,7 +11,7 @@ from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu, kernel_gpu
 KERNELS = {"cpu": kernel_cpu.sample_rows, "torch": lambda a, *rest: kernel_gpu.sample_rows(torch.from_numpy(a), *rest)}
 KINDS = {
     "keys": np.uint64, "positions": np.int64, "temperature": np.float32, "top_p": np.float32,
-    "top_k": np.int32, "min_p": np.float32, "forced": np.int32,
+    "top_k": np.int32, "min_p": np.float32, "forced": np.int32, "tolerance": np.float32,
 }  # fmt: skip
 Rows = namedtuple("Rows", ["logits", *KINDS])
 
@@ -25,9 +25,9 @@ def _one_torch_thread():
     torch.set_num_threads(before)
 
 
-def rows(logits, keys=0, positions=0, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, forced=-1):
+def rows(logits, keys=0, positions=0, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, forced=-1, tolerance=0.0):
     logits = np.atleast_2d(np.asarray(logits, np.float32))
-    given = (keys, positions, temperature, top_p, top_k, min_p, forced)
+    given = (keys, positions, temperature, top_p, top_k, min_p, forced, tolerance)
     parts = zip(given, KINDS.values(), strict=True)
     return Rows(logits, *(np.broadcast_to(np.asarray(v, k), len(logits)).copy() for v, k in parts))
 
@@ -95,7 +95,7 @@ def test_a_kernel_is_the_reference(kernel, vocab):
     for seed in range(6):
         given = some_rows(seed, max(vocab, 4) if vocab > 1 else 1, count=8)
         given = given if vocab > 1 else given._replace(forced=np.full(8, -1, np.int32))
-        tokens, logprobs, raw = KERNELS[kernel](*given)
+        tokens, logprobs, raw, _ = KERNELS[kernel](*given)
         want = [reference(row) for row in each(given)]
         assert tokens.tolist() == [w[0] for w in want]
         assert close(logprobs, np.array([w[1] for w in want]))
@@ -133,7 +133,7 @@ def test_greedy_takes_the_smallest_of_equal_tokens(kernel):
     logits[1, 900] = 0.0  # equal to -0.0, so token 0 wins
     logits[2] = -np.inf
     logits[2, 1234] = -5.0
-    tokens, logprobs, raw = KERNELS[kernel](*rows(logits, temperature=0.0))
+    tokens, logprobs, raw, _ = KERNELS[kernel](*rows(logits, temperature=0.0))
     assert tokens.tolist() == [700, 0, 1234]
     assert logprobs.tolist() == [0.0, 0.0, 0.0]
     assert raw[2] == 0.0
@@ -144,14 +144,14 @@ def test_greedy_takes_the_smallest_of_equal_tokens(kernel):
 def test_tied_tokens_are_kept_together(kernel, filters):
     logits = np.full((400, 600), 0.0, np.float32)
     logits[:, [3, 77, 599]] = 1.0
-    tokens, logprobs, _ = KERNELS[kernel](*rows(logits, keys=np.arange(400), **filters))
+    tokens, logprobs, *_ = KERNELS[kernel](*rows(logits, keys=np.arange(400), **filters))
     assert set(tokens) == {3, 77, 599}
     assert close(logprobs, np.full(400, -np.log(3)))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_vocabulary_of_equal_logits_is_cut_nowhere(kernel):
-    tokens, logprobs, _ = KERNELS[kernel](*rows(np.zeros((64, 5000)), keys=np.arange(64), top_p=0.5, top_k=10))
+    tokens, logprobs, *_ = KERNELS[kernel](*rows(np.zeros((64, 5000)), keys=np.arange(64), top_p=0.5, top_k=10))
     assert len(set(tokens)) > 50
     assert close(logprobs, np.full(64, -np.log(5000)))
 
@@ -159,7 +159,7 @@ def test_a_vocabulary_of_equal_logits_is_cut_nowhere(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_forced_token_outside_the_filters_is_scored_without_them(kernel):
     given = rows([[3.0, 2.0, 1.0]] * 3, forced=[0, 2, -1], top_k=1)
-    tokens, logprobs, raw = KERNELS[kernel](*given)
+    tokens, logprobs, raw, _ = KERNELS[kernel](*given)
     assert tokens.tolist() == [0, 2, 0]
     assert close(logprobs, np.array([0.0, raw[1], 0.0], np.float64))
     assert close(raw, np.array([-0.40760596, -2.40760596, -0.40760596]))
@@ -177,6 +177,6 @@ def test_logits_that_are_no_distribution_are_seen_in_the_logprobs(kernel, bad):
     logits = np.zeros((2, 700), np.float32)
     logits[0, 600] = bad
     for filters in ({}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}):
-        tokens, _, raw = KERNELS[kernel](*rows(logits, **filters))
+        tokens, _, raw, _ = KERNELS[kernel](*rows(logits, **filters))
         assert np.isnan(raw).tolist() == [True, False]
         assert 0 <= tokens[0] < 700

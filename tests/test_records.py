@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
+from tailrace.deployments.vllm_exact.logprob_store import DrawRecord, LogprobStore
 
 
 def write(records, req_id, positions, value, drafted=0, accepted=0):
     positions = np.asarray(positions, np.int64)
     slots = records.slots([req_id], positions[:1]).repeat(len(positions))
-    records.write(slots, positions, np.float32(value), np.float32(value) - 1, drafted, accepted)
+    records.write(slots, positions, np.float32(value), np.float32(value) - 1, np.float32(0.5), drafted, accepted)
 
 
 def test_a_token_drawn_again_replaces_what_was_recorded():
     records = LogprobStore()
     write(records, "a", [5, 6, 7], -1.0, drafted=[4, 0, 0], accepted=[1, 1, 0])
     write(records, "a", [6], -2.0)
-    logprobs, raw_logprobs, drafted, accepted = records.take("a", 5, 3)
+    logprobs, raw_logprobs, _, drafted, accepted = records.take("a", 5, 3)
     assert logprobs.tolist() == [-1.0, -2.0, -1.0]
     assert raw_logprobs.tolist() == [-2.0, -3.0, -2.0]
     assert (drafted, accepted) == (4, 1)
@@ -26,7 +26,7 @@ def test_tokens_cut_behind_a_stop_are_not_counted():
     records = LogprobStore()
     write(records, "a", [5, 6, 7], -1.0, drafted=[2, 0, 0], accepted=[1, 1, 0])
     write(records, "a", [8, 9], -1.0, drafted=[3, 0], accepted=[1, 0])
-    logprobs, _, drafted, accepted = records.take("a", 5, 2)
+    logprobs, _, _, drafted, accepted = records.take("a", 5, 2)
     assert len(logprobs) == 2
     assert (drafted, accepted) == (2, 2)
 
@@ -36,9 +36,9 @@ def test_requests_beyond_the_first_rows_and_tokens_keep_their_entries():
     names = [f"r{i}" for i in range(9)]
     for position in range(40):
         slots = records.slots(names, np.arange(9) + 100)
-        records.write(slots, np.arange(9) + 100 + position, np.arange(9) - 10.0, -position, 1, 0)
+        records.write(slots, np.arange(9) + 100 + position, np.arange(9) - 10.0, -position, 0.5, 1, 0)
     for i, name in enumerate(names):
-        logprobs, raw_logprobs, drafted, accepted = records.take(name, 100 + i, 40)
+        logprobs, raw_logprobs, _, drafted, accepted = records.take(name, 100 + i, 40)
         assert set(logprobs) == {i - 10.0}
         assert raw_logprobs.tolist() == [-p for p in range(40)]
         assert (drafted, accepted) == (40, 0)
@@ -50,7 +50,8 @@ def test_a_row_used_again_shows_nothing_of_its_last_request():
     write(records, "a", range(50), -1.0, drafted=1, accepted=1)
     records.take("a", 0, 50)
     write(records, "b", [3], -7.0)
-    logprobs, _, drafted, accepted = records.take("b", 3, 2)
+    logprobs, _, margins, drafted, accepted = records.take("b", 3, 2)
+    assert margins.tolist() == [0.5, np.inf]
     assert logprobs[0] == -7.0
     assert np.isnan(logprobs[1])  # never drawn
     assert (drafted, accepted) == (0, 0)
@@ -66,7 +67,7 @@ def test_taken_arrays_are_not_written_any_more():
 
 def test_what_was_never_sampled_has_no_records():
     records = LogprobStore()
-    assert records.take("a", 10, 0)[2:] == (0, 0)
+    assert records.take("a", 10, 0)[3:] == (0, 0)
     with pytest.raises(KeyError):
         records.take("a", 10, 1)
 
@@ -79,3 +80,12 @@ def test_a_position_before_the_first_is_refused():
     with pytest.raises(ValueError, match="before the first"):
         records.take("a", 4, 1)
     assert len(records) == 1
+
+
+def test_a_record_continues_with_another():
+    records = LogprobStore()
+    write(records, "a", [0, 1], -1.0, drafted=[3, 0], accepted=[1, 0])
+    write(records, "b", [2], -2.0, drafted=1)
+    whole = DrawRecord.none().then(records.take("a", 0, 2)).then(records.take("b", 2, 1))
+    assert whole.logprobs.tolist() == [-1.0, -1.0, -2.0] and whole.raw_logprobs.tolist() == [-2.0, -2.0, -3.0]
+    assert whole.margins.tolist() == [0.5] * 3 and (whole.drafted, whole.accepted) == (4, 1)

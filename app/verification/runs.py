@@ -65,6 +65,7 @@ def drafts(**changes) -> Engine:
 
 GROUP = drafts(method="group")
 OWN_CAP_5 = (*drafts(index=IndexSettings(group_context=False, history=False)), ("max_running", 5))
+REDRAWN = (*GROUP, ("redraw_close_calls", True))
 
 TWO = Service(GROUP, elastic=True)
 DRAFTED = Service(GROUP, drafter=True)
@@ -94,6 +95,7 @@ RUNS = (
     VerificationRun("head_restarted", chunked(23, "fixed"), Service(GROUP, restarted=True), ("drafted_tokens", "note")),
     VerificationRun("own_drafts_cap_5", chunked(64, "fixed"), Service(OWN_CAP_5)),
     VerificationRun("ngram_drafts", chunked(64, "off"), Service(drafts(method="ngram", draft_tokens=4, lookup_min=1))),
+    VerificationRun("redrawn", chunked(23, "fixed", "round_robin"), Service(REDRAWN), MOVES),
     VerificationRun("decoupled", chunked(64, MODEL), DRAFTED, ("model_tokens",)),
     VerificationRun("drafter_killed", chunked(23, MODEL), DRAFTED, ("model_tokens",), kill_the_drafter),
 )

@@ -19,6 +19,7 @@ from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
 from tailrace.app.progress import RolloutProgress
 from tailrace.app.summary import summarise
+from tailrace.app.verification.closeness import close_calls_of, redraws_of, sureness, total, work_of
 from tailrace.app.verification.restarted_head import roll_over_restart
 from tailrace.app.verification.runs import RUNS, SHOWN, VerificationRun
 from tailrace.deployments.coordinator.journal import read_journal
@@ -44,7 +45,7 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
         earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
         await groups_of(client, batch.model_copy(update=earlier))
     await client.reset_caches()
-    before = await pool_counts(client)
+    before, work = await pool_counts(client), await work_of(client)
     batch = batch.model_copy(update={"batch_id": f"verify-{run.name}"})
     began_s = time.monotonic()
     note = await run.begin(client, batch) if run.begin else None
@@ -55,7 +56,7 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
     if disturbed:
         note = disturbed.result() if disturbed.done() else None
         disturbed.cancel()
-    counts = await pool_counts(client) - before
+    counts, work = await pool_counts(client) - before, await work_of(client) - work
     return {
         "groups": groups,
         "seconds": seconds,
@@ -63,6 +64,7 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
         "pulled_tokens": counts["pool_tokens"],
         "corrupt_blocks": counts["load_failed.corrupt"],
         "races": copies(await client.journal(False)) if journaled else 0,
+        "work": total(work),
     }
 
 
@@ -188,8 +190,11 @@ def difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np
     return None, noise
 
 
-def certificate(rolled: dict[str, dict]) -> dict:
-    """Every run against the first. A run without its purpose shown fails like one that differs."""
+def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
+    """Every run against the first. A run without its purpose shown fails like one that differs.
+
+    `tolerance`: of the engines' close calls.
+    """
     runs = [run for run in RUNS if run.name in rolled]
     reference = rolled[runs[0].name]["groups"]
     rows = []
@@ -207,7 +212,13 @@ def certificate(rolled: dict[str, dict]) -> dict:
         "tokens": rows[0]["tokens"],
         "samples": rows[0]["samples"],
         "runs": rows,
+        **sureness([rolled[run.name]["groups"] for run in runs], map(work_in, rolled.values()), tolerance),
     }
+
+
+def work_in(done: dict) -> Counter[str]:
+    """Counts of a run's engines; none of a run that had no client here."""
+    return done.get("work", Counter())
 
 
 def figures_of(done: dict) -> dict:
@@ -216,4 +227,5 @@ def figures_of(done: dict) -> dict:
     kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
     by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)
     of_run = {key: done[key] for key in ("seconds", "pulled_tokens", "corrupt_blocks", "races", "note")}
+    of_run |= {"close_calls": close_calls_of(done["groups"]), **redraws_of(work_in(done))}
     return {key: summary[key] for key in kept} | {"model_tokens": by_model} | of_run

@@ -25,7 +25,16 @@ def measure(rows: int = 16, vocab: int = 49152, threads: tuple[int, ...] = (1, 2
     def columns(top_p=1.0, top_k=0):
         keys, positions = rng.integers(0, 2**64, rows, np.uint64), np.arange(rows)
         one, zero, free = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.full(rows, -1, np.int32)
-        return keys, positions, one, np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int32), zero, free
+        return (
+            keys,
+            positions,
+            one,
+            np.full(rows, top_p, np.float32),
+            np.full(rows, top_k, np.int32),
+            zero,
+            free,
+            np.full(rows, 1e-4, np.float32),
+        )
 
     def race():
         p = tensor.softmax(dim=-1)

@@ -5,6 +5,7 @@ counts tokens, this ledger holds them. Called by the coordinator alone.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -79,7 +80,14 @@ class SampleRecord:
             verifications=sum(part.verifications for part in self.parts),
             drafted_tokens=sum(part.drafted_tokens for part in self.parts),
             accepted_tokens=sum(part.accepted_tokens for part in self.parts),
+            close_calls=self._close_calls(),
             **self._drafts(),
+        )
+
+    def _close_calls(self) -> tuple[int, ...]:
+        starts = accumulate((len(part.token_ids) for part in self.parts), initial=0)
+        return tuple(
+            start + place for start, part in zip(starts, self.parts, strict=False) for place in part.close_calls
         )
 
     def _drafts(self) -> dict:

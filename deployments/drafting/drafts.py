@@ -124,6 +124,11 @@ class EngineDrafts:
         if plan.policy != self._policy:
             self._policy, self._memory = plan.policy, None
 
+    def replace(self, chunk_id: str, request) -> None:
+        """Takes the request that continues a chunk: vLLM has ended the one before."""
+        if (drafted := self._running.get(chunk_id)) is not None:
+            drafted.request = request
+
     def settle(self) -> None:
         """Waits for the histories of open groups; only for replays on a modelled clock, never in an engine."""
         self._groups.settle()

@@ -7,6 +7,7 @@ import numpy as np
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
 from tailrace.policies.protocol.events import ChunkEnd
 
 
@@ -23,18 +24,23 @@ class EngineChunk:
     cached_tokens: int = 0
     verifications: int = 0  # steps that emitted tokens
     token_ids: list[int] = field(default_factory=list)
+    record: DrawRecord = field(default_factory=DrawRecord.none)  # of requests before the present one
+    redrawn: dict[int, DrawRecord] = field(default_factory=dict)  # by place in token_ids
 
-    def result(self, end: ChunkEnd, record: tuple, drafts: DraftReport | None) -> ChunkResult:
-        """Returns the chunk's result as of now. `record` comes from `LogprobStore.take`, for the tokens made."""
+    def context(self) -> np.ndarray:
+        """Returns the prompt and the answer so far, int32."""
+        return np.concatenate([self.chunk.token_ids, np.array(self.token_ids, np.int32)])
+
+    def result(self, end: ChunkEnd, record: DrawRecord, tolerance: float, drafts: DraftReport | None) -> ChunkResult:
+        """Returns the chunk's result as of now. `record`: of all its tokens. `tolerance`: of close calls."""
         now_s = time.monotonic()
-        logprobs, raw_logprobs, drafted, accepted = record
         scheduled_s = self.scheduled_s or now_s
         first_token_s = self.first_token_s or now_s
         return ChunkResult(
             chunk_id=self.chunk.chunk_id,
             token_ids=np.asarray(self.token_ids, np.int32),
-            logprobs=logprobs,
-            raw_logprobs=raw_logprobs,
+            logprobs=record.logprobs,
+            raw_logprobs=record.raw_logprobs,
             end=end,
             weights_version=self.chunk.weights_version,
             queue_s=scheduled_s - self.submitted_s,
@@ -43,7 +49,8 @@ class EngineChunk:
             cached_tokens=self.cached_tokens,
             computed_tokens=len(self.chunk.token_ids) - self.cached_tokens if self.first_token_s else 0,
             verifications=self.verifications,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
+            drafted_tokens=record.drafted,
+            accepted_tokens=record.accepted,
             drafts=drafts,
+            close_calls=tuple(np.flatnonzero(record.margins < np.float32(tolerance)).tolist()),
         )

@@ -5,13 +5,16 @@ A refused chunk changes nothing. Tokens are collected after each step, so an abo
 """
 
 import time
+from collections import Counter
 
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.engine_chunk import EngineChunk
+from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
@@ -43,10 +46,9 @@ class Stepper:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
-        self._steps = 0
         self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
-        self._requests = Requests(self._engine)
+        self._requests = Requests(self._engine, config.close_call_tolerance, config.redraw_close_calls)
         if self._requests.eos_token_id is None:
             raise ValueError(f"model {config.model}: its tokenizer names no end-of-sequence token")
         settings = self._engine.vllm_config
@@ -55,9 +57,8 @@ class Stepper:
             "weights_version": weights_version,
             "weights_digest": weights_digest(settings.model_config.model),
             "block_tokens": settings.cache_config.block_size,
-            # vLLM keeps one block, the null block, for itself.
-            "kv_capacity_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
-            "max_running": settings.scheduler_config.max_num_seqs,
+            "kv_capacity_blocks": self._requests.kv_blocks,
+            "max_running": config.max_running,
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
@@ -80,7 +81,8 @@ class Stepper:
         draft = config.draft
         if draft.method == "group" and draft.paths > 1:
             self._forks = Forks(self._requests, draft, self._constant, pool is not None, self._forget)
-        self._work = dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0)
+        self._redraws = Redraws(self._engine, self._requests, pool is not None, self._forget, self._replace)
+        self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -88,8 +90,7 @@ class Stepper:
         if self._drafts is not None:
             warmup.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
         self.reset_cache()
-        self._steps = 0
-        self._work = dict.fromkeys(self._work, 0)
+        self._work = Counter(dict.fromkeys(self._work, 0))
 
     def draft_for_all(self, token_ids: list[int]) -> None:
         """Sets this draft for the next step on every chunk that decodes."""
@@ -135,22 +136,12 @@ class Stepper:
         began_s = time.monotonic()
         outputs = self._engine.step()
         ended_s = time.monotonic()
-        self._steps += 1
-        self._work["steps"] += 1
-        self._work["step_us"] += int((ended_s - began_s) * 1e6)
+        self._redraws.after_step()
+        self._work.update(steps=1, step_us=int((ended_s - began_s) * 1e6))
         for running in self._running.values():
             if running.scheduled_s is None and running.request.num_computed_tokens > 0:
                 running.scheduled_s = began_s
-        for output in outputs:
-            if self._forks is not None and self._is_forks(output):
-                continue
-            running = self._running[output.request_id]
-            self._take(running, output.outputs[0].token_ids)
-            if running.first_token_s is None:
-                running.first_token_s = ended_s
-                running.cached_tokens = output.num_cached_tokens
-            if output.finished:
-                self._finish(output.request_id, output.outputs[0].finish_reason)
+        self._receive(outputs, ended_s)
         self.progress_s = ended_s if outputs else self.progress_s
         if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
@@ -165,6 +156,21 @@ class Stepper:
             self._ended += self._link.release()
         ended, self._ended = self._ended, []
         return ended
+
+    def _receive(self, outputs: list, ended_s: float) -> None:
+        """Takes the outputs of a step; redraws may add some."""
+        for output in outputs:
+            if self._forks is not None and self._is_forks(output):
+                continue
+            running, made = self._running[output.request_id], output.outputs[0]
+            reason = made.finish_reason if output.finished else None
+            token_ids, reason = self._redraws.settle(running, made.token_ids, reason, outputs)
+            self._take(running, token_ids)
+            if running.first_token_s is None:
+                running.first_token_s = ended_s
+                running.cached_tokens = output.num_cached_tokens
+            if reason is not None:
+                self._finish(output.request_id, reason)
 
     def _to_verify(self) -> int:
         """Returns the tokens of the next step, drafts included, if every chunk only decodes in it; else 0."""
@@ -188,7 +194,7 @@ class Stepper:
         chunks = self._chunks()
         for running in self._running.values():
             if running.first_token_s is not None:
-                answer = running.chunk.token_ids[running.chunk.prompt_tokens :].tolist() + running.token_ids
+                answer = running.context()[running.chunk.prompt_tokens :].tolist()
                 self._work["forks"] = self._forks.branch(running.chunk, answer, chunks)
 
     def _chunks(self) -> dict[str, ChunkRequest]:
@@ -200,11 +206,15 @@ class Stepper:
         if self._link is not None:
             self._link.forget(request_id)
 
+    def _replace(self, chunk_id: str, request) -> None:
+        self._past_preemptions += self._running[chunk_id].request.num_preemptions
+        if self._drafts is not None:
+            self._drafts.replace(chunk_id, request)
+
     def _take(self, running: EngineChunk, token_ids: list[int]) -> None:
         running.token_ids += token_ids
         running.verifications += bool(token_ids)
-        self._work["tokens"] += len(token_ids)
-        self._work["verifications"] += bool(token_ids)
+        self._work.update(tokens=len(token_ids), verifications=bool(token_ids))
         if self._drafts is not None:
             self._drafts.made(running.chunk.chunk_id, token_ids)
 
@@ -230,11 +240,10 @@ class Stepper:
         """Closes a chunk and returns its result. `goes_on`: the sample may have another chunk here."""
         running = self._running.pop(chunk_id)
         self._past_preemptions += running.request.num_preemptions
-        # Every tensor-parallel rank keeps the same records; those of the first are used.
-        wanted = (running.request_id, len(running.chunk.token_ids), len(running.token_ids))
-        record = self._engine.collective_rpc("take_record", args=wanted)[0]
+        record = self._redraws.keep(running, len(running.token_ids))
         drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
-        return running.result(end, record, drafts)
+        self._work.update(count_margins(record.margins))
+        return running.result(end, record, self._requests.tolerance, drafts)
 
     def reset_cache(self) -> bool:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
@@ -275,18 +284,17 @@ class Stepper:
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
-        running = self._running
-        tokens = {chunk_id: len(r.token_ids) for chunk_id, r in running.items()}
+        tokens = {chunk_id: len(running.token_ids) for chunk_id, running in self._running.items()}
         return EngineStats(
             **self._constant,
             observed_at=time.time(),
-            steps=self._steps,
-            preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in running.values()),
+            steps=self._work["steps"],
+            preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in self._running.values()),
             running=tokens | (self._link.held_tokens() if self._link is not None else {}),
             kv_counts=self._link.counts() if self._link is not None else {},
             speeds=self._speeds.report(),
             methods=self._drafts.methods if self._drafts is not None else (),
-            work=self._work | (self._drafts.counts() if self._drafts is not None else {}),
+            work={**self._work, **self._redraws.counts, **(self._drafts.counts() if self._drafts is not None else {})},
             step_cost=self._drafts.step_cost() if self._drafts is not None else None,
         )
 

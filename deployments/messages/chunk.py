@@ -76,6 +76,7 @@ class ChunkResult:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafts: DraftReport | None = None  # None without a draft plan
+    close_calls: tuple[int, ...] = ()  # places in token_ids that noise may change, see engine_config
 
 
 @dataclass(frozen=True, slots=True)

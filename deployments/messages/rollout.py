@@ -168,6 +168,9 @@ class SampleResult(Message):
     accepted_by_position: tuple[int, ...] = Field(
         (), description="element j: verifications that accepted more than j draft tokens"
     )
+    close_calls: tuple[int, ...] = Field(
+        (), description="positions whose two best candidates were closer than the engine's tolerance"
+    )
 
 
 class GroupResult(Message):

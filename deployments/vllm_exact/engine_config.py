@@ -46,5 +46,11 @@ class EngineConfig(BaseModel):
     block_tokens: int = Field(32, ge=1, description="tokens per KV block")
     cores: int | None = Field(1, ge=1, description="CPU cores this replica binds to; null: no binding")
     tensor_parallel: int = Field(1, ge=1)
+    close_call_tolerance: float = Field(
+        2e-4, gt=0, le=0.1, description="a draw whose two best candidates are closer, in logits, is a close call"
+    )
+    redraw_close_calls: bool = Field(
+        False, description="draw close calls again from a canonical computation; docs/exactness.md has the cost"
+    )
     draft: DraftConfig = DraftConfig()
     vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")

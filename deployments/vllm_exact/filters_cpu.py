@@ -143,3 +143,14 @@ def floors(logits, tops, temperature, top_p, top_k, min_p, out):
             out[i] = -np.inf
         else:
             out[i] = _floor(logits[i], logits[i, tops[i]], np.float64(temperature[i]), top_p[i], top_k[i], min_p[i])
+
+
+def moved(top_p, top_k, min_p, by):
+    """Returns the filters (f32[n], i32[n], f32[n]) that keep a little more, by > 0, or less, where they filter.
+
+    A relative change of all weights by `by` changes no share of the mass by more. top_k is as it was: ranks change
+    only between logits as close as the tolerance, by which the caller moves the floor.
+    """
+    tiny = np.float32(1e-6)
+    top_p = np.where(top_p < 1.0, np.clip(top_p + by, tiny, 1.0), top_p).astype(np.float32)
+    return top_p, top_k, np.where(min_p > 0.0, np.minimum(min_p * np.exp(-by), 1.0), min_p).astype(np.float32)

@@ -1,13 +1,41 @@
-"""Records of each drawn token besides its id: logprobs, and whether it was drafted.
+"""Records of each drawn token besides its id: logprobs, its margin, and whether it was drafted.
 
 Invariant: entries are addressed by (request, absolute position) and the last write wins.
 A row that vLLM samples, discards (partial prefill) and samples again therefore leaves no trace.
 `sampler.py` writes. The engine replica takes each request's entries exactly once, after vLLM has dropped it.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-FIELDS = {"logprobs": np.float32, "raw_logprobs": np.float32, "drafted": np.int16, "accepted": np.int16}
+FIELDS = {
+    "logprobs": np.float32,
+    "raw_logprobs": np.float32,
+    "margins": np.float32,
+    "drafted": np.int16,
+    "accepted": np.int16,
+}
+BLANKS = {"logprobs": np.nan, "raw_logprobs": np.nan, "margins": np.inf, "drafted": 0, "accepted": 0}
+
+
+class DrawRecord(NamedTuple):
+    """Of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft tokens."""
+
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    margins: np.ndarray
+    drafted: int
+    accepted: int
+
+    @classmethod
+    def none(cls) -> "DrawRecord":
+        return cls(*np.empty((3, 0), np.float32), drafted=0, accepted=0)
+
+    def then(self, other: "DrawRecord") -> "DrawRecord":
+        """Returns the record of these tokens and of the other ones after them."""
+        arrays = (np.concatenate(pair) for pair in zip(self[:3], other[:3], strict=True))
+        return DrawRecord(*arrays, drafted=self.drafted + other.drafted, accepted=self.accepted + other.accepted)
 
 
 class LogprobStore:
@@ -29,7 +57,7 @@ class LogprobStore:
                 self._open(req_id, int(position))
         return np.array([self._slot_of[req_id] for req_id in req_ids], np.int64)
 
-    def write(self, slots, positions, logprobs, raw_logprobs, drafted=0, accepted=0):
+    def write(self, slots, positions, logprobs, raw_logprobs, margins, drafted=0, accepted=0):
         """Writes one entry per (slot, position), all i64[m]; the values are arrays [m] or one number.
 
         drafted: draft tokens verified in the step that begins at this position. accepted: 1 if this token was drafted.
@@ -41,17 +69,17 @@ class LogprobStore:
         if places.min() < 0:
             raise ValueError("a token was drawn before the first position of its request")
         self._reserve(int(places.max()) + 1)
-        for name, values in zip(FIELDS, (logprobs, raw_logprobs, drafted, accepted), strict=True):
+        for name, values in zip(FIELDS, (logprobs, raw_logprobs, margins, drafted, accepted), strict=True):
             self._fields[name][slots, places] = values
 
-    def take(self, req_id: str, start: int, count: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Returns (logprobs f32[count], raw_logprobs f32[count], drafted, accepted) from position `start`.
+    def take(self, req_id: str, start: int, count: int) -> DrawRecord:
+        """Returns the record of `count` tokens from position `start`.
 
         Drops the request. vLLM may cut tokens after a stop token; they and their drafts are not counted.
         Logprobs of positions never drawn are NaN. A request never sampled has no entries: KeyError unless count is 0.
         """
         if req_id not in self._slot_of and count == 0:
-            return np.empty(0, np.float32), np.empty(0, np.float32), 0, 0
+            return DrawRecord.none()
         slot = self._slot_of[req_id]
         begin = start - int(self._first[slot])
         if count and begin < 0:
@@ -59,8 +87,9 @@ class LogprobStore:
         self._free.append(self._slot_of.pop(req_id))
         begin = max(begin, 0)
         self._reserve(begin + count)
-        taken = [field[slot, begin : begin + count] for field in self._fields.values()]
-        return taken[0].copy(), taken[1].copy(), int(taken[2].sum()), int(taken[3].sum())
+        taken = {name: field[slot, begin : begin + count] for name, field in self._fields.items()}
+        arrays = (taken[name].copy() for name in ("logprobs", "raw_logprobs", "margins"))
+        return DrawRecord(*arrays, drafted=int(taken["drafted"].sum()), accepted=int(taken["accepted"].sum()))
 
     def _open(self, req_id, position):
         if not self._free:
@@ -71,7 +100,7 @@ class LogprobStore:
         slot = self._slot_of[req_id] = self._free.pop()
         self._first[slot] = position
         for name, field in self._fields.items():
-            field[slot] = np.nan if "logprobs" in name else 0
+            field[slot] = BLANKS[name]
 
     def _reserve(self, tokens):
         width = self._fields["drafted"].shape[1]
@@ -79,6 +108,5 @@ class LogprobStore:
             return
         more = max(width, tokens - width)
         for name, field in self._fields.items():
-            blank = np.nan if "logprobs" in name else 0
-            added = np.full((len(field), more), blank, field.dtype)
+            added = np.full((len(field), more), BLANKS[name], field.dtype)
             self._fields[name] = np.concatenate([field, added], axis=1)

@@ -1,11 +1,16 @@
-"""Pauses a request of vLLM for the next steps, with its KV kept, and resumes it.
+"""Pauses a request of vLLM for the next steps, or all of them, with their KV kept, and resumes them.
 
 vLLM has no call for it. Its scheduler skips a running request until the step in `next_decode_eligible_step`
 (vLLM 0.32, `Scheduler.schedule`). Only its async schedulers set that field, and Tailrace never uses them.
 Called on the engine's thread, between two steps.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 NEVER = 1 << 62
+QUEUES = ("waiting", "kv_holding_waiting")
+"""The scheduler's queues of requests that do not run (vLLM 0.32)."""
 
 
 def pause(request) -> None:
@@ -20,3 +25,27 @@ def resume(request) -> None:
 
 def is_paused(request) -> bool:
     return request.next_decode_eligible_step == NEVER
+
+
+@contextmanager
+def alone(scheduler) -> Iterator[None]:
+    """Excludes all present requests from steps, those in vLLM's queues too: a request added meanwhile runs alone."""
+    from vllm.v1.core.sched.request_queue import create_request_queue
+
+    paused = [request for request in scheduler.running if not is_paused(request)]
+    held, deferred = [getattr(scheduler, name) for name in QUEUES], scheduler.deferred_waiting
+    for request in paused:
+        pause(request)
+    for name in QUEUES:
+        setattr(scheduler, name, create_request_queue(scheduler.policy))
+    scheduler.deferred_waiting = set()
+    try:
+        yield
+    finally:
+        for request in paused:
+            resume(request)
+        for name, queue in zip(QUEUES, held, strict=True):
+            for request in getattr(scheduler, name):  # it has lost its KV meanwhile
+                queue.add_request(request)
+            setattr(scheduler, name, queue)
+        scheduler.deferred_waiting |= deferred

@@ -10,10 +10,13 @@ from tailrace.kvpool.keys import cache_salt
 
 
 class Requests:
-    """The requests of one engine. `engine`: vLLM's LLMEngine in this process."""
+    """The requests of one engine. `engine`: vLLM's LLMEngine in this process. `tolerance`: of close calls, in logits.
 
-    def __init__(self, engine):
-        self._engine = engine
+    `redraws`: close calls end a step, and KV is left for a request of max_model_len. Raises ValueError if none is left.
+    """
+
+    def __init__(self, engine, tolerance: float = 0.0, redraws: bool = False):
+        self._engine, self.tolerance, self.redraws = engine, tolerance, redraws
         self._scheduler = engine.engine_core.engine_core.scheduler
         self.eos_token_id = engine.get_tokenizer().eos_token_id
         model = engine.vllm_config.model_config
@@ -21,6 +24,11 @@ class Requests:
         self.block_tokens = engine.vllm_config.cache_config.block_size
         # vLLM keeps one block, the null block, for itself.
         self.kv_blocks = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        if redraws:
+            longest = self._max_model_len + self._scheduler.num_lookahead_tokens
+            self.kv_blocks -= -(-longest // self.block_tokens) + 1
+        if self.kv_blocks < 1:
+            raise ValueError("redraw_close_calls: a redraw of max_model_len fills the KV cache; raise kv_cache_gib")
 
     def refusal(self, chunk: ChunkRequest) -> str | None:
         """Returns the reason, in a few words, why a chunk cannot run on this model, or None if it can."""
@@ -36,10 +44,19 @@ class Requests:
             return f"forced has a token outside the vocabulary of {self._vocabulary}"
         return None
 
-    def add(self, name: str, chunk: ChunkRequest, token_ids: np.ndarray, max_tokens: int, kv: dict | None):
+    def add(
+        self,
+        name: str,
+        chunk: ChunkRequest,
+        token_ids: np.ndarray,
+        max_tokens: int,
+        kv: dict | None,
+        private: bool = False,
+    ):
         """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
-        `kv`: see PoolClient.wish. Outputs have the id `name`. Raises ValueError, one line.
+        `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no request reads KV of another one here, and
+        close calls do not end its steps. Raises ValueError, one line.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
@@ -54,14 +71,15 @@ class Requests:
             stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id)},
+            skip_reading_prefix_cache=private or None,
+            extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id, self.tolerance, self.redraws and not private)},
         )
         if kv is not None:
             params.extra_args["kv_transfer_params"] = kv
         salt = cache_salt(chunk.weights_version, chunk.weights_digest)
         if chunk.kv is not None:
             salt = cache_salt(chunk.kv.version, chunk.kv.digest)
-        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        prompt = tokens_input(token_ids.tolist(), cache_salt=f"{salt} {name}" if private else salt)
         try:
             request_id = self._engine.add_request(name, prompt, params)
         except VLLMClientError as error:  # the edge to vLLM: its refusals have several types

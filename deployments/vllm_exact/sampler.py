@@ -19,12 +19,22 @@ from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
 # Rows of no request, or of one without Tailrace's arguments, are vLLM's own warm-up: greedy, and never read.
-WARM_UP = {"key": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "forced": None}
-COLUMNS = {"key": np.uint64, "temperature": np.float32, "top_p": np.float32, "top_k": np.int32, "min_p": np.float32}
+WARM_UP = {"key": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "tolerance": 0.0, "forced": None}
+COLUMNS = {
+    "key": np.uint64,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "top_k": np.int32,
+    "min_p": np.float32,
+    "tolerance": np.float32,
+}
 
 
-def extra_args(chunk: ChunkRequest, eos_token_id: int) -> dict:
-    """Returns a chunk's `SamplingParams.extra_args["tailrace"]`: plain numbers and lists, which may cross processes."""
+def extra_args(chunk: ChunkRequest, eos_token_id: int, tolerance: float = 0.0, stops: bool = False) -> dict:
+    """Returns a chunk's `SamplingParams.extra_args["tailrace"]`: plain numbers and lists, which may cross processes.
+
+    A draw with a margin below `tolerance` is a close call. `stops`: a step emits no token after one.
+    """
     sampling = chunk.sampling
     return {
         "key": int(chunk.sample_key),
@@ -35,6 +45,8 @@ def extra_args(chunk: ChunkRequest, eos_token_id: int) -> dict:
         "prompt_tokens": chunk.prompt_tokens,
         "forced": None if chunk.forced is None else chunk.forced.tolist(),
         "eos": eos_token_id,
+        "tolerance": tolerance,
+        "stops": stops,
     }
 
 
@@ -49,6 +61,18 @@ def verify(drawn: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> tuple[n
     return np.where(column <= accepted[:, None], drawn, NOTHING).astype(np.int32), accepted
 
 
+def cut_at(emitted: np.ndarray, close: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (emitted i32[n, w] up to and including each row's first close call, the rows that have one, its column).
+
+    close bool[n, w]; only columns with a token count.
+    """
+    close = close & (emitted != NOTHING)
+    rows, at = np.flatnonzero(close.any(axis=1)), close.argmax(axis=1)
+    last = np.full(len(emitted), emitted.shape[1])
+    last[rows] = at[rows]
+    return np.where(np.arange(emitted.shape[1]) <= last[:, None], emitted, NOTHING).astype(np.int32), rows, at[rows]
+
+
 @dataclass(slots=True)
 class _Batch:
     """Parameters of the requests of one engine step, in batch order."""
@@ -57,6 +81,7 @@ class _Batch:
     columns: dict[str, np.ndarray]
     replays: dict[int, dict]  # batch index -> arguments
     slots: np.ndarray | None  # None: warm-up
+    stops: np.ndarray  # bool[n]: whether a close call ends a request's step
 
 
 class ExactSampler:
@@ -69,19 +94,33 @@ class ExactSampler:
         self._sample_rows = kernel.sample_rows
         self._batch: _Batch | None = None
         self.records = LogprobStore()
+        self._closed: dict[str, int] = {}  # request -> position of the close call that ended its last step
+
+    def take_closed(self) -> dict[str, int]:
+        """Returns, by request, the position of the close call that ended its step; of the steps since the last call."""
+        closed, self._closed = self._closed, {}
+        return closed
+
+    def close(self, batch: _Batch, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Notes that close calls ended the step of these requests (batch indexes), at these positions."""
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+            self._closed[batch.states[row].req_id] = position
 
     def __call__(self, logits, sampling_metadata, **_):
         batch, positions = self.batch(logits.shape[0])
         drawn = self.draw(logits, batch, np.arange(len(positions)), positions)
         if batch.slots is not None:
             self.records.write(batch.slots, positions, *drawn[1:])
+            rows = np.flatnonzero(batch.stops & (drawn[3] < batch.columns["tolerance"]))
+            self.close(batch, rows, positions[rows])
         return output(drawn[0][:, None], logits.device)
 
     def batch(self, count: int) -> tuple[_Batch, np.ndarray]:
         """Returns the step's `count` requests and the absolute position i64[count] of each one's next token."""
         held = self._runner.input_batch
         if held.num_reqs != count:
-            return _Batch([], _columns([WARM_UP] * count), {}, None), np.zeros(count, np.int64)
+            nothing = np.zeros(count, bool)
+            return _Batch([], _columns([WARM_UP] * count), {}, None, nothing), np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = [self._runner.requests[req_id] for req_id in held.req_ids]
         known = self._batch
@@ -91,7 +130,8 @@ class ExactSampler:
         args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
         replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}
         slots = self.records.slots(held.req_ids, positions)
-        self._batch = _Batch(states, _columns(args), replays, slots)
+        stops = np.array([a.get("stops", False) for a in args], bool)
+        self._batch = _Batch(states, _columns(args), replays, slots, stops)
         return self._batch, positions
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
@@ -118,11 +158,15 @@ class ExactRejectionSampler:
         here = rows >= 0
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)
         owner[rows[here]], offset[rows[here]] = np.nonzero(here)
-        tokens, *logprobs = self._sampler.draw(logits, batch, owner, first[owner] + offset)
+        tokens, *values = self._sampler.draw(logits, batch, owner, first[owner] + offset)
         emitted, accepted = verify(tokens[rows], drafts, counts)
         if batch.slots is not None:
+            if batch.stops.any():
+                close = (values[2][rows] < batch.columns["tolerance"][:, None]) & batch.stops[:, None]
+                emitted, ended, at = cut_at(emitted, close)
+                self._sampler.close(batch, ended, first[ended] + at)
             i, j = np.nonzero(emitted != NOTHING)
-            values = [column[rows[i, j]] for column in logprobs]
+            values = [column[rows[i, j]] for column in values]
             drafted = np.where(j == 0, counts[i], 0)
             self._sampler.records.write(batch.slots[i], first[i] + j, *values, drafted, j < accepted[i])
         return output(emitted, logits.device)

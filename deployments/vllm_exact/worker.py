@@ -64,8 +64,12 @@ class ExactWorker:
             engine.reset_weight_update_target()
 
     def take_record(self, req_id: str, start: int, count: int):
-        """Calls `LogprobStore.take` for an RPC: (logprobs, raw_logprobs, drafted, accepted) of one request."""
+        """Calls `LogprobStore.take` for an RPC: the DrawRecord of one request."""
         return self.model_runner.sampler.records.take(req_id, start, count)
+
+    def take_closed(self) -> dict[str, int]:
+        """Calls `ExactSampler.take_closed` for an RPC."""
+        return self.model_runner.sampler.take_closed()
 
 
 if current_platform.is_cpu():

@@ -64,7 +64,7 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
         if corrupted:
             last = rolled[runs[-1].name]
             last["groups"] = corrupt(last["groups"])
-        result = certificate(rolled)
+        result = certificate(rolled, file.application.args.engine.close_call_tolerance)
     if only != "runs":
         update = _update(file, batch, kv_on_update, say)
         result |= {"update": update, "identical": result["identical"] and update["identical"]}
@@ -121,17 +121,23 @@ def _print(result: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from tailrace.app.verification.closeness import sentences
+
     if update := result.get("update"):
         Console().print("update:", ", ".join(f"{key} {value}" for key, value in update.items()))
     if not result["runs"]:
         return
     table = Table(title=f"{result['samples']} samples, {result['tokens']} tokens")
-    columns = "run seconds drafting identical chunked moved pulled raced drafted by_model accepted noise note"
+    columns = (
+        "run seconds drafting identical chunked moved pulled raced drafted by_model accepted noise close redrawn note"
+    )
     for column in columns.split():
         table.add_column(column.replace("_", " "))
     for run in result["runs"]:
         kept = ("name", "seconds", "drafting", "identical", "chunked_share", "moved_samples", "pulled_tokens", "races")
         kept += ("drafted_tokens", "model_tokens", "accepted_share")
         cells = [run[key] for key in kept]
-        table.add_row(*map(str, cells), f"{run['max_logprob_difference']:.1e}", run["note"] or "")
+        sure = (f"{run['max_logprob_difference']:.1e}", str(run["close_calls"]), str(run["redraws"]))
+        table.add_row(*map(str, cells), *sure, run["note"] or "")
     Console().print(table)
+    Console().print("\n".join(sentences(result)), highlight=False)

@@ -1,0 +1,124 @@
+"""Draws close calls again, from a canonical computation: the whole context in one request, alone in its steps.
+
+Invariant: as long as noise stays below the tolerance, no token depends on its batch, chunk or drafts.
+A draw with a wider margin is that of the canonical computation; the others are replaced by it.
+The canonical request reads no KV and nothing reads its own. Its steps depend on the context's length alone.
+A token that changes ends its request in vLLM; another one continues the chunk. Owned by the stepper.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tailrace.deployments.engine.engine_chunk import EngineChunk
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
+from tailrace.deployments.vllm_exact.pause import alone
+from tailrace.deployments.vllm_exact.requests import Requests
+
+NO_POOL = {"version": 0, "min_pull_tokens": None, "save": False, "save_prompt": False}
+
+IDLE_STEPS = 8
+"""Steps that a redraw may take beyond those of its tokens; it needs none."""
+
+
+class Redraws:
+    """The redraws of one engine. `engine`: vLLM's. `drop`: ends the account of a vLLM request, by its own id.
+
+    `replace`: takes a chunk's id and the request that continues it.
+    """
+
+    def __init__(
+        self,
+        engine,
+        requests: Requests,
+        has_pool: bool,
+        drop: Callable[[str], None],
+        replace: Callable[[str, object], None],
+    ):
+        self._engine, self._requests, self._drop, self._replace = engine, requests, drop, replace
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._step_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
+        self._max_model_len = engine.vllm_config.model_config.max_model_len
+        self._kv = NO_POOL if has_pool else None
+        self._closed: dict[str, int] = {}
+        self.counts = {"redraws": 0, "redraws_changed": 0, "redraw_us": 0}
+
+    def after_step(self) -> None:
+        """Asks for the close calls of the step that has just ended, if they are drawn again."""
+        if self._requests.redraws:
+            self._closed = self._engine.collective_rpc("take_closed")[0]
+
+    def settle(self, running: EngineChunk, token_ids: list[int], reason: str | None, outputs: list):
+        """Returns (token ids, reason of the end or None) of a chunk's step, with its last token drawn again if close.
+
+        reason: vLLM's, of this step. Outputs of other requests, if there are any, are added to `outputs`.
+        """
+        start = len(running.chunk.token_ids) + len(running.token_ids)
+        if not token_ids or self._closed.get(running.request_id) != start + len(token_ids) - 1:
+            return token_ids, reason
+        began_s = time.perf_counter()
+        context = np.concatenate([running.context(), np.array(token_ids[:-1], np.int32)])
+        token, stops, record = self._draw(running.chunk, context, outputs)
+        running.redrawn[len(running.token_ids) + len(token_ids) - 1] = record
+        self.counts["redraws"] += 1
+        if token != token_ids[-1]:
+            self.counts["redraws_changed"] += 1
+            token_ids = [*token_ids[:-1], token]
+            left = running.chunk.max_tokens - len(running.token_ids) - len(token_ids)
+            left = min(left, self._max_model_len - len(context) - 1)
+            ended, reason = reason is not None, "stop" if stops else None if left else "length"
+            self._change(running, np.append(context, np.int32(token)), ended, left if reason is None else 0)
+        self.counts["redraw_us"] += int((time.perf_counter() - began_s) * 1e6)
+        return token_ids, reason
+
+    def _draw(self, chunk: ChunkRequest, context: np.ndarray, outputs: list) -> tuple[int, bool, DrawRecord]:
+        """Returns the canonical token after `context`, whether it is a stop token, and its record."""
+        name = f"redraw {self.counts['redraws']} of {chunk.chunk_id}"
+        drawn = None
+        with alone(self._scheduler):
+            request = self._requests.add(name, chunk, context, 1, self._kv, private=True)
+            for _ in range(len(context) // self._step_tokens + IDLE_STEPS):
+                for output in self._engine.step():
+                    if output.request_id == name:
+                        drawn = output.outputs[0]
+                    else:
+                        outputs.append(output)
+                if drawn is not None:
+                    break
+            else:
+                raise RuntimeError(f"{name}: no room for {len(context)} tokens, although it was reserved")
+        record = self._engine.collective_rpc("take_record", args=(request.request_id, len(context), 1))[0]
+        self._drop(request.request_id)
+        return drawn.token_ids[0], drawn.finish_reason == "stop", record
+
+    def _change(self, running: EngineChunk, context: np.ndarray, ended: bool, left: int) -> None:
+        """Ends the chunk's request, which holds another token last; `left`: tokens that a new request may make."""
+        made = len(context) - len(running.chunk.token_ids)
+        if not ended:
+            self._requests.abort(running.request_id)
+        if left:
+            self.keep(running, made)
+            self._drop(running.request_id)
+            request = self._requests.add(running.chunk.chunk_id, running.chunk, context, left, self._continued(running))
+            self._replace(running.chunk.chunk_id, request)
+            running.request, running.request_id = request, request.request_id
+
+    def _continued(self, running: EngineChunk) -> dict | None:
+        """Returns the wish of the continuing request: it saves its KV as the first one would have."""
+        plan = running.chunk.kv
+        if self._kv is None or plan is None:
+            return self._kv
+        return self._kv | {"version": plan.version, "save": plan.save}
+
+    def keep(self, running: EngineChunk, made: int) -> DrawRecord:
+        """Takes the record of the chunk's request; returns that of all `made` tokens of the chunk, redraws included."""
+        before = len(running.record.logprobs)
+        wanted = (running.request_id, len(running.chunk.token_ids) + before, made - before)
+        # Every tensor-parallel rank keeps the same records; those of the first are used.
+        running.record = running.record.then(self._engine.collective_rpc("take_record", args=wanted)[0])
+        for place, record in running.redrawn.items():
+            running.record.logprobs[place : place + 1] = record.logprobs
+            running.record.raw_logprobs[place : place + 1] = record.raw_logprobs
+        return running.record
