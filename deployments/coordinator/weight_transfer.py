@@ -1,8 +1,8 @@
 """The phases of a transfer by vLLM's engines, taken to the replicas that began it.
 
 Invariant: every replica of a transfer takes part in each phase, since `nccl` waits for all; if their set has changed
-since `init`, a transfer is refused before it begins. Received tensors are staged on every node, never loaded: the commit
-is an ordinary update. Used by the coordinator.
+since `init`, a transfer is refused before it begins. Received tensors are staged on every node, never loaded: the
+commit is an ordinary update. Used by the coordinator.
 """
 
 import asyncio

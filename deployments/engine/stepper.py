@@ -62,8 +62,7 @@ class Stepper:
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
-        self._speeds = SpeedEstimator()
-        self._link = None
+        self._speeds, self._link = SpeedEstimator(), None
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
             from tailrace.deployments.engine.pool_client import PoolClient
@@ -77,10 +76,8 @@ class Stepper:
 
             vocabulary = settings.model_config.get_vocab_size()
             self._drafts = EngineDrafts(config.draft, settings.model_config.max_model_len, feed, model, vocabulary)
-        self._forks: Forks | None = None
-        draft = config.draft
-        if draft.method == "group" and draft.paths > 1:
-            self._forks = Forks(self._requests, draft, self._constant, pool is not None, self._forget)
+        parts = self._requests, config.draft, self._constant, pool is not None, self._forget
+        self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
         self._redraws = Redraws(self._engine, self._requests, pool is not None, self._forget, self._replace)
         self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
         self._warm_up()
@@ -120,9 +117,8 @@ class Stepper:
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
-        if chunk_id not in self._running:
+        if (running := self._running.get(chunk_id)) is None:
             return
-        running = self._running[chunk_id]
         if self._link is not None and not keep_kv:
             self._link.forgo(running.request_id)
         self._requests.abort(running.request_id)
@@ -253,15 +249,14 @@ class Stepper:
         """Puts the safetensors of folder `source` into the running model as weights `version`.
 
         `digest`: of the content that is meant; empty for any. Raises ValueError, one line, when the folder does not
-        fit or holds other content, and RuntimeError while chunks run; both change nothing.
-        Any other error leaves the model half loaded. KV is kept: its keys carry version and digest.
+        fit or holds other content, and RuntimeError while chunks run; both change nothing. KV is kept: its keys carry
+        version and digest. Any other error leaves the model half loaded.
         """
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
         if (reason := self.weights_refusal(source)) is not None:
             raise ValueError(reason)
-        found = weights_digest(source)
-        if digest not in ("", found):
+        if digest not in ("", found := weights_digest(source)):
             raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
         self._engine.collective_rpc("load_weights_from", args=(source,))
         if weights_digest(source) != found:
@@ -284,18 +279,18 @@ class Stepper:
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
-        tokens = {chunk_id: len(running.token_ids) for chunk_id, running in self._running.items()}
+        link, drafts = self._link, self._drafts
+        tokens = {chunk_id: len(chunk.token_ids) for chunk_id, chunk in self._running.items()}
+        of_drafts = {"methods": drafts.methods, "step_cost": drafts.step_cost()} if drafts else {}
         return EngineStats(
-            **self._constant,
+            **self._constant | of_drafts,
+            kv_counts=link.counts() if link else {},
             observed_at=time.time(),
             steps=self._work["steps"],
+            running=tokens | (link.held_tokens() if link else {}),
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in self._running.values()),
-            running=tokens | (self._link.held_tokens() if self._link is not None else {}),
-            kv_counts=self._link.counts() if self._link is not None else {},
             speeds=self._speeds.report(),
-            methods=self._drafts.methods if self._drafts is not None else (),
-            work={**self._work, **self._redraws.counts, **(self._drafts.counts() if self._drafts is not None else {})},
-            step_cost=self._drafts.step_cost() if self._drafts is not None else None,
+            work={**self._work, **self._redraws.counts, **(drafts.counts() if drafts else {})},
         )
 
     def close(self) -> None:
