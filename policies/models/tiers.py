@@ -1,7 +1,7 @@
 """How many workers each ranking group gets, so that the groups' times rise in a line (RhymeRL 6.4, figure 12).
 
 Invariant: the workers of a plan sum up to all of them, each group gets one at least, and no more than it has prompts
-while another could use them. Pure; called by `pipeline.HistoPipe`.
+while another could use them. Pure; called by `HistoPipe` of the orderings and by `research.histopipe`.
 """
 
 from collections.abc import Callable, Sequence
