@@ -36,8 +36,8 @@ class BusyTimes:
 def covered_s(intervals: Iterable[Interval], begin_s: float, end_s: float) -> float:
     """Seconds from begin_s to end_s that lie in an interval or more."""
     total_s, reached_s = 0.0, begin_s
-    for first_s, last_s in sorted(intervals):
-        first_s, last_s = max(first_s, reached_s), min(last_s, end_s)
+    for interval in sorted(intervals):
+        first_s, last_s = max(interval[0], reached_s), min(interval[1], end_s)
         if last_s > first_s:
             total_s += last_s - first_s
             reached_s = last_s

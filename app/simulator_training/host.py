@@ -1,7 +1,7 @@
 """The shell of a simulated training: the rollout's shell with a learner, and weights that change.
 
 Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them. With
-`own_update` the core knows one version: a replica keeps what it has for samples under way, holds those of a later step
+`own_update` the core knows one version: a replica keeps its own for samples under way, holds those of a later step
 until it runs nothing, and loads. Invariants: no token of step t is of weights that lack more than `ahead` updates, and
 none is of later ones. Called by `run`.
 """
@@ -17,7 +17,7 @@ from tailrace.app.simulator.types import Workload, WorkloadGroup
 from tailrace.app.simulator_training.busy_times import BusyTimes
 from tailrace.app.simulator_training.figures import StepCosts
 from tailrace.app.simulator_training.learner import Learner, trained_tokens
-from tailrace.app.simulator_training.modes import Mode
+from tailrace.app.simulator_training.modes import TrainingMode
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 
@@ -29,7 +29,7 @@ class TrainingHost(SimulatedHost):
     overlaps = True
 
     def __init__(
-        self, *, workload: Workload, fleet: ModelledFleet, policies: Policies, mode: Mode, costs: StepCosts,
+        self, *, workload: Workload, fleet: ModelledFleet, policies: Policies, mode: TrainingMode, costs: StepCosts,
         train_gpus: int, check: bool, progress: Callable[[int, int], None] | None = None,
     ):  # fmt: skip
         super().__init__(

@@ -23,7 +23,7 @@ class StepProgress:
 
 
 class Learner:
-    """`piece_tokens`: fewest tokens of a piece, but for the last one; None: a step is one piece."""
+    """`piece_tokens`: fewest tokens of a piece, but for the last one. Without it a step is one piece."""
 
     def __init__(
         self, steps: Sequence[Sequence[WorkloadGroup]], reward_sample_s: float, piece_tokens: float | None, late: bool

@@ -1,7 +1,7 @@
 """The ways in which steps of rollout and training follow each other, by name, with their policies and their GPUs.
 
 All have the same number of GPUs: with `apart` a share of them trains and the others roll out, else all do both by
-turns. Invariant: a mode is a value; what it means in time is in `host` and `learner` alone.
+turns. Invariant: a mode is a value; its meaning in time is in `host` and `learner` alone.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ HISTO_PIPE = System(
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class TrainingMode:
     """`ahead`: steps that the rollout may be ahead of training. `streams`: gradients begin before the step has ended,
     in a fixed order. `rounds`: rollout and training begin together and wait for each other. `in_flight`: samples
     continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
@@ -36,15 +36,20 @@ class Mode:
 
 TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
 MODES = {
-    "verl": Mode("verl's shape: static groups, no drafts, training waits; all GPUs by turns", VERL, False, late=True),
-    "verl_apart": Mode("the same; training has GPUs of its own", VERL, True, late=True),
-    "sync": Mode("rollout, rewards, training and weights in turn; all GPUs by turns", TAILRACE, False),
-    "overlap": Mode("on-policy: gradients begin group by group in a fixed order", TAILRACE, True, streams=True),
-    "one_step_off": Mode("the next step is rolled out while this one trains", TAILRACE, True, ahead=1, rounds=True),
-    "bounded": Mode(
-        "samples continue through updates; admission by capacity", TAILRACE, True, ahead=2, streams=True, in_flight=True
+    "verl": TrainingMode(
+        "verl's shape: static groups, no drafts, training waits; all GPUs by turns", VERL, False, late=True
     ),
-    "histopipe": Mode(
+    "verl_apart": TrainingMode("the same; training has GPUs of its own", VERL, True, late=True),
+    "sync": TrainingMode("rollout, rewards, training and weights in turn; all GPUs by turns", TAILRACE, False),
+    "overlap": TrainingMode("on-policy: gradients begin group by group in a fixed order", TAILRACE, True, streams=True),
+    "one_step_off": TrainingMode(
+        "the next step is rolled out while this one trains", TAILRACE, True, ahead=1, rounds=True
+    ),
+    "bounded": TrainingMode(
+        "samples continue through updates; admission by capacity", TAILRACE, True,
+        ahead=2, streams=True, in_flight=True,
+    ),
+    "histopipe": TrainingMode(
         "RhymeRL's: replicas update by themselves between steps, ranking groups take turns", HISTO_PIPE, True,
         ahead=1, own_update=True,
     ),
@@ -52,7 +57,7 @@ MODES = {
 BASELINE = "verl"
 
 
-def mode(name: str, max_staleness: int = 2) -> Mode:
+def mode(name: str, max_staleness: int = 2) -> TrainingMode:
     """By name. Raises ValueError that gives the nearest."""
     if name not in MODES:
         near = get_close_matches(name, MODES, n=1, cutoff=0.4)

@@ -17,7 +17,7 @@ from tailrace.app.simulator_training.busy_times import covered_s
 from tailrace.app.simulator_training.figures import StepCosts, TrainingFigures
 from tailrace.app.simulator_training.host import TrainingHost
 from tailrace.app.simulator_training.learner import trained_tokens
-from tailrace.app.simulator_training.modes import Mode
+from tailrace.app.simulator_training.modes import TrainingMode
 from tailrace.app.simulator_training.steps import training_workload
 from tailrace.policies.families.histo_pipe import HistoPipe
 
@@ -28,7 +28,7 @@ RANKING_GROUPS = 16
 """For mathematics (RhymeRL 7.2.3), on twice as many replicas or more; fewer where there are fewer."""
 
 
-def gpus_of(scenario: Scenario, mode: Mode, figures: TrainingFigures) -> tuple[int, int]:
+def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> tuple[int, int]:
     """GPUs that roll out, in whole replicas, and GPUs that train."""
     total, each = scenario.gpus.value, scenario.gpus_per_replica.value
     if not mode.apart:
@@ -40,7 +40,7 @@ def gpus_of(scenario: Scenario, mode: Mode, figures: TrainingFigures) -> tuple[i
 
 
 def host_of(
-    scenario: Scenario, mode: Mode, seed: int, steps: int, figures: TrainingFigures, *, check: bool = False,
+    scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures, *, check: bool = False,
     kv_on_update: str = "fresh", progress: Callable[[int, int], None] | None = None,
 ) -> TrainingHost:  # fmt: skip
     """The shell of a mode, not yet run. Raises ValueError for too few GPUs."""
@@ -74,7 +74,7 @@ def host_of(
 
 
 def train_run(
-    scenario: Scenario, mode: Mode, seed: int, steps: int, figures: TrainingFigures | None = None, **how
+    scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures | None = None, **how
 ) -> dict:
     """Figures of one training; `how` as of `host_of`.
 
@@ -89,7 +89,7 @@ def train_run(
     return figures_of(host, scenario, mode, figures)
 
 
-def figures_of(host: TrainingHost, scenario: Scenario, mode: Mode, figures: TrainingFigures) -> dict:
+def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> dict:
     """Figures of a host that has run."""
     steps = len(host.published_s)
     warm = min(WARM_UP, steps - 1)
@@ -98,8 +98,7 @@ def figures_of(host: TrainingHost, scenario: Scenario, mode: Mode, figures: Trai
     rollout_gpus, train_gpus = gpus_of(scenario, mode, figures)
     each = scenario.gpus_per_replica.value
     used = [
-        covered_s([*made, *loaded], begin_s, end_s)
-        for made, loaded in zip(busy.generating, busy.loading, strict=True)
+        covered_s([*made, *loaded], begin_s, end_s) for made, loaded in zip(busy.generating, busy.loading, strict=True)
     ]
     trained_s = covered_s(busy.training, begin_s, end_s)
     generated, loaded = list(chain(*busy.generating)), list(chain(*busy.loading))

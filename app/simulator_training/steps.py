@@ -13,7 +13,7 @@ from tailrace.policies.models.hashed_random import fraction
 
 
 def training_workload(scenario: Scenario, seed: int, steps: int, epoch_steps: int) -> Workload:
-    """`steps` steps of `scenario.prompts` prompts. Lengths drift from epoch to epoch, by what its steps bring."""
+    """`steps` steps of `scenario.prompts` prompts. Lengths drift from epoch to epoch, by the drift of all its steps."""
     prompts, slots = scenario.prompts.value, min(steps, epoch_steps)
     drift = scenario.lengths.drift.value * epoch_steps if scenario.lengths.drift else 0.0
     counts = prompts * slots, scenario.samples.value, ceil(steps / epoch_steps)

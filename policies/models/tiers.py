@@ -30,7 +30,7 @@ def plan_tiers(times: Sequence[Time], prompts: Sequence[int], workers: int, trai
 def flattest(times: Sequence[Time], workers: int, train_s: float) -> list[int]:
     """Fewest workers with which group i is through by t0 + i d, where t0 = max(times[0](k), train_s).
 
-    The paper lets k be the greatest number a group may have, which leaves too few for the others unless training is slow.
+    The paper lets k be the greatest number a group may have: too few are left for the others unless training is slow.
     Here each k up to an equal share is tried, with the smallest d for it by binary search, and the line wins whose ends
     have the smallest sum: the two that a worker has one after the other. One always exists: at d = the greatest of
     (times[i](1) - t0) / i one worker does for each group but the first.
