@@ -27,6 +27,7 @@ COMMANDS = {
     "schema": "Print the JSON schema of serve.yaml.",
     "serve": "Start a local cluster and deploy the service on it.",
     "simulate": "Simulate the papers' workloads with the live decision code.",
+    "simulate-training": "Simulate whole steps of training, in several modes.",
     "soak": "Disturb a real service at random for an hour; check every token.",
     "timeline": "Draw what every replica did in a recorded run.",
     "train": "Train a model on a task, with samples of the service.",

@@ -4,8 +4,8 @@ import pytest
 from rollout_machine import ORDERINGS
 
 from benchmarks.control_plane.scheduler import CHUNK_TOKENS, MAX_TOKENS, drive, measure
-from tailrace.policies.families.hashed_random import fraction
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.models.hashed_random import fraction
 
 
 @pytest.mark.parametrize("ordering", [name for name in ORDERINGS if name != "oracle_longest_first"])

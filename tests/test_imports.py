@@ -42,6 +42,7 @@ ROOMS = (
     "app/files",
     "app/distill",
     "app/simulator",
+    "app/simulator_training",
     "app/report",
     "app/timeline",
     "app/replay",
@@ -188,7 +189,7 @@ def environment_uses(tree: ast.Module) -> list[str]:
 def beyond_the_simulator(name: str) -> set[str]:
     """Imports that a file of the simulator must not have."""
     found = ours_of(tree_of(name)) | {each for each in imports_of(tree_of(name)) if each.split(".")[0] in HEAVY}
-    allowed = re.compile(r"(policies|app\.config|app\.strict_yaml|app\.simulator)\b")
+    allowed = re.compile(r"(policies|app\.config|app\.strict_yaml|app\.simulator|app\.simulator_training)\b")
     return {each for each in found if not allowed.match(each)}
 
 

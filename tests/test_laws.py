@@ -156,6 +156,7 @@ def test_no_view_has_a_field_for_a_true_length():
             "sample_id", "group_id", "arrival", "index", "prompt_tokens", "generated_tokens", "streamed_tokens",
             "observed_at", "max_tokens", "chunks", "last_replica", "stored_tokens", "expected_tokens",
         ),
+        "PromptView": ("group_id", "prompt_tokens", "samples", "past_lengths"),
         "GroupView": (
             "group_id", "arrival", "samples", "running", "finished", "chunks", "max_tokens", "expected_tokens",
         ),

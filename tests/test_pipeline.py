@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from research.histopipe.allocation import flattest, plan_tiers
 from research.histopipe.policy import HistoPipe, Prompt, beta, in_order, rank
+from tailrace.policies.models.tiers import flattest, plan_tiers
 
 lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=3).map(tuple)
 prompts = st.lists(st.lists(lengths, max_size=2).map(tuple), min_size=1, max_size=40).map(

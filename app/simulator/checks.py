@@ -14,10 +14,11 @@ class LawBroken(AssertionError):
 
 
 class Checks:
-    """`reserves`: whether the core's reservations are to keep within KV capacity (law 5)."""
+    """`reserves`: whether the core's reservations are to keep within KV capacity (law 5). `overlaps`: a step may begin
+    before the last one has ended."""
 
-    def __init__(self, reserves: bool):
-        self._reserves = reserves
+    def __init__(self, reserves: bool, overlaps: bool = False):
+        self._reserves, self._overlaps = reserves, overlaps
         self._left: dict[str, int] = {}  # tokens that each sample still has to make
         self._prompts: dict[str, int] = {}
         self._joined: dict[str, ReplicaJoined] = {}
@@ -29,8 +30,10 @@ class Checks:
 
     def submit(self, lengths: dict[str, int]) -> None:
         """True lengths, by id, of the samples of the step that begins."""
-        self._demand(not self._left, f"{len(self._left)} samples of the last step have not ended")
-        self._left, self._made = dict(lengths), dict.fromkeys(lengths, 0)
+        left = self._left.keys() & lengths.keys() if self._overlaps else self._left
+        self._demand(not left, f"{len(left)} samples of the last step have not ended")
+        self._left |= lengths
+        self._made |= dict.fromkeys(lengths, 0)
 
     def event(self, event: Event) -> None:
         self._demand(event.now >= self._now, f"{event} after {self._now}")
@@ -38,9 +41,9 @@ class Checks:
         match event:
             case ReplicaJoined():
                 self._joined[event.replica_id] = event
-                self._blocks[event.replica_id] = 0
+                self._blocks.setdefault(event.replica_id, 0)
             case SamplesSubmitted():
-                self._prompts = {
+                self._prompts |= {
                     f"{spec.group_id}#{i}": spec.prompt_tokens for spec in event.groups for i in range(spec.samples)
                 }
             case ChunkFinished():

@@ -30,7 +30,7 @@ class FreedKv(NamedTuple):
 class SimulatedSample:
     """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds."""
 
-    __slots__ = ("begun", "chunks", "drafted", "draws", "freed_kv", "index", "length", "made", "moves",
+    __slots__ = ("begun", "chunks", "drafted", "draws", "freed_kv", "index", "kv_version", "length", "made", "moves",
                  "preemptions", "progress", "recomputed", "replica", "sample_id", "stored", "submitted_s",
                  "verifications")  # fmt: skip
 
@@ -38,7 +38,7 @@ class SimulatedSample:
         self.progress, self.index, self.submitted_s = progress, index, submitted_s
         self.sample_id = f"{progress.group.group_id}#{index}"
         self.length = progress.group.lengths[index]
-        self.begun = False
+        self.begun, self.kv_version = False, 0
         self.made = self.stored = self.chunks = self.moves = self.preemptions = self.recomputed = self.draws = 0
         self.verifications = self.drafted = 0.0
         self.freed_kv: FreedKv | None = None
@@ -66,7 +66,7 @@ class SimulatedChunk:
                  "class_starts", "context", "cost", "drafted", "drafted_last", "end_step",
                  "expected_tokens", "freed_kv", "keeps", "made", "method", "over", "part", "prefill",
                  "pulled", "rate", "replica", "running", "sample", "serial", "since", "slot", "start",
-                 "stored", "tokens", "verifications", "verified")  # fmt: skip
+                 "stored", "tokens", "verifications", "verified", "weights_version")  # fmt: skip
 
     def __init__(
         self, chunk_id: str, sample: SimulatedSample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]
@@ -79,7 +79,7 @@ class SimulatedChunk:
         self.made, self.since, self.rate, self.cost, self.part = 0.0, 0, 1.0, 1.0, 1.0
         self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break
         self.end_step = self.serial = self.verified = self.drafted_last = self.accepted_last = 0
-        self.slot = -1
+        self.slot, self.weights_version = -1, 0
         self.verifications = self.drafted = 0.0
         self.method: str | None = None
         self.running = self.aborted = self.over = False

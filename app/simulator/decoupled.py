@@ -18,7 +18,7 @@ from tailrace.app.simulator.acceptance import ModelledMethod
 from tailrace.app.simulator.chunks import SimulatedChunk, SimulatedSample
 from tailrace.app.simulator.speculation import CHANGES, FOREVER, Pace
 from tailrace.app.simulator.types import StepModel, WorkloadGroup
-from tailrace.policies.families.hashed_random import fraction
+from tailrace.policies.models.hashed_random import fraction
 from tailrace.policies.models.spec_cost_model import (
     DrafterCost,
     VerifierCost,

@@ -70,24 +70,29 @@ class ModelledFleet:
         joining = [self.replicas[index] for index in indexes]
         self.order += [replica.index for replica in joining]
         self.starting.difference_update(indexes)
+        joins = [self._join(replica, 0, reserves, now) for replica in joining]
+        return [*joins, *(self._measure(replica, now) for replica in joining)]
+
+    def rejoins(self, replica: ModelledReplica, weights_version: int, reserves: bool, now: float) -> ReplicaJoined:
+        """A replica that is up has loaded other weights; nothing of its KV is read under them."""
+        replica.prompts.clear()
+        return self._join(replica, weights_version, reserves, now)
+
+    def _join(self, replica: ModelledReplica, weights_version: int, reserves: bool, now: float) -> ReplicaJoined:
         tokens, running = self.model.kv_capacity_tokens, self.model.max_running
         if not reserves:
             tokens = running = UNBOUNDED_TOKENS
-        joins = [
-            ReplicaJoined(
-                now=now,
-                replica_id=self._ids[replica.index],
-                block_tokens=BLOCK_TOKENS,
-                kv_capacity_blocks=tokens // BLOCK_TOKENS,
-                max_running=running,
-                draft_tokens=self.draft_tokens,
-                weights_version=0,
-                node_id=self._node(replica.index),
-                methods=replica.methods,
-            )
-            for replica in joining
-        ]
-        return [*joins, *(self._measure(replica, now) for replica in joining)]
+        return ReplicaJoined(
+            now=now,
+            replica_id=self._ids[replica.index],
+            block_tokens=BLOCK_TOKENS,
+            kv_capacity_blocks=tokens // BLOCK_TOKENS,
+            max_running=running,
+            draft_tokens=self.draft_tokens,
+            weights_version=weights_version,
+            node_id=self._node(replica.index),
+            methods=replica.methods,
+        )
 
     def _node(self, index: int) -> str:
         return f"n{index // self._per_node}"

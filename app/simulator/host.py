@@ -25,6 +25,7 @@ from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import (
     AbortChunk,
     Action,
+    EmitGroup,
     EndSample,
     ReleaseKv,
     SampleEnd,
@@ -69,7 +70,7 @@ def simulate(
         speculation = by_policy(policies.drafting, acceptance, cluster.replica.step, seed)
     kept = [] if spans else None
     fleet = ModelledFleet(cluster, speculation, kept)
-    host = _Host(
+    host = SimulatedHost(
         workload=workload,
         fleet=fleet,
         policies=policies,
@@ -84,8 +85,13 @@ def simulate(
     return host.result(system, seed)
 
 
-class _Host:
-    def __init__(self, workload, fleet, policies, admission, reveal, elastic, spans, check, progress):
+class SimulatedHost:
+    """The shell of the module docstring. Its hooks (`_begin`, `_acted`, `_took`, `_group_ended`) are for a learner."""
+
+    overlaps = False
+    """Whether several steps are in flight; then samples of the earlier one go first."""
+
+    def __init__(self, *, workload, fleet, policies, admission, reveal, elastic, spans, check, progress):
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
         self._core = RolloutCore(policies, limits=elastic)
@@ -98,7 +104,7 @@ class _Host:
         self._total = sum(len(group.lengths) for step in workload.steps for group in step)
         self._ended: list[Ended] = []
         self._moments = OccupancySeries(self._moment)
-        self._checks = Checks(admission) if check else None
+        self._checks = Checks(admission, overlaps=self.overlaps) if check else None
         self._looks = elastic is not None or policies.racing.room > 0
         self._ticks, self._ticked = False, False  # whether the next one is in the heap; whether one is due now
 
@@ -106,13 +112,12 @@ class _Host:
 
     def run(self) -> None:
         """Observe, decide, act, until nothing is left to happen."""
-        self._submit()
+        self._begin()
         while True:
             while self._inbox or self._ticked:
                 self._observe()
                 self._act(self._core.decide(ev.Tick(self._now)))
-                if len(self._ended) < self._total and not (self._samples or self._running):
-                    self._submit()
+                self._acted()
             self._moments.note(self._now)
             if not self._heap:
                 break
@@ -124,6 +129,21 @@ class _Host:
         if self._checks:
             self._checks.end(sum(ended.preemptions for ended in self._ended))
 
+    def _begin(self) -> None:
+        """At the first instant."""
+        self._submit()
+
+    def _acted(self) -> None:
+        """After the actions of a decision: the next step, once nothing is left of the last one."""
+        if len(self._ended) < self._total and not (self._samples or self._running):
+            self._submit()
+
+    def _took(self, chunk: SimulatedChunk) -> None:
+        """A chunk's tokens have been added to its sample."""
+
+    def _group_ended(self, group_id: str) -> None:
+        """All samples of a group have ended."""
+
     def _observe(self) -> None:
         inbox, self._inbox, self._ticked = self._inbox, [], False
         self._events += len(inbox)
@@ -134,6 +154,7 @@ class _Host:
                 chunk = self._running.pop(event.chunk_id)
                 if self._core.counts_tokens(event):
                     chunk.sample.take(chunk)
+                    self._took(chunk)
             self._core.observe(event)
 
     def _act(self, actions: tuple[Action, ...]) -> None:
@@ -148,6 +169,8 @@ class _Host:
                     self._abort(action, touched)
                 case EndSample():
                     self._end(action)
+                case EmitGroup():
+                    self._group_ended(action.group_id)
                 case ReleaseKv():
                     self._drop_kv(action)
                 case SetReplicas():
@@ -174,18 +197,26 @@ class _Host:
             self._inbox += self._fleet.joins(range(len(self._fleet.replicas)), self._admission, self._now)
         groups, max_tokens = self._workload.steps[self._step], self._workload.max_tokens
         check_step(self._workload, self._step, self._fleet.room_tokens())
+        added = []
         for group in groups:
             progress = GroupProgress(group, self._step)
-            for index in range(len(group.lengths)):
-                sample = SimulatedSample(progress, index, self._now)
-                self._samples[sample.sample_id] = sample
-        lengths = {sample.sample_id: sample.length for sample in self._samples.values()}
+            added += [SimulatedSample(progress, index, self._now) for index in range(len(group.lengths))]
+        self._samples |= {sample.sample_id: sample for sample in added}
+        lengths = {sample.sample_id: sample.length for sample in added}
         if self._checks:
             self._checks.submit(lengths)
         if self._reveal:
             self._inbox.append(ev.LengthsRevealed(self._now, lengths))
         specs = (ev.GroupSpec(g.group_id, g.prompt_tokens, len(g.lengths), max_tokens, g.past_lengths) for g in groups)
-        self._inbox.append(ev.SamplesSubmitted(self._now, f"step-{self._step}", tuple(specs)))
+        self._inbox.append(
+            ev.SamplesSubmitted(
+                now=self._now,
+                batch_id=f"step-{self._step}",
+                groups=tuple(specs),
+                priority=-self._step if self.overlaps else 0,
+                step=self._step,
+            )
+        )
 
     # ---- chunks ----------------------------------------------------------------------------------------------
 
@@ -197,7 +228,9 @@ class _Host:
             sample.replica = replica
         tokens = min(action.max_tokens, sample.length - sample.made)
         chunk = SimulatedChunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
-        chunk.replica, chunk.method = replica, action.method
+        chunk.replica, chunk.method, chunk.weights_version = replica, action.method, action.weights_version
+        if action.kv_version != sample.kv_version:  # KV of other weights is never read
+            sample.kv_version, sample.freed_kv = action.kv_version, None
         self._running[action.chunk_id] = chunk
         self._send(chunk, action.min_pull_tokens, touched)
 
@@ -273,7 +306,16 @@ class _Host:
             end = ev.ChunkEnd.STOP
         drafted, accepted = round(chunk.drafted), min(round(chunk.drafted), round(chunk.accepted))
         self._inbox.append(
-            ev.ChunkFinished(self._now, chunk.chunk_id, int(chunk.made), end, 0, chunk.stored, drafted, accepted)
+            ev.ChunkFinished(
+                now=self._now,
+                chunk_id=chunk.chunk_id,
+                new_tokens=int(chunk.made),
+                end=end,
+                weights_version=chunk.weights_version,
+                stored_tokens=chunk.stored,
+                drafted_tokens=drafted,
+                accepted_tokens=accepted,
+            )
         )
         self._inbox += self._fleet.measured(chunk.replica, self._now)
 

@@ -29,6 +29,10 @@ Rows = tuple[tuple[NotNegative, NotNegative, Positive], ...]
 class ScenarioModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def notes(self) -> list[tuple[str, object, str, str]]:
+        """(dotted key, value, `source` or `assumed`, text) of every figure."""
+        return list(_notes("", self))
+
 
 class Known(ScenarioModel, Generic[T]):
     """A figure with where it is published (paper, section or table), or why this one is assumed."""
@@ -86,13 +90,15 @@ class MethodFigures(ScenarioModel):
 
 class Scenario(ScenarioModel):
     """One paper's workload on its cluster. `model` and `gpu` are names in hardware's tables; `claims` are the paper's
-    results, each a range, as ratios to its baseline unless the key says otherwise."""
+    results, each a range, as ratios to its baseline unless the key says otherwise. `training_gpus`: of rollout and
+    training together, where `gpus` is those of rollout alone."""
 
     name: str
     about: str
     model: Known[str]
     gpu: Known[str]
     gpus: Known[Count]
+    training_gpus: Known[Count] | None = None
     gpus_per_replica: Known[Count]
     gpus_per_node: Known[Count]
     prompts: Known[Count]
@@ -150,6 +156,10 @@ class Scenario(ScenarioModel):
         drawn = draw_steps(self.law(), *counts, drift, seed, self.epochs.value, self.prompt_tokens.value)
         return Workload(self.name, self.max_tokens.value, drawn)
 
+    def whole(self) -> "Scenario":
+        """The same with the GPUs of training among those of rollout."""
+        return self if self.training_gpus is None else self.model_copy(update={"gpus": self.training_gpus})
+
     def scaled(self, share: float) -> "Scenario":
         """The same on `share` of the replicas, a replica or more, with as many prompts for each."""
         if not 0 < share <= 1:
@@ -158,10 +168,6 @@ class Scenario(ScenarioModel):
         prompts = max(round(self.prompts.value * replicas / self.replicas), 1)
         gpus = self.gpus.scaled(replicas * self.gpus_per_replica.value, share)
         return self.model_copy(update={"gpus": gpus, "prompts": self.prompts.scaled(prompts, share)})
-
-    def notes(self) -> list[tuple[str, object, str, str]]:
-        """(dotted key, value, `source` or `assumed`, text) of every figure."""
-        return list(_notes("", self))
 
 
 def _notes(key: str, item: object) -> Iterator[tuple[str, object, str, str]]:

@@ -8,8 +8,8 @@ import heapq
 import time
 
 from tailrace.policies.core.rollout import RolloutCore
-from tailrace.policies.families.hashed_random import fraction
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.models.hashed_random import fraction
 from tailrace.policies.protocol.actions import StartChunk
 from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished, GroupSpec, ReplicaJoined, SamplesSubmitted, Tick
 

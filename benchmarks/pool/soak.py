@@ -20,7 +20,7 @@ from tailrace.app.model import resolve_model
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
-from tailrace.policies.families.hashed_random import fraction
+from tailrace.policies.models.hashed_random import fraction
 from tailrace.policies.protocol.events import ChunkEnd
 
 CHUNK_TOKENS = 8

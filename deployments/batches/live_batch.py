@@ -65,7 +65,15 @@ class LiveBatch:
 
     def submission(self, now_s: float) -> SamplesSubmitted:
         """Its event for the core."""
-        return SamplesSubmitted(now_s, self.core_id, self.specs, self.message.priority, self.message.share)
+        message = self.message
+        return SamplesSubmitted(
+            now=now_s,
+            batch_id=self.core_id,
+            groups=self.specs,
+            priority=message.priority,
+            share=message.share,
+            step=message.step,
+        )
 
     @property
     def over(self) -> bool:

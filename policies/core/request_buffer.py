@@ -106,11 +106,12 @@ class Group:
 
 class Batch:
     __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "priority", "running_tokens", "samples", "share",
-                 "unemitted")  # fmt: skip
+                 "step", "unemitted")  # fmt: skip
 
     def __init__(self, event: SamplesSubmitted, arrivals: int):
         """`arrivals`: number of groups of all earlier batches."""
         self.batch_id, self.priority, self.share = event.batch_id, event.priority, event.share
+        self.step = event.step
         self.groups = [Group(spec, self, arrivals, position) for position, spec in enumerate(event.groups)]
         self.samples = sum(spec.samples for spec in event.groups)
         self.unemitted = len(self.groups)

@@ -3,12 +3,14 @@
 Invariant: a group is here at most once, and leaves when a replica is ready. Called by `RolloutCore` alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import groupby
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import WAITING, Group, RequestBuffer, Sample
 from tailrace.policies.core.validation import checked_home
 from tailrace.policies.families.ordering import Ordering
+from tailrace.policies.protocol.views import PromptView
 
 
 class UnassignedGroups:
@@ -37,12 +39,24 @@ class UnassignedGroups:
         if not self._groups or not (ready := self._table.ready()):
             return []
         groups, self._groups = self._groups, {}
-        found = []
+        homes, found = self._homes(groups, ready), []
         for group in groups:
-            of_batch = len(self._buffer.batch(group.batch_id).groups)
-            home = self._ordering.bind(group.position, of_batch, ready)
-            group.home = checked_home(self._ordering, home, ready)
+            group.home = checked_home(self._ordering, homes(group), ready)
             for sample in (sample for sample in group.samples if sample.state is WAITING):
                 sample.home = group.home
                 found.append(sample)
         return found
+
+    def _homes(self, groups: Iterable[Group], ready: list[str]) -> Callable[[Group], str | None]:
+        """The home of each group: by `homes` of an ordering that binds whole batches, else one by one by `bind`."""
+        if not hasattr(self._ordering, "homes"):
+            return lambda group: self._ordering.bind(group.position, len(group.batch.groups), ready)
+        replicas, found = [self._table.view(replica_id) for replica_id in ready], {}
+        for batch, of_batch in groupby(groups, key=lambda group: group.batch):
+            bound = list(of_batch)
+            views = [
+                PromptView(spec.group_id, spec.prompt_tokens, spec.samples, spec.past_lengths)
+                for spec in (group.spec for group in bound)
+            ]
+            found |= zip(bound, self._ordering.homes(views, batch.step, replicas), strict=True)
+        return found.__getitem__

@@ -4,15 +4,16 @@ Contract: keys are tuples of numbers. A key may depend freely on its sample (whi
 on its group's finished samples, and on expected lengths (which change as one finishes); on anything else of the group
 only in a lane that is named in `growing_lanes`, and so that it grows as a step continues (the core renews keys when a
 sample of the group finishes; in growing lanes it also looks again at the one it is about to take). Lanes are several
-orders over the same samples; `lane` says which one the n-th decision follows.
+orders over the same samples; `lane` says which one the n-th decision follows. An ordering that binds whole batches has
+`homes` (see `histo_pipe`), called in place of `bind` for the groups of a batch that need a replica.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tailrace.policies.families.hashed_random import eight_fractions, fraction
+from tailrace.policies.models.hashed_random import eight_fractions, fraction
 from tailrace.policies.protocol.views import GroupView, SampleView
 
 
@@ -123,4 +124,4 @@ class OracleLongestFirst(OneLane):
         return ((-lengths[sample.sample_id],),)
 
 
-OrderingPolicy = Annotated[Fcfs | GroupStatic | Seer | RemainingFirst | OracleLongestFirst, Field(discriminator="type")]
+BuiltInOrdering = Fcfs | GroupStatic | Seer | RemainingFirst | OracleLongestFirst

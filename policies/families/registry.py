@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     PlainSerializer,
     SerializationInfo,
     TypeAdapter,
@@ -26,14 +27,17 @@ from tailrace.policies.families.draft_models import AsConfigured, DraftModels, D
 from tailrace.policies.families.drafting import Drafting, DraftingPolicy
 from tailrace.policies.families.fairness import Fairness, FairnessPolicy, FairShares
 from tailrace.policies.families.goodput import Goodput
+from tailrace.policies.families.histo_pipe import HistoPipe
 from tailrace.policies.families.kv_on_update import Fresh, KvOnUpdate, KvOnUpdatePolicy
 from tailrace.policies.families.lengths import Lengths, LengthsPolicy, MaxFinished
-from tailrace.policies.families.ordering import Ordering, OrderingPolicy, Seer
+from tailrace.policies.families.ordering import BuiltInOrdering, Ordering, Seer
 from tailrace.policies.families.placement import LeastKv, Placement, PlacementPolicy
 from tailrace.policies.families.prefetch import NextUp, Prefetching, PrefetchPolicy
 from tailrace.policies.families.racing import NoRacing as NoRaces
 from tailrace.policies.families.racing import Racing, RacingPolicy
 from tailrace.policies.families.tail import Hold, Tail, TailPolicy
+
+OrderingPolicy = Annotated[BuiltInOrdering | HistoPipe, Field(discriminator="type")]
 
 FAMILIES = {
     "ordering": (OrderingPolicy, Ordering),

@@ -45,13 +45,15 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplesSubmitted:
-    """A batch of groups is submitted. `priority` and `share` (above 0) are for the `fairness` policy."""
+    """A batch of groups is submitted. `priority` and `share` (above 0) are for the `fairness` policy, `step` (of
+    training) for orderings that bind whole batches."""
 
     now: float
     batch_id: str
     groups: tuple[GroupSpec, ...]
     priority: int = 0
     share: float = 1.0
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,15 @@ class SampleView(NamedTuple):
     expected_tokens: int = 0  # of the whole answer, by the `lengths` policy, as of its last wait or mate's end
 
 
+class PromptView(NamedTuple):
+    """A group of a new batch, as an ordering that binds whole batches sees it."""
+
+    group_id: str
+    prompt_tokens: int
+    samples: int
+    past_lengths: tuple[tuple[int, ...], ...]  # of earlier answers, one tuple per epoch, newest first
+
+
 class GroupView(NamedTuple):
     group_id: str
     arrival: int

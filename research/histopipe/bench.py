@@ -18,7 +18,7 @@ from tailrace.app.simulator.hardware import MODELS, NETWORK_BYTES_S, SEND_SHARE,
 from tailrace.app.simulator.laws import draw_steps
 from tailrace.app.simulator.scenario import Scenario
 from tailrace.app.simulator.types import Cluster, ReplicaModel, WorkloadGroup
-from tailrace.policies.families.hashed_random import fraction
+from tailrace.policies.models.hashed_random import fraction
 
 EPOCH_STEPS = 16
 """Steps until a prompt comes again: RhymeRL 7 takes 8 K prompts, and the scenario's 512 a step are assumed."""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from research.histopipe.allocation import plan_tiers
+from tailrace.policies.models.tiers import plan_tiers
 
 
 class Prompt(NamedTuple):

@@ -1,14 +1,14 @@
 """How many workers each ranking group gets, so that the groups' times rise in a line (RhymeRL 6.4, figure 12).
 
-Invariant: the workers of a plan sum up to all of them, each group gets one at least, and no more than it has prompts
-while another could use them. Pure; called by `pipeline.HistoPipe`.
+Invariant: the workers of a plan sum up to all of them, each group gets one or more, and no more than it has prompts
+while another could use them. Pure; called by `HistoPipe` of the orderings and by `research.histopipe`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
 
 Time = Callable[[int], float]
-"""Seconds of a ranking group on so many workers; more workers take no longer."""
+"""Seconds of a ranking group by its number of workers; more workers take no longer."""
 
 HALVINGS = 30
 """Of the slope's interval, to a billionth of it; the paper stops at a second."""
@@ -16,7 +16,7 @@ HALVINGS = 30
 
 def plan_tiers(times: Sequence[Time], prompts: Sequence[int], workers: int, train_s: float) -> list[int]:
     """Workers of each group, shortest first: those of the flattest line, and the rest one by one to the group that
-    would be through last. `prompts[i]`: most workers that group i can use. Raises ValueError for too few workers."""
+    would be through last. `prompts[i]`: workers that group i can use at most. Raises ValueError for too few workers."""
     if workers < len(times):
         raise ValueError(f"{workers} workers cannot serve {len(times)} ranking groups")
     times = [cache(time_s) for time_s in times]
@@ -30,9 +30,9 @@ def plan_tiers(times: Sequence[Time], prompts: Sequence[int], workers: int, trai
 def flattest(times: Sequence[Time], workers: int, train_s: float) -> list[int]:
     """Fewest workers with which group i is through by t0 + i d, where t0 = max(times[0](k), train_s).
 
-    The paper lets k be the most workers a group may have, which leaves too few for the others unless training is slow.
-    Here each k up to an equal share is tried, with the least d for it by binary search, and the line wins whose ends
-    have the least sum: the two that a worker has one after the other. One always exists: at d = the greatest of
+    The paper lets k be the greatest number a group may have: too few are left for the others unless training is slow.
+    Here each k up to an equal share is tried, with the smallest d for it by binary search, and the line wins whose ends
+    have the smallest sum: the two that a worker has one after the other. One always exists: at d = the greatest of
     (times[i](1) - t0) / i one worker does for each group but the first.
     """
     best = None

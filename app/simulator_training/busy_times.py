@@ -1,0 +1,44 @@
+"""When replicas generated or loaded weights, and when training ran. Written by `TrainingHost`, read by figures.
+
+Invariant: intervals of one replica and kind do not overlap, but for loads that follow each other closely.
+"""
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+
+
+class BusyTimes:
+    """Intervals in seconds: `training`, and by replica `generating` and `loading`."""
+
+    def __init__(self, replicas: int):
+        self.training: list[Interval] = []
+        self.generating: list[list[Interval]] = [[] for _ in range(replicas)]
+        self.loading: list[list[Interval]] = [[] for _ in range(replicas)]
+        self._since: list[float | None] = [None] * replicas
+
+    def trains(self, begin_s: float, end_s: float) -> None:
+        self.training.append((begin_s, end_s))
+
+    def loads(self, replica: int, begin_s: float, end_s: float) -> None:
+        self.loading[replica].append((begin_s, end_s))
+
+    def generates(self, replica: int, runs: bool, now: float) -> None:
+        """After a turn of the replica: whether it runs anything."""
+        since = self._since[replica]
+        if runs and since is None:
+            self._since[replica] = now
+        elif not runs and since is not None:
+            self.generating[replica].append((since, now))
+            self._since[replica] = None
+
+
+def covered_s(intervals: Iterable[Interval], begin_s: float, end_s: float) -> float:
+    """Seconds from begin_s to end_s that lie in an interval or more."""
+    total_s, reached_s = 0.0, begin_s
+    for interval in sorted(intervals):
+        first_s, last_s = max(interval[0], reached_s), min(interval[1], end_s)
+        if last_s > first_s:
+            total_s += last_s - first_s
+            reached_s = last_s
+    return total_s

@@ -1,0 +1,84 @@
+"""HistoPipe as an ordering: prompts of about one length share replicas, and long steps follow short ones (RhymeRL 6).
+
+Prompts are ranked by the median length of their last epoch and cut into ranking groups. In odd steps the shortest
+group gets the first replicas, in even steps the last ones. In the second tier long groups get more replicas, so that
+the groups' times rise in a line (`tiers`). Not here: migration of outliers (6.3). Invariant: equal batches and
+replicas give equal homes; each ranking group has a replica or more. Called by `UnassignedGroups`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from tailrace.policies.families.ordering import OneLane
+from tailrace.policies.models.tiers import plan_tiers
+from tailrace.policies.protocol.views import GroupView, PromptView, ReplicaView, SampleView
+
+
+class HistoPipe(OneLane):
+    """RhymeRL 6.2 and 6.4. Without history the batch is cut in the order given, as by `group_static`."""
+
+    type: Literal["histo_pipe"] = "histo_pipe"
+    ranking_groups: int = Field(8, ge=1, description="with two_tier (published: 8 and 16); else one per replica")
+    alternate: bool = Field(True, description="odd steps give the first replicas the shortest prompts, even the last")
+    two_tier: bool = Field(True, description="more replicas to long ranking groups")
+    train_s: float = Field(0.0, ge=0.0, description="seconds of training on a step: no group need be sooner through")
+
+    def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]:
+        return ((),)
+
+    def homes(self, prompts: Sequence[PromptView], step: int, replicas: Sequence[ReplicaView]) -> list[str]:
+        """The replica of each prompt's samples. `replicas`: all that are ready, in order of ids; one or more."""
+        count = len(replicas)
+        if not any(map(last_epoch, prompts)):
+            return [replicas[place * count // len(prompts)].replica_id for place in range(len(prompts))]
+        groups = even_runs(ranked(prompts), min(self.ranking_groups if self.two_tier else count, count, len(prompts)))
+        shares = [len(run) for run in even_runs(range(count), len(groups))]
+        if self.two_tier:
+            times = [partial(group_s, [prompts[place] for place in group], replicas) for group in groups]
+            shares = plan_tiers(times, [len(group) for group in groups], count, self.train_s)
+        order = replicas if step % 2 or not self.alternate else replicas[::-1]
+        homes = [""] * len(prompts)
+        for group, share, end in zip(groups, shares, accumulate(shares), strict=True):
+            for turn, place in enumerate(group):  # one by one, so that each gets short and long ones of the group
+                homes[place] = order[end - share + turn % share].replica_id
+        return homes
+
+
+def last_epoch(prompt: PromptView) -> tuple[int, ...]:
+    """Lengths of the newest earlier answers; empty without any."""
+    return prompt.past_lengths[0] if prompt.past_lengths else ()
+
+
+def ranked(prompts: Sequence[PromptView]) -> list[int]:
+    """Places of prompts by median length in the last epoch, shortest first; those without one at the middle."""
+    medians = [float(np.median(past)) if (past := last_epoch(prompt)) else None for prompt in prompts]
+    usual = float(np.median([median for median in medians if median is not None]))
+    return sorted(range(len(prompts)), key=lambda place: (usual if medians[place] is None else medians[place], place))
+
+
+def even_runs(items: Sequence, runs: int) -> list[Sequence]:
+    """Cut in order into runs whose sizes differ by one at most."""
+    return [items[len(items) * n // runs : len(items) * (n + 1) // runs] for n in range(runs)]
+
+
+def group_s(prompts: Sequence[PromptView], replicas: Sequence[ReplicaView], count: int) -> float:
+    """Seconds of a ranking group on `count` replicas, tau(l, dp) of the paper, by lengths of its last epoch.
+
+    The steps are those of the longest answer, or more where KV holds fewer samples. Each takes base + per chunk *
+    chunks, by the mean of the measured speeds; before the first measurement a step counts as one second.
+    """
+    known = [(prompt.prompt_tokens, tokens) for prompt in prompts for tokens in last_epoch(prompt)]
+    if not known:
+        return 0.0
+    speeds = [replica.speeds for replica in replicas if replica.speeds is not None]
+    base_s = sum(one.step_base_s for one in speeds) / len(speeds) if speeds else 1.0
+    chunk_s = sum(one.step_per_chunk_s for one in speeds) / len(speeds) if speeds else 0.0
+    capacity = max(1.0, sum(replica.kv_capacity_tokens for replica in replicas) / len(replicas))
+    held = sum(tokens * (prompt + tokens) for prompt, tokens in known) / (capacity * count)
+    steps = max(held, *(tokens for _, tokens in known))
+    return base_s * steps + chunk_s * sum(t for _, t in known) / count

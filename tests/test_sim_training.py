@@ -1,0 +1,203 @@
+"""Simulated training: laws over steps in flight, weights versions of tokens, and modes against each other."""
+
+import json
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from tailrace.app.cli import main
+from tailrace.app.simulator.scenario import Known, load_scenario
+from tailrace.app.simulator_training.busy_times import covered_s
+from tailrace.app.simulator_training.figures import StepCosts, TrainingFigures
+from tailrace.app.simulator_training.host import TrainingHost
+from tailrace.app.simulator_training.learner import Learner, fixed_order, trained_tokens
+from tailrace.app.simulator_training.modes import MODES, mode
+from tailrace.app.simulator_training.report import training_summary
+from tailrace.app.simulator_training.run import figures_of, gpus_of, host_of, train_run
+from tailrace.app.simulator_training.steps import training_workload
+
+STEPS = 4
+FIGURES = TrainingFigures()
+
+
+@cache
+def small():
+    """Four GPUs, few and short answers: each mode takes a second or less."""
+    scenario = load_scenario("das-7b-16k").scaled(0.5)
+    quantiles = Known(value={0.28: 410.0, 0.87: 717.0}, assumed="a sixteenth, to be quick")
+    changes = {"prompts": 8, "samples": 3, "max_tokens": 1024, "chunk_tokens": 128}
+    update = {key: getattr(scenario, key).scaled(value, 0.1) for key, value in changes.items()}
+    update["lengths"] = scenario.lengths.model_copy(update={"quantiles": quantiles})
+    return scenario.model_copy(update=update)
+
+
+@cache
+def ran(name: str, seed: int = 0, kv: str = "fresh", staleness: int = 2) -> TrainingHost:
+    host = host_of(small(), mode(name, staleness), seed, STEPS, FIGURES, check=True, kv_on_update=kv)
+    host.run()
+    return host
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_sample_of_every_step_ends_once_with_its_own_length_and_is_trained_on(name):
+    host = ran(name)
+    work = training_workload(small(), 0, STEPS, FIGURES.epoch_steps.value)
+    truth = {
+        (step, f"{group.group_id}#{i}"): tokens
+        for step, groups in enumerate(work.steps)
+        for group in groups
+        for i, tokens in enumerate(group.lengths)
+    }
+    assert Counter((one.step, one.sample_id) for one in host._ended) == Counter(truth.keys())
+    made = {key: sum(tokens for _, tokens in pieces) for key, pieces in host.versions_of.items()}
+    assert made == truth
+    assert len(host.published_s) == STEPS and host.published_s == sorted(host.published_s)
+    assert all(done > rolled for done, rolled in zip(host.published_s, host.rolled_s, strict=True))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_token_is_of_weights_within_the_bound_and_never_of_later_ones_than_its_step_s(name):
+    host, bound = ran(name), MODES[name].ahead
+    for (step, sample_id), pieces in host.versions_of.items():
+        versions = [version for version, _ in pieces]
+        assert versions == sorted(versions), sample_id
+        assert all(step - bound <= version <= step for version in versions)
+    if not MODES[name].in_flight:
+        assert all(len({version for version, _ in pieces}) == 1 for pieces in host.versions_of.values())
+
+
+@pytest.mark.parametrize("kv", ["fresh", "keep"])
+def test_bounded_samples_continue_through_updates_and_keep_or_compute_their_kv(kv):
+    host = ran("bounded", kv=kv)
+    assert any(len({version for version, _ in pieces}) > 1 for pieces in host.versions_of.values())
+    assert {step - version for step, version in host.made} <= {0, 1, 2}
+
+
+def test_fresh_kv_computes_contexts_again_and_kept_kv_computes_fewer():
+    computed = {kv: sum(one.recomputed_tokens for one in ran("bounded", kv=kv)._ended) for kv in ("fresh", "keep")}
+    assert computed["fresh"] > 2 * computed["keep"]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_the_bound_of_bounded_is_the_one_asked_for(staleness):
+    made = ran("bounded", staleness=staleness).made
+    assert max(step - version for step, version in made) <= staleness
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_overlap_is_not_slower_than_training_after_the_rollout_on_the_same_draw_and_gpus(seed):
+    """Of one on-policy mode, with and without streams; all else equal."""
+    late = host_of(small(), mode("overlap").__class__(**{**_fields("overlap"), "streams": False}), seed, 3, FIGURES)
+    late.run()
+    early = host_of(small(), mode("overlap"), seed, 3, FIGURES)
+    early.run()
+    assert early.published_s[-1] <= late.published_s[-1] * (1 + 1e-9)
+    assert early.versions_of == late.versions_of, "on-policy both"
+
+
+def _fields(name: str) -> dict:
+    return {key: getattr(MODES[name], key) for key in MODES[name].__slots__}
+
+
+@pytest.mark.parametrize("name", ["bounded", "histopipe"])
+def test_the_same_seed_gives_the_same_bytes_and_another_one_other_figures(name):
+    first, second, other = (json.dumps(train_run(small(), mode(name), seed, 3)) for seed in (5, 5, 6))
+    assert first == second != other
+
+
+def test_in_one_step_off_a_step_is_rolled_out_while_the_one_before_is_trained_on():
+    host = ran("one_step_off")
+    assert {step - version for step, version in host.made} == {0, 1}
+    assert all(step - version == 1 for step, version in host.made if step)
+    for step in range(1, STEPS - 1):
+        begun = min(one.submitted_s for one in host._ended if one.step == step + 1)
+        assert begun >= max(host.published_s[step - 1], host.rolled_s[step])
+
+
+def test_replicas_of_histopipe_update_by_themselves():
+    """Some begin the next step while others are still at work on the last one."""
+    host = ran("histopipe")
+    loads = [begin_s for of_replica in host.busy.loading for begin_s, _ in of_replica]
+    assert len(set(loads)) > STEPS - 1
+    step_ends = host.rolled_s
+    assert any(begin_s < step_ends[step] for step in range(1, STEPS - 1) for begin_s in loads)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_shares_are_shares_and_every_mode_has_all_gpus(name):
+    host = ran(name)
+    found = figures_of(host, small(), MODES[name], FIGURES)
+    for key, value in found.items():
+        assert not key.endswith("share") or -1e-9 <= value <= 1 + 1e-9, key
+    rollout, train = gpus_of(small(), MODES[name], FIGURES)
+    assert (rollout + train if MODES[name].apart else train) == small().gpus.value
+
+
+def test_training_takes_operations_over_gpus():
+    scenario = small()
+    costs, twice = (
+        StepCosts.of(scenario, FIGURES.model_copy(update={"gradient_ops": Known(value=ops, assumed="x")}), 4)
+        for ops in (6, 14)
+    )
+    assert twice.token_gpu_s == pytest.approx(2 * costs.token_gpu_s)
+    host = ran("sync")
+    spent = sum(end - begin for begin, end in host.busy.training)
+    tokens = sum(trained_tokens(group) for groups in host._workload.steps for group in groups)
+    assert spent == pytest.approx(tokens * costs.token_gpu_s / scenario.gpus.value)
+
+
+def test_pieces_follow_the_fixed_order_without_a_gap():
+    (groups,) = training_workload(small(), 0, 1, 1).steps
+    learner, order = Learner([groups], 0.0, 1.0, late=False), fixed_order(groups)
+    past = [sum(group.past_lengths[0]) for group in order]
+    assert past == sorted(past)
+    learner.steps[0].scored |= {group.group_id for group in order[1:]}
+    assert learner.next_piece() == []
+    learner.steps[0].scored.add(order[0].group_id)
+    assert learner.next_piece() == order
+    assert learner.trained(order) and learner.next_piece() == []
+
+
+def test_verl_s_rewards_begin_once_all_has_ended():
+    (groups,) = training_workload(small(), 0, 1, 1).steps
+    learner = Learner([groups], 0.5, None, late=True)
+    assert [learner.ended(0, group, 1.0) for group in groups[:-1]] == [[]] * (len(groups) - 1)
+    scored = learner.ended(0, groups[-1], 2.0)
+    assert [at_s for at_s, _ in scored] == [2.0 + 0.5 * 3 * n for n in range(1, len(groups) + 1)]
+
+
+def test_a_prompt_comes_again_an_epoch_later_with_its_own_history():
+    steps = training_workload(small(), 0, 5, 2).steps
+    first = {group.group_id: group for group in steps[0]}
+    again = {group.group_id: group for group in steps[2]}
+    assert first.keys() == again.keys() and first.keys().isdisjoint(group.group_id for group in steps[1])
+    assert all(again[name].past_lengths[0] == first[name].lengths for name in first)
+    assert [group.group_id for group in steps[0]] != [group.group_id for group in steps[2]]
+
+
+def test_covered_seconds_count_once():
+    assert covered_s([(0, 2), (1, 3), (5, 9), (6, 7)], 0.5, 8) == 5.5
+
+
+def test_every_figure_says_where_it_is_from():
+    assert all(kind in ("source", "assumed") and why for _, _, kind, why in FIGURES.notes())
+
+
+def test_ratios_are_to_verl_seed_by_seed():
+    def of(*seconds):
+        return [{"step_s": value, "staleness_max": 1} for value in seconds]
+
+    found = training_summary({"verl": of(10, 30), "sync": of(5, 10)})
+    assert found["sync"]["ratio"] == [2.5, 2.0, 3.0] and found["verl"]["ratio"] == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="baseline"):
+        training_summary({"sync": of(1)})
+
+
+def test_the_command_prints_modes_as_json(capsys):
+    arguments = ["simulate-training", "--workload", "dapo-32b", "--scale", "0.03", "--steps", "3", "--json"]
+    assert not main([*arguments, "--train", "verl_apart"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found["modes"]) == ["verl", "verl_apart"] and found["modes"]["verl"]["ratio"] == [1.0, 1.0, 1.0]
+    wanted = {"step_s", "ratio", "idle_share", "staleness_mean", "staleness_max"}
+    assert all(wanted <= figures.keys() for figures in found["modes"].values())
