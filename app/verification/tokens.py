@@ -218,7 +218,7 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
     every = [rolled[run.name]["groups"] for run in runs]
     sure = sureness(every, map(work_in, rolled.values()), tolerance)
     for row, groups in zip(rows, every, strict=True):
-        row |= flips(sure["draws_per_logit"], noise_of(reference, groups), tolerance)
+        row.update(flips(sure["draws_per_logit"], noise_of(reference, groups), tolerance))
     return {
         "identical": all(row["identical"] for row in rows),
         "tokens": rows[0]["tokens"],
