@@ -19,7 +19,15 @@ from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
 from tailrace.app.progress import RolloutProgress
 from tailrace.app.summary import summarise
-from tailrace.app.verification.closeness import close_calls_of, redraws_of, sureness, total, work_of
+from tailrace.app.verification.closeness import (
+    close_calls_of,
+    flips,
+    noise_of,
+    redraws_of,
+    sureness,
+    total,
+    work_of,
+)
 from tailrace.app.verification.restarted_head import roll_over_restart
 from tailrace.app.verification.runs import RUNS, SHOWN, VerificationRun
 from tailrace.deployments.coordinator.journal import read_journal
@@ -207,12 +215,16 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
             first = {"prompt_id": "", "sample_index": 0, "position": 0, "what": SHOWN[lacks]}
             same |= {"identical": False, "first_difference": first}
         rows.append({"name": run.name, "drafting": Policies(**run.policies).drafting.type, **same, **figures})
+    every = [rolled[run.name]["groups"] for run in runs]
+    sure = sureness(every, map(work_in, rolled.values()), tolerance)
+    for row, groups in zip(rows, every, strict=True):
+        row.update(flips(sure["draws_per_logit"], noise_of(reference, groups), tolerance))
     return {
         "identical": all(row["identical"] for row in rows),
         "tokens": rows[0]["tokens"],
         "samples": rows[0]["samples"],
         "runs": rows,
-        **sureness([rolled[run.name]["groups"] for run in runs], map(work_in, rolled.values()), tolerance),
+        **sure,
     }
 
 
