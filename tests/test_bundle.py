@@ -20,7 +20,7 @@ from tailrace.policies.families.ordering import Fcfs, Seer
 from tailrace.policies.families.registry import FAMILIES, Policies, installed, load_policy, members, name_of
 
 BUILT_IN = {
-    "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first"],
+    "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first", "histo_pipe"],
     "placement": ["least_kv", "round_robin", "pinned", "cost_aware"],
     "chunking": ["fixed"],
     "kv_on_update": ["fresh", "keep"],
