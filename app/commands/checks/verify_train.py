@@ -33,7 +33,11 @@ def verify_train(file: ServeFile, steps: int, corrupted: bool, as_json: bool, sa
 
 
 def _print(result: dict) -> None:
+    from tailrace.app.verification.closeness import sentences
+
     click.echo(f"{result['steps']} steps, {result['tokens']} tokens; identical to the bit: {result['identical']}")
+    for line in sentences(result):
+        click.echo(line)
     for run in result["runs"]:
         figures = (f"{key.replace('_', ' ')} {run[key]}" for key in ("seconds", "moved_samples", "drafted_tokens"))
         click.echo(f"{run['name']}: {', '.join(figures)}")

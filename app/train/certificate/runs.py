@@ -8,8 +8,10 @@ killed in one step, a store of the pool in another, and a driver that is killed 
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +23,9 @@ from tailrace.app.train.certificate.comparison import first_difference
 from tailrace.app.train.certificate.disturbed_steps import DisturbedSteps, end_a_store
 from tailrace.app.train.certificate.driver import TrainingDriver
 from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.stored_groups import stored_groups
+from tailrace.app.verification.closeness import close_calls_of, sureness, total, work_of
 from tailrace.app.verification.disturbances import kill_a_replica
 from tailrace.app.verification.runs import GROUP, SHRINKS, WHOLE, chunked
 from tailrace.app.verification.services import Service
@@ -57,58 +61,94 @@ def training(model: str, steps: int, groups: int, samples: int, max_tokens: int)
 
 
 def measure(file: ServeFile, config: TrainConfig, backwards: bool, say: Callable[[str], None]) -> dict:
-    """Both runs, and whether they are the same to the bit. `backwards`: a fault, which the comparison must find."""
-    file = with_engine(file, {"model": config.model})
+    """Both runs, and whether they are the same to the bit. Close calls are drawn again in both.
+
+    `backwards`: a fault, which the comparison must find.
+    """
+    file = with_engine(file, {"model": config.model, "redraw_close_calls": True})
     with TemporaryDirectory(prefix="tailrace-certificate-") as folder:
-        plain, everything = Path(folder) / "plain", Path(folder) / "everything"
-        say("plain: one replica, whole samples, no drafts, no pool; training by turns")
-        began_s = time.monotonic()
-        with _plain(file) as (client, address):
-            _prepare(client, PLAIN)
-            expected = TrainingDriver(config.model_copy(update={"mode": "sync"}), plain, address).run()
-        plain_s = time.monotonic() - began_s
-        say("everything: chunks, moves, drafts, replicas that go, overlap, kills")
-        began_s = time.monotonic()
-        overlapped = {"shares_cores": True, "max_held_gradients": 1}
-        config = TrainConfig.model_validate(config.model_dump() | {"mode": "overlap", "trainer": overlapped})
-        with _everything(file, Path(folder)) as (client, address), DisturbedSteps(client, DISTURBED) as disturbed:
+        plain = _plain(file, config, Path(folder) / "plain", say)
+        everything = _everything(file, config, Path(folder) / "everything", backwards, say)
+    tolerance = file.application.args.engine.close_call_tolerance
+    return certificate(plain, everything) | sureness(
+        [by_step(plain.groups), by_step(everything.groups)], map(total, (plain.work, everything.work)), tolerance
+    )
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """`work`: the engines' counts of draws, see `closeness.work_of`. `notes`: a disturbance each, empty if it did not
+    happen."""
+
+    name: str
+    seconds: float
+    rows: list[LedgerRow]
+    groups: list[GroupResult]
+    work: Counter[str]
+    notes: tuple[str, ...] = ()
+
+
+def _plain(file: ServeFile, config: TrainConfig, folder: Path, say: Callable[[str], None]) -> TrainingRun:
+    say("plain: one replica, whole samples, no drafts, no pool; training by turns")
+    began_s = time.monotonic()
+    with _service(_one_replica(file)) as (client, address):
+        _prepare(client, PLAIN)
+        rows = TrainingDriver(config.model_copy(update={"mode": "sync"}), folder, address).run()
+        work = asyncio.run(work_of(client))
+    return TrainingRun("plain", time.monotonic() - began_s, rows, stored_groups(folder / "rollouts"), work)
+
+
+def _everything(
+    file: ServeFile, config: TrainConfig, folder: Path, backwards: bool, say: Callable[[str], None]
+) -> TrainingRun:
+    say("everything: chunks, moves, drafts, replicas that go, overlap, kills")
+    began_s = time.monotonic()
+    overlapped = {"mode": "overlap", "trainer": {"shares_cores": True, "max_held_gradients": 1}}
+    config = TrainConfig.model_validate(config.model_dump() | overlapped)
+    with _service(Service(GROUP, elastic=True).of(file, folder)) as (client, address):
+        with DisturbedSteps(client, DISTURBED) as disturbed:
             _prepare(client, EVERYTHING)
-            driver = TrainingDriver(config, everything, address, backwards)
-            begun = driver.run(kill_after=KILLED_AFTER)
-            say(f"killed the driver after step {len(begun)}; starting it again")
-            got = driver.run()
-        everything_s = time.monotonic() - began_s
-        runs = [
-            figures("plain", plain_s, stored_groups(plain / "rollouts"), None, []),
-            figures(
-                "everything", everything_s, stored_groups(everything / "rollouts"), first_difference(expected, got),
-                [disturbed.notes.get(step, "") for step in DISTURBED] + [f"killed the driver after step {len(begun)}"],
-            ),
-        ]  # fmt: skip
-    return certificate(runs, len(expected))
+            driver = TrainingDriver(config, folder, address, backwards)
+            killed = f"killed the driver after step {len(driver.run(kill_after=KILLED_AFTER))}"
+            say(f"{killed}; starting it again")
+            rows = driver.run()
+        work = asyncio.run(work_of(client))
+    notes = (*(disturbed.notes.get(step, "") for step in DISTURBED), killed)
+    return TrainingRun(
+        name="everything",
+        seconds=time.monotonic() - began_s,
+        rows=rows,
+        groups=stored_groups(folder / "rollouts"),
+        work=work,
+        notes=notes,
+    )
 
 
-def figures(name: str, seconds: float, groups: list[GroupResult], difference: dict | None, notes: list[str]) -> dict:
-    """The report of a run."""
-    summary = summarise(groups)
-    kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens")
-    return {"name": name, "seconds": round(seconds, 1), "first_difference": difference, "notes": notes} | {
-        key: summary[key] for key in kept
-    }
+def by_step(groups: list[GroupResult]) -> list[GroupResult]:
+    """The groups under names that no other step has."""
+    return [group.model_copy(update={"prompt_id": f"{group.step}.{group.prompt_id}"}) for group in groups]
 
 
-def certificate(runs: list[dict], steps: int) -> dict:
+def certificate(plain: TrainingRun, everything: TrainingRun) -> dict:
     """`identical`: all steps are the same to the bit, and the second run was disturbed as planned."""
-    plain, everything = runs
-    lacks = [key for key in ("chunked_share", "moved_samples", "drafted_tokens") if not everything[key]]
-    lacks += [f"disturbance {number}" for number, note in enumerate(everything["notes"], 1) if not note]
+    difference = first_difference(plain.rows, everything.rows)
+    runs = [figures(plain, None), figures(everything, difference)]
+    lacks = [key for key in ("chunked_share", "moved_samples", "drafted_tokens") if not runs[1][key]]
+    lacks += [f"disturbance {number}" for number, note in enumerate(everything.notes, 1) if not note]
     return {
-        "identical": everything["first_difference"] is None and not lacks,
-        "steps": steps,
-        "tokens": plain["tokens"],
+        "identical": difference is None and not lacks,
+        "steps": len(plain.rows),
+        "tokens": runs[0]["tokens"],
         "lacks": lacks,
         "runs": runs,
     }
+
+
+def figures(run: TrainingRun, difference: dict | None) -> dict:
+    """The report of a run."""
+    summary, kept = summarise(run.groups), ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens")
+    found = {"name": run.name, "seconds": round(run.seconds, 1), "first_difference": difference, "notes": run.notes}
+    return found | {key: summary[key] for key in kept} | {"close_calls": close_calls_of(run.groups)}
 
 
 def _prepare(client: RolloutClient, policies: dict) -> None:
@@ -119,22 +159,14 @@ def _prepare(client: RolloutClient, policies: dict) -> None:
     asyncio.run(prepare())
 
 
-@contextmanager
-def _plain(file: ServeFile) -> Iterator[tuple[RolloutClient, str]]:
+def _one_replica(file: ServeFile) -> ServeFile:
     wanted = Service(GROUP).of(file, Path())
     application = wanted.application
     engine = application.of("Engine").model_copy(update={"num_replicas": 1})
     args = application.args.model_copy(update={"pool": None})
     deployments = tuple(engine if one.name == "Engine" else one for one in application.deployments)
     changed = application.model_copy(update={"args": args, "deployments": deployments})
-    with _service(wanted.model_copy(update={"applications": (changed,)})) as both:
-        yield both
-
-
-@contextmanager
-def _everything(file: ServeFile, folder: Path) -> Iterator[tuple[RolloutClient, str]]:
-    with _service(Service(GROUP, elastic=True).of(file, folder)) as both:
-        yield both
+    return wanted.model_copy(update={"applications": (changed,)})
 
 
 @contextmanager
