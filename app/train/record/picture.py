@@ -41,7 +41,7 @@ def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], path: Path) 
                 label=f"held-out questions, {name}, one standard error",
             )
     top.set_ylabel("reward, accuracy")
-    top.legend(frameon=False, loc="lower right")
+    top.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     loss = [row.loss for row in rows]
     middle.plot(steps, loss, ".", color="#bbbbbb", markersize=4)
     middle.plot(steps, _moving_mean(loss), color="#0072b2")
