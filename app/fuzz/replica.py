@@ -13,6 +13,7 @@ from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.replica import Engine
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.telemetry import Telemetry
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 IDLE_S = 1.0
 """Longest wait of an idle engine for a command. A fault that holds its thread shows after it."""
@@ -56,6 +57,7 @@ class Shell(Engine.func_or_class):
     def __init__(self, loop: EngineLoop, telemetry: Telemetry, node_id: str, started_at: float):
         self._runner, self._telemetry = loop, telemetry
         self._node_id, self._started_at, self._pool_problem = node_id, started_at, ""
+        self._config, self._rank = EngineConfig(model="simulated", cores=None), 0
 
     def __del__(self):
         pass
