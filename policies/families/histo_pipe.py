@@ -24,8 +24,10 @@ class HistoPipe(OneLane):
 
     type: Literal["histo_pipe"] = "histo_pipe"
     ranking_groups: int = Field(8, ge=1, description="with two_tier (published: 8 and 16); else one per replica")
-    alternate: bool = Field(True, description="odd steps give the first replicas the shortest prompts, even the last")
-    two_tier: bool = Field(True, description="more replicas to long ranking groups")
+    alternate: bool = Field(
+        True, strict=True, description="odd steps give the first replicas the shortest prompts, even the last"
+    )
+    two_tier: bool = Field(True, strict=True, description="more replicas to long ranking groups")
     train_s: float = Field(0.0, ge=0.0, description="seconds of training on a step: no group need be sooner through")
 
     def keys(self, sample: SampleView, group: GroupView) -> tuple[tuple, ...]:
