@@ -38,7 +38,9 @@ class StagedWeights:
 
 
 class WeightsCalls:
-    """`_app_name`, `status` and `update_weights` are the client's."""
+    """`_app_name`, `_handle`, `_role`, `status` and `update_weights` are the client's."""
+
+    _kept = ""  # the slots that have a keeper on this node
 
     async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
         """Copy tensors into this node's shared memory. They may change as soon as this returns.
@@ -54,7 +56,9 @@ class WeightsCalls:
         status = await self.status()
         cluster = ray.get_runtime_context().gcs_address
         slots = Slots(service_name(self._app_name, cluster))
-        await asyncio.to_thread(keep_slots, slots.service, self._app_name)
+        if self._kept != slots.service:
+            await asyncio.to_thread(keep_slots, slots.service, self._app_name)
+            self._kept = slots.service
         return await asyncio.to_thread(
             _staged, slots, version, (status.weights_version, status.weights_digest), tensors
         )

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from random import Random
 from statistics import median
 
 from safetensors.torch import load_file
@@ -18,18 +19,23 @@ from tailrace.app.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.demo import PROMPTS
+from tailrace.app.errors import Failed
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.app.trl.weights_folders import WeightsFolders
 from tailrace.app.verification.disturbances import kill_actors
-from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams, WeightsLoaded
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
 
 PROBE_TOKENS = 32
+BUSY_S = 90.0
 KILL_AFTER_S = 0.3
 """Of an update: by then it is staged, and replicas check or load."""
 
-LONG_TOKENS = 3000
-"""Of a sample that only has to keep engines busy."""
+LONG_TOKENS = 1500
+"""Of a sample that only has to keep engines busy: its answer is forced, so that it does not end early."""
+
+LOADS = 2
+"""Batches in flight, so that neither replica waits for the last sample of one."""
 
 
 class Updates:
@@ -67,23 +73,29 @@ class Updates:
 
     async def load(self) -> None:
         """Samples that decode until this is cancelled."""
-        sampling = SamplingParams(temperature=1.0)
         while True:
-            name = f"load-{next(self._numbers)}"
-            group = PromptGroup(
-                prompt_id="long",
-                text="Once upon a time",
-                samples=self._samples,
-                max_tokens=LONG_TOKENS,
-                sampling=sampling,
+            number = next(self._numbers)
+            draw = Random(number)
+            groups = tuple(
+                PromptGroup(
+                    prompt_id=str(place),
+                    text=f"Once upon a time, {number}.{place}:",
+                    samples=1,
+                    max_tokens=LONG_TOKENS,
+                    forced_token_ids=(tuple(draw.randrange(100, 40_000) for _ in range(LONG_TOKENS - 1)),),
+                )
+                for place in range(max(1, self._samples // LOADS))
             )
-            batch = RolloutBatch(batch_id=name, groups=(group,), seed=next(self._numbers))
-            async for _ in self.client.rollout(batch):
+            async for _ in self.client.rollout(RolloutBatch(batch_id=f"load-{number}", groups=groups)):
                 pass
 
     async def busy(self) -> None:
-        """Returns once both replicas run samples under the present version."""
+        """Returns once both replicas run samples under the present version. Raises Failed after BUSY_S."""
+        deadline_s = time.monotonic() + BUSY_S
         while True:
+            if time.monotonic() > deadline_s:
+                status = await self.client.status()
+                raise Failed(f"after {BUSY_S:.0f} s two replicas are not busy under {self.version}: {status!r}")
             replicas = (await self.client.status()).replicas
             if len([r for r in replicas if r.ready and r.running and r.weights_version == self.version]) >= 2:
                 return
@@ -108,12 +120,12 @@ def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], No
 
 
 async def _run(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
-    loading = asyncio.create_task(updates.load())
-    try:
-        return await _measured(updates, repeats, say)
-    finally:
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
+    async with asyncio.TaskGroup() as group:  # a load that fails ends the run with its error
+        loads = [group.create_task(updates.load()) for _ in range(LOADS)]
+        result = await _measured(updates, repeats, say)
+        for load in loads:
+            load.cancel()
+    return result
 
 
 async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.staging.safetensors_header import read_header
-from tailrace.deployments.staging.slots import MemorySource, Slots, slot_of
+from tailrace.deployments.staging.slots import SHARED_MEMORY, MemorySource, Slots, slot_of
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 
 PULL_S = 600.0
@@ -55,18 +55,18 @@ def put(source: MemorySource, folder: Path, endpoint: PoolEndpoint) -> None:
         store.close()
 
 
-def pull(source: MemorySource, pool: PoolConfig, app_name: str) -> Path:
+def pull(source: MemorySource, pool: PoolConfig, app_name: str, root: Path = SHARED_MEMORY) -> Path:
     """Returns this node's slot with weights that it has pulled, or that another replica here has. Raises ValueError."""
     import fcntl
 
     from tailrace.kvpool.pool import join_pool
     from tailrace.kvpool.status import PoolDown
 
-    slots = Slots(source.service)
+    slots = Slots(source.service, root)
     lock = os.open(slots.root / f"tailrace-{source.service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two replicas one pulls
-        if (folder := slot_of(source)) is not None:
+        if (folder := slot_of(source, root)) is not None:
             return folder
         endpoint = join_pool(pool, app_name)
         store = _client(endpoint)
