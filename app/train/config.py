@@ -13,7 +13,7 @@ from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.task import TaskConfig
 from tailrace.deployments.messages.rollout import SamplingParams
 
-MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "evaluate_samples", "rewards", "trainer")
+MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "evaluate_samples", "weights_dir", "rewards", "trainer")
 """Keys that a run may change when it is continued."""
 
 
@@ -51,6 +51,9 @@ class TrainConfig(StrictModel):
     evaluate_every: int | None = Field(None, ge=1, description="steps; null: before and after training alone")
     evaluate_samples: int = Field(
         4, ge=0, description="answers to each held-out question, drawn as in training; a greedy one comes too"
+    )
+    weights_dir: Path | None = Field(
+        None, description="a folder that all nodes see, for the trainer's weights; null: through memory"
     )
     rewards: RewardsConfig = RewardsConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -97,7 +97,7 @@ class _Run:
         )
         for callback in (PrinterCallback, ProgressCallback):
             self._trainer.remove_callback(callback)
-        self._weights = WeightsSender(self._trainer, client, folder.weights, self._note_weights)
+        self._weights = WeightsSender(self._trainer, client, config.weights_dir, self._note_weights)
         self._replicas = ReplicaSeconds(client)
         self._feed = self._feed_of(rewards)
         self._cores = SharedCores(client) if config.trainer.shares_cores else None

@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, ledger, checkpoints, rollouts and the weights that the service reads."""
+"""The folder of a run: configuration, ledger, checkpoints and rollouts."""
 
 import json
 from pathlib import Path
@@ -16,10 +16,10 @@ class RunFolder:
 
     def __init__(self, path: Path, config: TrainConfig):
         self.path = Path(path).resolve()
-        self.picture, self.weights = self.path / "curve.png", self.path / "weights"
+        self.picture = self.path / "curve.png"
         self.checkpoints, self.rollouts = self.path / "checkpoints", self.path / "rollouts"
         try:
-            for folder in (self.checkpoints, self.rollouts, self.weights):
+            for folder in (self.checkpoints, self.rollouts):
                 folder.mkdir(parents=True, exist_ok=True)
             self._keep(config)
         except OSError as error:

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceStatus
@@ -49,10 +50,11 @@ class StandIn:
     def send_weights_blocking(self, version: int, tensors) -> WeightsLoaded:
         sent = {name: value.clone() for name, value in tensors}
         assert sent.keys() == dict(self.model.named_parameters()).keys(), "the set that a service compares"
-        self.model.load_state_dict(sent, strict=False)
-        self.version = version
-        self.updates.append((version, "memory"))
-        return WeightsLoaded(version=version, digest="of memory", replicas=("one",))
+        with self.lock:
+            self.model.load_state_dict(sent, strict=False)
+            self.version, self.digest = version, weights_checksum(self.model)
+            self.updates.append((version, "memory"))
+        return WeightsLoaded(version=version, digest=self.digest, replicas=("one",))
 
     def rollout_blocking(self, batch):
         assert batch.weights_version in (None, self.version)
