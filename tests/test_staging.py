@@ -99,6 +99,7 @@ def test_a_broken_stage_leaves_a_part_that_the_next_one_removes(slots):
     stage = Stage(slots, 2, (1, served.digest))
     stage.add("a", TENSORS["embed"])
     os.close(stage._lock)  # as the end of its process does
+    stage._lock = -1
     assert slots.part.exists() and list(slots.held()) == [(1, served.digest)]
     source = staged(slots, 2, served=(1, served.digest))
     assert not slots.part.exists() and (2, source.digest) in slots.held()
