@@ -40,14 +40,12 @@ class StagedWeights:
 class WeightsCalls:
     """`_app_name`, `_handle`, `_role`, `status` and `update_weights` are the client's."""
 
-    _kept = ""  # the slots that have a keeper on this node
-
     async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
         """Copy tensors into this node's shared memory. They may change as soon as this returns.
 
         `tensors`: of torch or numpy, by the names of a saved Hugging Face folder (`tailrace.saved_weights` gives them);
         a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if memory lacks
-        room or another process stages. Staged weights are committed by `commit_weights`, or given up by `drop`.
+        room or others are being staged. Staged weights are committed by `commit_weights`, or given up by `drop`.
         """
         import ray
 
@@ -56,12 +54,12 @@ class WeightsCalls:
         status = await self.status()
         cluster = ray.get_runtime_context().gcs_address
         slots = Slots(service_name(self._app_name, cluster))
-        if self._kept != slots.service:
-            await asyncio.to_thread(keep_slots, slots.service, self._app_name)
-            self._kept = slots.service
-        return await asyncio.to_thread(
-            _staged, slots, version, (status.weights_version, status.weights_digest), tensors
-        )
+        served = status.weights_version, status.weights_digest
+        keeping = asyncio.create_task(asyncio.to_thread(keep_slots, slots.service, self._app_name))
+        try:
+            return await asyncio.to_thread(_staged, slots, version, served, tensors)
+        finally:
+            await keeping
 
     stage_weights_blocking = blocking(stage_weights)
 
@@ -71,7 +69,10 @@ class WeightsCalls:
         Replicas of other nodes, and those that start later there, pull them from the KV pool. Raises WeightsRejected,
         with the reason, if the update failed; the former weights then stay.
         """
-        source = await asyncio.to_thread(staged.stage.seal)
+        try:
+            source = await asyncio.to_thread(staged.stage.seal)
+        finally:
+            staged.drop()  # of a sealed stage, nothing
         loaded = await self.update_weights(staged.version, str(source), source.digest)
         return loaded.model_copy(update={"staged_s": staged.seconds})
 

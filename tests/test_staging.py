@@ -99,6 +99,7 @@ def test_a_broken_stage_leaves_a_part_that_the_next_one_removes(slots):
     stage = Stage(slots, 2, (1, served.digest))
     stage.add("a", TENSORS["embed"])
     os.close(stage._lock)  # as the end of its process does
+    stage._lock = -1
     assert slots.part.exists() and list(slots.held()) == [(1, served.digest)]
     source = staged(slots, 2, served=(1, served.digest))
     assert not slots.part.exists() and (2, source.digest) in slots.held()
@@ -122,10 +123,19 @@ def test_a_writer_that_is_killed_lets_the_next_one_in(slots):
 
 def test_a_second_writer_is_refused_until_the_first_has_ended(slots):
     first = Stage(slots, 1, NOTHING)
-    with pytest.raises(AlreadyStaging, match=r"^another process is staging weights of app-1 on this node$"):
+    with pytest.raises(
+        AlreadyStaging, match=r"^weights of app-1 are being staged on this node already; commit or drop them$"
+    ):
         Stage(slots, 2, NOTHING)
     first.drop()
     assert not slots.part.exists()
+    staged(slots, 2)
+
+
+def test_a_forgotten_stage_lets_the_next_one_in(slots):
+    stage = Stage(slots, 1, NOTHING)
+    stage.add("a", TENSORS["embed"])
+    del stage
     staged(slots, 2)
 
 

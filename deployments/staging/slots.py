@@ -54,7 +54,7 @@ def service_name(app_name: str, cluster: str) -> str:
 
 
 class AlreadyStaging(ValueError):
-    """Another process is staging weights of this service."""
+    """Weights of this service are being staged already."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class Slots:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise AlreadyStaging(f"another process is staging weights of {self.service} on this node") from None
+            raise AlreadyStaging(
+                f"weights of {self.service} are being staged on this node already; commit or drop them"
+            ) from None
         return lock
 
     def remove(self) -> None:

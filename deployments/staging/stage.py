@@ -91,6 +91,10 @@ class Stage:
             shutil.rmtree(self._slots.part, ignore_errors=True)
         self._close()
 
+    def __del__(self):
+        if hasattr(self, "_files"):  # else the constructor has failed
+            self.drop()
+
     def _close(self) -> None:
         for file in self._files:
             file.close()
@@ -114,6 +118,7 @@ class StagedFile:
     def __init__(self, path: Path):
         self._path, self._end, self._header_bytes = path, HEADER_BYTES, ENTRY_BYTES
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.posix_fallocate(self._file, 0, HEADER_BYTES)
         self._entries: dict[str, dict] = {}
         self._checksums: dict[str, str] = {}
 
