@@ -23,6 +23,7 @@ from tailrace.app.train.certificate.comparison import first_difference
 from tailrace.app.train.certificate.disturbed_steps import DisturbedSteps, end_a_store
 from tailrace.app.train.certificate.driver import TrainingDriver
 from tailrace.app.train.config import TrainConfig
+from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.stored_groups import stored_groups
 from tailrace.app.verification.closeness import close_calls_of, sureness, total, work_of
@@ -93,7 +94,7 @@ def _plain(file: ServeFile, config: TrainConfig, folder: Path, say: Callable[[st
     began_s = time.monotonic()
     with _service(_one_replica(file)) as (client, address):
         _prepare(client, PLAIN)
-        rows = TrainingDriver(config.model_copy(update={"mode": "sync"}), folder, address).run()
+        rows = TrainingDriver(config.model_copy(update={"mode": Mode.SYNC}), folder, address).run()
         work = asyncio.run(work_of(client))
     return TrainingRun("plain", time.monotonic() - began_s, rows, stored_groups(folder / "rollouts"), work)
 
