@@ -48,8 +48,7 @@ class GroupTrainer(GRPOTrainer):
         """`rows_of`: a step's inputs for reward functions, by place. `order_of`: of its gradients.
 
         `max_held`: gradients held for groups that end before their turn. `samples_per_pass`: of a group, in one
-        backward pass; None for all. `before_group`: called before each, with whether it is
-        the step's last.
+        backward pass; None for all. `before_group`: called before each, with whether it is the step's last.
         """
         self._feed, self._rows_of, self._order_of = feed, rows_of, order_of
         self._on_policy, self._max_held, self._before_group = on_policy, max_held, before_group
@@ -57,8 +56,7 @@ class GroupTrainer(GRPOTrainer):
         self._held = HeldGradients(self.model.parameters())
         self.use_vllm, self.vllm_generation = True, HandedOver()
         self._last_loaded_step = -1  # TRL calls `sync_weights` where this is not the present step
-        steps_groups = self.args.gradient_accumulation_steps
-        tokens = steps_groups * self.num_generations * self.max_completion_length
+        tokens = self.args.gradient_accumulation_steps * self.num_generations * self.max_completion_length
         self._divisor = 2.0 ** math.ceil(math.log2(tokens))  # a power of two: dividing by it rounds nothing
 
     def _prepare_inputs(self, generation_batch):
