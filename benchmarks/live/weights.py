@@ -120,18 +120,24 @@ def measure(file: ServeFile, repeats: int, samples: int, say: Callable[[str], No
 
 
 async def _run(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
-    async with asyncio.TaskGroup() as group:  # a load that fails ends the run with its error
-        loads = [group.create_task(updates.load()) for _ in range(LOADS)]
-        result = await _measured(updates, repeats, say)
-        for load in loads:
-            load.cancel()
-    return result
+    loads = [asyncio.create_task(updates.load()) for _ in range(LOADS)]
+    measuring = asyncio.create_task(_measured(updates, repeats, say))
+    try:
+        ended, _ = await asyncio.wait({measuring, *loads}, return_when=asyncio.FIRST_COMPLETED)
+        return ended.pop().result()  # a load ends by its error alone
+    finally:
+        for task in (measuring, *loads):
+            task.cancel()
+        await asyncio.gather(measuring, *loads, return_exceptions=True)
 
 
 async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) -> dict:
     modes: dict[str, list[dict]] = {"folder": [], "memory": []}
     said: dict[int, list] = {}
     same = True
+    for update in (updates.by_folder, updates.by_memory):  # the first of each starts an actor, and makes files
+        await updates.busy()
+        await update(0)
     await updates.busy()
     for turn in range(repeats):
         for name, update in (("folder", updates.by_folder), ("memory", updates.by_memory)):
@@ -143,8 +149,8 @@ async def _measured(updates: Updates, repeats: int, say: Callable[[str], None]) 
             await updates.busy()
     nbytes = sum(tensor.nbytes for tensor in updates.tensors[0].values())
     result = {"bytes": nbytes, **{name: _medians(rows) for name, rows in modes.items()}, "same_tokens": same}
-    if set(said) != {0, 1}:
-        said[repeats % 2] = await _said(updates, (repeats + 1) % 2)
+    for which in {0, 1} - said.keys():
+        said[which] = await _said(updates, which)
     result["late_replica"] = await _late(updates, said, say)
     result["killed_in_mid_update"] = await _killed(updates, said, say)
     return result
