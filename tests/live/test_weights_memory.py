@@ -33,7 +33,7 @@ def client(tiny_model):
     file = with_engine(load_config(), {"model": str(tiny_model), "kv_cache_gib": 0.25, "max_model_len": 512})
     with service(file, None) as client:
         yield client
-    assert slots() == before, "nothing of the service is left in shared memory"
+    assert set(slots()) <= set(before), "nothing of the service is left in shared memory"
 
 
 @pytest.fixture(scope="module")
