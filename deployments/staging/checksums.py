@@ -5,13 +5,13 @@ A checksum covers a tensor's name, type, shape and bytes. BLAKE3: 5 GB/s on one 
 
 from collections.abc import Mapping
 
-from blake3 import blake3
-
 CHECKSUM_BYTES, DIGEST_BYTES = 16, 8
 
 
 def checksum(name: str, kind: str, shape: list[int], data: memoryview) -> str:
     """Returns 32 hex digits."""
+    from blake3 import blake3  # not of the light installation, which has the client alone
+
     state = blake3(f"{name}\0{kind}\0{shape}\0".encode())
     state.update(data)
     return state.hexdigest(length=CHECKSUM_BYTES)
@@ -19,5 +19,7 @@ def checksum(name: str, kind: str, shape: list[int], data: memoryview) -> str:
 
 def digest_of(checksums: Mapping[str, str]) -> str:
     """Returns 16 hex digits that name the content of a version: the same for the same tensors in any order."""
+    from blake3 import blake3
+
     lines = "".join(f"{name}\0{checksums[name]}\n" for name in sorted(checksums))
     return blake3(lines.encode()).hexdigest(length=DIGEST_BYTES)
