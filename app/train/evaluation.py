@@ -14,8 +14,8 @@ HELD_OUT_STEPS = 1 << 41
 
 
 class HeldOut:
-    """`prompts`: token ids of the questions. `samples`: answers to each, drawn by `sampling`, with a
-    greedy one."""
+    """`prompts`: token ids of the questions. `samples`: answers to each, drawn by `sampling`; a greedy
+    one comes too."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.train.feed.modes import Lookahead
-from tailrace.app.train.feed.step_rollout import RunningStep
+from tailrace.app.train.feed.running_step import RunningStep
 from tailrace.app.trl.weights_sender import WeightsSender
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
 
