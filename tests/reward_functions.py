@@ -20,3 +20,8 @@ def trouble(prompt, completion, answer):
     if completion == "exit":
         os._exit(7)
     return {"nan": float("nan"), "text": "high"}.get(completion, 0.5)
+
+
+def same_for_some(prompt, completion, answer):
+    """Of a question with an even answer, all answers are as good."""
+    return 1.0 if int(answer) % 2 == 0 else len(completion)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.app.train.feed.modes import Mode, lookahead_of
-from tailrace.app.train.gradient_order import GradientOrder, by_expected_length
+from tailrace.app.train.gradients.gradient_order import GradientOrder, by_expected_length
 from tailrace.app.train.question_order import QuestionOrder
 from tailrace.app.train.record.ledger import Staleness
 from tailrace.app.train.record.row_file import RowFile
@@ -37,30 +37,28 @@ def test_the_shortest_expected_group_is_first_and_unknown_ones_are_average():
 
 
 @given(data=st.data(), count=st.integers(1, 7), held=st.integers(0, 3))
-def test_gradients_are_added_in_order_however_groups_end(data, count, held):
-    order = data.draw(st.permutations(range(count)))
+def test_every_group_is_begun_once_and_few_before_their_turn(data, count, held):
+    places = data.draw(st.permutations(range(count)))
     endings = data.draw(st.permutations(range(count)))
-    gradients, ended, added, computed = GradientOrder(order, held), set(), [], 0
-    while len(added) < count:
-        place = gradients.next(ended)
+    order, ended, begun = GradientOrder(places, held), set(), []
+    while len(begun) < count:
+        place = order.next(ended)
         if place is None:
-            ended.add(endings[len(ended)])  # there is one left: else all could be added
+            ended.add(endings[len(ended)])  # there is one left: else all could begin
             continue
         assert place in ended
-        computed += 1
-        if gradients.compute(place):
-            added.append(place)
-        while (due := gradients.due()) is not None:
-            added.append(due)
-        assert computed - len(added) <= held
-    assert added == list(order)
+        order.begin(place)
+        begun.append(place)
+        in_turn = next((turn for turn, each in enumerate(places) if each not in begun), count)
+        assert len(begun) - in_turn <= held
+    assert sorted(begun) == list(range(count))
 
 
 def test_a_group_waits_for_its_turn_unless_its_gradient_may_be_held():
     assert GradientOrder((0, 1, 2), 0).next({1, 2}) is None
     assert GradientOrder((0, 1, 2), 1).next({1, 2}) == 1
     order = GradientOrder((0, 1, 2), 1)
-    order.compute(1)
+    order.begin(1)
     assert order.next({1, 2}) is None
     assert order.next({0, 1, 2}) == 0
 

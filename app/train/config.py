@@ -23,12 +23,15 @@ class RewardsConfig(StrictModel):
 
 
 class TrainerConfig(StrictModel):
-    threads: int | None = Field(None, ge=1, description="of torch; null: one for each core")
+    workers: int | None = Field(
+        None, ge=1, description="backward passes at a time; null: as many as cores have room for, and one on a GPU"
+    )
+    threads: int = Field(1, ge=1, description="of torch, for each pass; with another number, sums round otherwise")
     shares_cores: bool = Field(
         False, description="while samples are under way, compute on cores of idle engine replicas of this node alone"
     )
     samples_per_pass: int | None = Field(
-        None, ge=1, description="of a group, in one backward pass: the shorter ones are padded less; null: all"
+        None, ge=1, description="of a group, in one backward pass: shorter ones are padded less; null: all"
     )
     max_held_gradients: int = Field(
         0, ge=0, description="groups that may be computed before their turn; each takes the memory of all gradients"

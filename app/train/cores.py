@@ -1,7 +1,7 @@
 """The cores that a trainer computes on where it shares them with engines.
 
 A gradient runs on the cores of replicas that have nothing to run, and on all once no sample is under way. The number
-of threads stays the same, so the bits do too. Linux; used by `GroupTrainer` before each group.
+of threads stays the same, so the bits do too. Linux; used by `GroupTrainer` before each backward pass.
 """
 
 import os
@@ -12,7 +12,7 @@ from tailrace.app.client import RolloutClient
 from tailrace.app.train.feed.step_feed import StepFeed
 
 LOOK_S = 0.2
-"""Between two looks for a free core: a tenth of a group's backward pass."""
+"""Between two looks for a free core: a tenth of a backward pass."""
 
 
 class SharedCores:

@@ -1,19 +1,25 @@
 """TRL's GRPO trainer, fed group by group: a micro-batch is one group, and its gradient may begin while others run.
 
 Invariant: gradients are added in an order fixed before the step, so the sum has the same bits however long the groups
-took. A loss over all tokens of a step is computed over a constant and scaled after the last group, since the number
-is not known before. With samples of earlier weights, their own logprobs are the old ones of the clipped ratio.
+took and however many are computed at a time. A loss over all tokens of a step is computed over a constant and scaled
+after the last group, since the number is not known before. With samples of earlier weights, their own logprobs are
+the old ones of the clipped ratio.
 """
 
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import torch
 from trl import GRPOTrainer
 
+from tailrace.app.errors import BadInput
+from tailrace.app.train.config import TrainerConfig
 from tailrace.app.train.feed.step_feed import StepFeed
-from tailrace.app.train.gradient_order import GradientOrder
-from tailrace.app.train.held_gradients import HeldGradients
+from tailrace.app.train.gradients.gradient import Gradient, OrderedSum
+from tailrace.app.train.gradients.gradient_order import GradientOrder
+from tailrace.app.train.gradients.gradient_workers import GradientWorkers, workers_for
 from tailrace.app.train.logprob_mismatch import LogprobMismatch
 from tailrace.deployments.messages.rollout import GroupResult
 
@@ -32,7 +38,7 @@ OF_ALL = ("num_items_in_batch",)
 
 
 class GroupTrainer(GRPOTrainer):
-    """Call `feed_by` before `train`. One process; its evaluation is not TRL's, see `evaluation`."""
+    """Call `feed_by` before `train`, and `close` after. One process; its evaluation is not TRL's, see `evaluation`."""
 
     def feed_by(
         self,
@@ -41,40 +47,85 @@ class GroupTrainer(GRPOTrainer):
         rows_of: Callable[[int], Sequence[dict]],
         order_of: Callable[[int], Sequence[int]],
         on_policy: bool,
-        max_held: int,
-        samples_per_pass: int | None,
+        settings: TrainerConfig,
         before_group: Callable[[bool], None],
+        before_pass: Callable[[], None],
     ) -> None:
         """`rows_of`: a step's inputs for reward functions, by place. `order_of`: of its gradients.
 
-        `max_held`: gradients held for groups that end before their turn. `samples_per_pass`: of a group, in one
-        backward pass; None for all. `before_group`: called before each, with whether it is the step's last.
+        `before_group`: called before each, with whether it is the step's last. `before_pass`: before each backward
+        pass. Raises BadInput if TRL's settings have terms of the loss that cannot be computed group by group.
         """
+        if (self._entropy_bonus_enabled or self.aux_loss_enabled) and self.loss_type in LOSSES_OVER_ALL_TOKENS:
+            raise BadInput(
+                f"trl: loss_type {self.loss_type} divides by all tokens of a step, which are not known as it begins; "
+                "an entropy bonus or a router's loss would be divided too; use loss_type grpo or dr_grpo with them"
+            )
         self._feed, self._rows_of, self._order_of = feed, rows_of, order_of
-        self._on_policy, self._max_held, self._before_group = on_policy, max_held, before_group
-        self._samples_per_pass = samples_per_pass
-        self._held = HeldGradients(self.model.parameters())
+        self._on_policy, self._settings = on_policy, settings
+        self._before_group, self._before_pass = before_group, before_pass
+        self._workers: GradientWorkers | None = None
+        self._of_pass = threading.local()
         self.use_vllm, self.vllm_generation = True, HandedOver()
         self._last_loaded_step = -1  # TRL calls `sync_weights` where this is not the present step
         tokens = self.args.gradient_accumulation_steps * self.num_generations * self.max_completion_length
         self._divisor = 2.0 ** math.ceil(math.log2(tokens))  # a power of two: dividing by it rounds nothing
 
+    def close(self) -> None:
+        """End the threads of gradients."""
+        if self._workers is not None:
+            self._workers.close()
+
     def _prepare_inputs(self, generation_batch):
         """Returns the inputs that `training_step` has prepared. Upstream: generates and scores a whole batch."""
         return generation_batch
 
-    def _next_group(self) -> dict:
-        """The inputs of the loss for the next group, in the order of gradients."""
-        step, turn = self.state.global_step, self._step % self.args.gradient_accumulation_steps
+    def training_step(self, model, inputs, num_items_in_batch):
+        """Begin one group's gradient. Returns the whole step's loss with the last group, and 0 before.
+
+        TRL's own `inputs` are not used: which questions a step has is fixed by `rows_of`.
+        """
+        if self._workers is None:
+            self._workers = self._workers_on(model)
+        turn = self._step % self.args.gradient_accumulation_steps
         if turn == 0:
-            self._running = self._feed.begin(step)
-            self._order = GradientOrder(self._order_of(step), self._max_held)
-            self._losses: dict[int, torch.Tensor] = {}
-            self._tokens, self.mismatch = 0, LogprobMismatch()
-        self._place = self._next_place()
-        self._before_group(turn == self.args.gradient_accumulation_steps - 1)
-        self.vllm_generation.group = self._running.group(self._place)
-        row = self._rows_of(step)[self._place]
+            self._begin_step()
+        self._collect(self._workers.workers)
+        is_last = turn == self.args.gradient_accumulation_steps - 1
+        self._begin_group(is_last)
+        self._step += 1
+        return self._end_step() if is_last else torch.zeros((), device=self.accelerator.device)
+
+    def _begin_step(self) -> None:
+        step = self.state.global_step
+        self._running_step = self._feed.begin(step)
+        self._order = GradientOrder(self._order_of(step), self._settings.max_held_gradients)
+        self._step_sum = OrderedSum(self._order.places)
+        self._group_sums: dict[int, OrderedSum] = {}
+        self._running: dict[Future[Gradient], tuple[int, int]] = {}  # to the place and the number of its pass
+        self._tokens, self.groups_without_gradient = 0, 0
+
+    def _begin_group(self, is_last: bool) -> None:
+        place = self._next_place()
+        self._before_group(is_last)
+        passes = parts(self._inputs_of(place), self._settings.samples_per_pass)
+        self._order.begin(place)
+        self._group_sums[place] = OrderedSum(range(len(passes)))
+        self.groups_without_gradient += all(map(self._has_no_gradient, passes))
+        for number, each in enumerate(passes):
+            self._collect(self._workers.workers)
+            self._before_pass()
+            self._running[self._workers.submit(each)] = place, number
+
+    def _next_place(self) -> int:
+        while (place := self._order.next(ended := self._running_step.ended)) is None:
+            self._feed.next_group(self._running_step, len(ended))
+        return place
+
+    def _inputs_of(self, place: int) -> dict:
+        """The inputs of the loss for a group."""
+        self.vllm_generation.group = self._running_step.group(place)
+        row = self._rows_of(self.state.global_step)[place]
         inputs = self._generate_and_score_completions([dict(row) for _ in range(self.num_generations)])
         self._tokens += int(inputs["num_items_in_batch"])
         inputs["num_items_in_batch"] = torch.tensor(self._divisor, device=self.accelerator.device)
@@ -82,50 +133,76 @@ class GroupTrainer(GRPOTrainer):
             inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"]
         return inputs
 
-    def _next_place(self) -> int:
-        while (place := self._order.next(ended := self._running.ended)) is None:
-            self._feed.next_group(self._running, len(ended))
-        return place
+    def _collect(self, may_run: int) -> None:
+        """Add gradients to their sums until at most `may_run` passes are left. Raises a pass's error."""
+        while len(self._running) > may_run:
+            for future in wait(self._running, return_when=FIRST_COMPLETED).done:
+                place, number = self._running.pop(future)
+                self._group_sums[place].put(number, future.result())
+                if (whole := self._group_sums[place].result) is not None:
+                    self._step_sum.put(place, whole)
+                    del self._group_sums[place]
 
-    def training_step(self, model, inputs, num_items_in_batch):
-        """One group's gradient. Returns the whole step's loss with the last group, and 0 before.
-
-        TRL's own `inputs` are not used: which questions a step has is fixed by `rows_of`.
-        """
-        passes = parts(self._next_group(), self._samples_per_pass)
-        in_turn = self._order.compute(self._place)
-        apart = not in_turn or len(passes) > 1  # a sum of passes has the same bits wherever it is added
-        if apart:
-            self._held.set_sum_aside()
-        # TRL's own `training_step` counts calls and prepares inputs; the one above it computes.
-        losses = [super(GRPOTrainer, self).training_step(model, each, num_items_in_batch) for each in passes]
-        self._losses[self._place] = torch.stack(losses).sum()
-        if apart:
-            self._held.hold(self._place)
-            if in_turn:
-                self._held.add(self._place)
-        while (place := self._order.due()) is not None:
-            self._held.add(place)
-        self._step += 1
-        if self._step % self.args.gradient_accumulation_steps:
-            return torch.zeros_like(losses[0])
-        factor = self._divisor / max(1, self._tokens) if self.loss_type in LOSSES_OVER_ALL_TOKENS else 1.0
-        if factor != 1.0:
-            self._held.scale(factor)
+    def _end_step(self) -> torch.Tensor:
+        self._collect(0)
+        whole = self._step_sum.result
+        if self.loss_type in LOSSES_OVER_ALL_TOKENS:
+            whole.scale(self._divisor / max(1, self._tokens))
+        has_none = all(gradient is None for gradient in whole.tensors)  # the optimizer's own moments still move weights
+        for parameter, gradient in zip(trained(self.model), whole.tensors, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if has_none else gradient
+        self.mismatch = whole.mismatch
         self._feed.end(self.state.global_step)
-        return torch.stack([self._losses[place] for place in sorted(self._losses)]).sum() * factor
+        return whole.loss
+
+    def _workers_on(self, model) -> GradientWorkers:
+        settings = self._settings
+        return GradientWorkers(
+            model, settings.workers or workers_for(settings.threads), settings.threads, self._gradient_of
+        )
+
+    def _gradient_of(self, model, inputs: dict) -> Gradient:
+        """One backward pass, on a thread of the workers."""
+        if self._has_no_gradient(inputs):
+            with torch.no_grad():  # for the metrics
+                loss = self.compute_loss(model, inputs)
+            tensors = [None for _ in trained(model)]
+        else:
+            # TRL's own `training_step` counts calls and prepares inputs; the one above it computes.
+            loss = super(GRPOTrainer, self).training_step(model, inputs)
+            tensors = take_gradients(model)
+        return Gradient(tensors, loss.detach(), self._of_pass.mismatch)
+
+    def _has_no_gradient(self, inputs: dict) -> bool:
+        """Whether every term of the loss is multiplied by an advantage of 0: all answers had the same reward."""
+        has_other_terms = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled
+        return not has_other_terms and not inputs["advantages"].any()
 
     def _compute_loss(self, model, inputs):
         rollout_logprobs = inputs.pop("sampling_per_token_logps")  # on no account part of an on-policy loss
         loss = super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        self.mismatch.note(self._trainer_logprobs, rollout_logprobs, mask)
+        self._of_pass.mismatch = LogprobMismatch()
+        self._of_pass.mismatch.note(self._of_pass.logprobs, rollout_logprobs, mask)
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args, **options):
         found = super()._get_per_token_logps_and_entropies(*args, **options)
-        self._trainer_logprobs = found[0].detach()
+        self._of_pass.logprobs = found[0].detach()
         return found
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that have gradients."""
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def take_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The gradients of a model, which has none afterwards."""
+    taken = [each.grad for each in trained(model)]
+    for each in trained(model):
+        each.grad = None
+    return taken
 
 
 def parts(inputs: dict, samples_per_pass: int | None) -> list[dict]:

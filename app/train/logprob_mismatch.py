@@ -26,6 +26,12 @@ class LogprobMismatch:
             self.kl_sum += float((difference.exp() - difference - 1).sum())
             self.greatest = max(self.greatest, float(difference.abs().max()))
 
+    def add(self, other: "LogprobMismatch") -> None:
+        """Add the tokens of another."""
+        self.tokens += other.tokens
+        self.kl_sum += other.kl_sum
+        self.greatest = max(self.greatest, other.greatest)
+
     @property
     def kl(self) -> float:
         """Mean over the tokens, nats."""

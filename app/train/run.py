@@ -21,7 +21,7 @@ from tailrace.app.train.cores import SharedCores
 from tailrace.app.train.evaluation import HeldOut
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
-from tailrace.app.train.gradient_order import by_expected_length
+from tailrace.app.train.gradients.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer
 from tailrace.app.train.question_order import QuestionOrder
 from tailrace.app.train.record.accuracy import Accuracy, described
@@ -77,7 +77,7 @@ class _Run:
         self._client, self._config, self._task, self._folder = client, config, task, folder
         self._say, self._order_by = say, order
         self._questions = lru_cache(maxsize=8)(QuestionOrder(task.train, config.groups, config.seed).of)
-        torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
+        torch.set_num_threads(config.trainer.threads)
         model = str(resolve_model(config.model))
         tokenizer = AutoTokenizer.from_pretrained(model)
         arguments = GRPOConfig(**defaults() | trl_settings(config, settings_of(config, str(folder.checkpoints))))
@@ -106,9 +106,9 @@ class _Run:
             rows_of=self._rows,
             order_of=self._order,
             on_policy=lookahead_of(config.mode, config.max_staleness).on_policy,
-            max_held=config.trainer.max_held_gradients,
-            samples_per_pass=config.trainer.samples_per_pass,
+            settings=config.trainer,
             before_group=self._before_group,
+            before_pass=self._before_pass,
         )
         self._trainer.add_callback(self._recorder(rewards))
 
@@ -122,6 +122,7 @@ class _Run:
     def close(self) -> None:
         """End the samples that run, and every process and thread of the run."""
         self._feed.close()
+        self._trainer.close()
         self._replicas.close()
         self._pool.close()
         if self._cores:
@@ -163,6 +164,8 @@ class _Run:
         """Replicas that were given back are wanted again while the last gradient is computed."""
         if is_last and self._replicas.given_back:
             self._client.reserve_blocking(self._replicas.most)
+
+    def _before_pass(self) -> None:
         if self._cores:
             self._cores.take(self._feed)
 

@@ -81,6 +81,7 @@ class StepRecorder(TrainerCallback):
             reward_std=spread,
             rewards_failed=rewarded.outcomes["failed"],
             rewards_timed_out=rewarded.outcomes["timed_out"],
+            groups_without_gradient=self._trainer.groups_without_gradient,
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
             staleness=staleness(self._sent, step - 1, samples),

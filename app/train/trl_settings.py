@@ -14,6 +14,7 @@ from tailrace.app.train.group_trainer import LOSSES_OVER_ALL_TOKENS
 NOT_BY_GROUPS = {
     "scale_rewards": (("batch",), "advantages are computed group by group; use group or none"),
     "multi_objective_aggregation": (("normalize_then_sum",), "advantages are computed group by group"),
+    "use_adaptive_entropy": ((True,), "its coefficient would change between the groups of a step"),
     "num_iterations": (range(2, 1 << 30), "a step's samples are used once"),
 }
 """Settings that a trainer fed group by group cannot honour: values, and the reason."""
@@ -62,6 +63,7 @@ def settings_of(config: TrainConfig, checkpoints: str) -> dict[str, Any]:
         "learning_rate": config.learning_rate,
         "seed": config.seed,
         "use_vllm": False,
+        "disable_dropout": True,  # a gradient is a function of weights and samples
         "vllm_importance_sampling_correction": False,
         "ignore_data_skip": True,
         "logging_steps": 1,

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -15,9 +16,9 @@ from tailrace.app.errors import BadInput
 @click.command("train")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
 @click.option("--groups", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of a step.")
-@click.option("--samples", type=click.IntRange(min=2), default=8, show_default=True, help="Samples per prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=384, show_default=True, help="Per sample.")
-@click.option("--shorten", type=click.IntRange(min=1), default=3, show_default=True,
+@click.option("--samples", type=click.IntRange(min=2), default=4, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Per sample.")
+@click.option("--shorten", type=click.IntRange(min=1), default=1, show_default=True,
               help="Replay the first of so many equal parts of each answer; the shape of the tail stays.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="That count, of each mode.")
 @click.option("--modes", "only", multiple=True, metavar="NAME", help="Only these, all by default; may be given again.")
@@ -26,7 +27,7 @@ from tailrace.app.errors import BadInput
 def command(trace, groups, samples, max_tokens, shorten, steps, only, config, as_json):
     """Train on recorded answers: static groups with a trainer that waits, TRL's own generation, and the modes here.
 
-    Trainer and engines share the cores. About 20 minutes for all modes on two cores.
+    Trainer and engines share the cores. About half an hour for all modes on two cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from benchmarks.live.train import NAMES, TrainingReplay, measure
@@ -43,7 +44,7 @@ def command(trace, groups, samples, max_tokens, shorten, steps, only, config, as
     with tempfile.TemporaryDirectory(prefix="tailrace-prompts-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
         answers = _answers(file, lines[:wanted], samples, max_tokens, shorten)
-        prompts.write_text("".join(json.dumps({"prompt": line["prompt"]}) + "\n" for line in lines[:wanted]))
+        prompts.write_text("".join(_questions(file, lines[:wanted], answers.values())))
         sizes = {"groups": groups, "samples": samples, "max_tokens": max_tokens, "steps": steps}
         result = measure(file, TrainingReplay(prompts, answers, **sizes), only or NAMES, say)
     if as_json:
@@ -70,6 +71,20 @@ def _answers(file, lines, samples: int, max_tokens: int, shorten: int) -> dict:
         )
         for group in whole
     }
+
+
+def _questions(file, lines, answers) -> Iterator[str]:
+    """Lines of the task, each with the recorded rewards of its answers."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.live.recorded_rewards import key_of
+    from tailrace.app.model import resolve_model
+
+    tokenizer = AutoTokenizer.from_pretrained(str(resolve_model(file.application.args.engine.model)))
+    for line, ids in zip(lines, answers, strict=True):
+        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+        rewards = [sample["reward"] for sample in line["epochs"][-1]["samples"]]
+        yield json.dumps({"prompt": line["prompt"], "answer": key_of(zip(texts, rewards, strict=False))}) + "\n"
 
 
 def _print(result: dict) -> None:

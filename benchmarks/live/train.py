@@ -1,6 +1,6 @@
 """Whole steps of training, rollout and gradients, by one trainer in several modes over the same tokens.
 
-Recorded answers are replayed: every engine step and every gradient is computed for real, the trace decides the tokens.
+Recorded answers are replayed: engine steps and gradients are computed for real, the trace decides tokens and rewards.
 Baselines: static groups without drafts and a trainer that waits (verl's shape), and TRL's own generation. Modes take
 turns on one service. Called by `tailrace bench train`.
 """
@@ -27,6 +27,8 @@ MODES = {STATIC: "sync", "sync": "sync", "overlap": "overlap", "one_step_off": "
 
 NAMES = (*MODES, TRL)
 
+RECORDED = "benchmarks.live.recorded_rewards:reward"
+
 Answers = Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
 """Recorded answers by the token ids of their prompt."""
 
@@ -44,9 +46,8 @@ class TrainingReplay:
 
     def config(self, model: str, mode: str, steps: int) -> TrainConfig:
         """Every question comes once, so no draft has an answer of an earlier step."""
-        task = {"prompts": self.prompts, "chat": False, "answer_pattern": r"-?\d+", "held_out": 0}
-        task |= {"train": len(self.answers)}
-        trainer = {"shares_cores": True, "max_held_gradients": 2, "samples_per_pass": 1}
+        task = {"prompts": self.prompts, "chat": False, "reward": RECORDED, "held_out": 0, "train": len(self.answers)}
+        trainer = {"shares_cores": True, "max_held_gradients": self.groups - 1, "samples_per_pass": 1}
         return TrainConfig(
             model=model,
             task=task,
@@ -117,6 +118,8 @@ def figures(rows: Sequence[LedgerRow], cores: int) -> dict:
         "trainer_core_s": round(trainer_s, 2),
         "bound_share": round((busy_s + trainer_s) / cores / step_s, 3),
         "staleness": mean(row.staleness.mean for row in rows),
+        "reward": round(mean(row.reward_mean for row in rows), 4),
+        "groups_without_gradient": sum(row.groups_without_gradient for row in rows),
         "seconds": kinds,
         "weights": [row.weights_checksum for row in rows],
     }

@@ -5,6 +5,7 @@ Transformers generates; a logits processor leaves the recorded token alone, so t
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -13,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.live.recorded_rewards import reward
 from benchmarks.live.train import TrainingReplay
 from tailrace.app.model import resolve_model
 from tailrace.app.train.question_order import QuestionOrder
@@ -55,7 +57,7 @@ def trl_step_s(replay: TrainingReplay, model: str, folder: Path) -> float:
     seconds = StepSeconds()
     trainer = GRPOTrainer(
         model,
-        reward_funcs=lambda completions, **_: [float(len(text) % 2) for text in completions],
+        reward_funcs=lambda completions, answer, **_: list(map(partial(reward, ""), completions, answer)),
         args=GRPOConfig(
             output_dir=str(folder),
             max_steps=replay.steps + 1,
@@ -72,7 +74,7 @@ def trl_step_s(replay: TrainingReplay, model: str, folder: Path) -> float:
             save_strategy="no",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list([{"prompt": question.prompt} for question in questions]),
+        train_dataset=Dataset.from_list([{"prompt": each.prompt, "answer": each.answer} for each in questions]),
         processing_class=tokenizer,
         callbacks=[seconds],
     )

@@ -45,7 +45,7 @@ class TrainingDriver:
 
 def backward_order(question_ids: Sequence[str], longest: dict[str, int]) -> tuple[int, ...]:
     """The reverse of `by_expected_length`."""
-    from tailrace.app.train.gradient_order import by_expected_length
+    from tailrace.app.train.gradients.gradient_order import by_expected_length
 
     return tuple(reversed(by_expected_length(question_ids, longest)))
 
@@ -54,7 +54,7 @@ def _train(config: str, folder: str, address: str, backwards: bool) -> None:
     from tailrace.app.cluster import connect
 
     client = connect(address)
-    from tailrace.app.train.gradient_order import by_expected_length
+    from tailrace.app.train.gradients.gradient_order import by_expected_length
     from tailrace.app.train.run import train  # it loads torch and TRL, which come after the connection to Ray
     from tailrace.app.train.task import read_task
 

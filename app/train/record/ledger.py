@@ -30,7 +30,8 @@ class Staleness(BaseModel):
 class LedgerRow(BaseModel):
     """Steps count from 1. `weights_checksum`: of all parameters after the step. Failed and late rewards count as 0.
 
-    `longest`: tokens of the longest sample of each question, by its id. `trainer_cpu_s`: seconds of cores that the
+    `longest`: tokens of the longest sample of each question, by its id. `groups_without_gradient`: whose answers all
+    had the same reward; no backward pass was run for them. `trainer_cpu_s`: seconds of cores that the
     trainer's process took. `replica_s`: seconds of engine replicas that were up; `idle_replica_s`: of those, without
     an engine step; `given_back_s`: of replicas that were up in this run and were given back. `logprob_kl`,
     `logprob_difference_max`: trainer's logprobs against the rollout's.
@@ -47,6 +48,7 @@ class LedgerRow(BaseModel):
     reward_std: float
     rewards_failed: int
     rewards_timed_out: int
+    groups_without_gradient: int = 0
     loss: float
     grad_norm: float
     staleness: Staleness

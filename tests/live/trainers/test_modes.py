@@ -7,13 +7,11 @@ import pytest
 import torch
 from live.trainers.stand_in import StandIn
 from live.trainers.test_run import TASK, config_of, run
-from torch import nn
 
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.train.certificate.driver import backward_order
-from tailrace.app.train.gradient_order import by_expected_length
-from tailrace.app.train.group_trainer import parts
-from tailrace.app.train.held_gradients import HeldGradients
+from tailrace.app.train.gradients.gradient_order import by_expected_length
+from tailrace.app.train.group_trainer import GroupTrainer, parts
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
 from tailrace.app.train.task import TaskConfig, read_task
@@ -185,27 +183,30 @@ def test_parts_have_no_columns_of_padding():
     assert second["completion_mask"].tolist() == [[1]] and second["prompt_ids"].shape == (1, 3)
 
 
-def test_held_gradients_give_the_bits_of_gradients_in_turn():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight  # tied
-    inputs = [torch.randn(5, 8) for _ in range(3)]
+@pytest.mark.parametrize("workers", [1, 3])
+def test_weights_do_not_depend_on_the_number_of_workers(small_model, tmp_path, by_turns, workers):
+    split = {"samples_per_pass": 1, "workers": workers}
+    rows, _ = trained(small_model, tmp_path / "run", mode="overlap", trainer={"workers": workers})
+    assert certificate(rows) == by_turns
+    split_rows, _ = trained(small_model, tmp_path / "split", mode="sync", trainer=split)
+    one, _ = trained(small_model, tmp_path / "one", mode="sync", trainer=split | {"workers": 2})
+    assert certificate(split_rows) == certificate(one)
 
-    def backward(place):
-        model(inputs[place]).square().sum().backward()
 
-    for place in range(3):
-        backward(place)
-    wanted = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    held = HeldGradients(model.parameters())
-    for early in (2, 1):
-        held.set_sum_aside()
-        backward(early)
-        held.hold(early)
-    backward(0)
-    held.add(1)
-    held.add(2)
-    assert all(parameter.grad.equal(grad) for parameter, grad in zip(model.parameters(), wanted, strict=True))
-    held.scale(0.5)
-    assert next(model.parameters()).grad.equal(wanted[0] * 0.5)
+def test_groups_whose_answers_had_one_reward_are_counted_and_move_weights_as_before(small_model, tmp_path, monkeypatch):
+    """By the optimizer's moments alone, as if the gradient of 0 had been computed."""
+    task = TASK | {"held_out": 0, "reward": "reward_functions:same_for_some"}
+    rows, _ = trained(small_model, tmp_path / "run", mode="sync", task=task)
+    monkeypatch.setattr(GroupTrainer, "_has_no_gradient", lambda self, inputs: False)
+    computed, _ = trained(small_model, tmp_path / "computed", mode="sync", task=task)
+    assert certificate(rows) == certificate(computed)
+    assert [row.groups_without_gradient for row in computed] == [0, 0, 0]
+    assert 3 in [row.groups_without_gradient for row in rows[1:]] and rows[0].groups_without_gradient < 3
+    assert len({row.weights_checksum for row in rows}) == 3
+
+
+def test_an_entropy_bonus_is_refused_where_it_would_be_scaled(small_model, tmp_path):
+    with pytest.raises(BadInput, match="loss_type dapo divides by all tokens"):
+        trained(small_model, tmp_path / "run", trl={"entropy_coef": 0.1})
+    rows, _ = trained(small_model, tmp_path / "grpo", steps=1, trl={"entropy_coef": 0.1, "loss_type": "grpo"})
+    assert rows[0].grad_norm > 0

@@ -1,0 +1,57 @@
+"""Threads that each compute one gradient at a time, on copies of the model that share its weights.
+
+Each pass has the same number of torch threads however many workers there are, so its bits do not depend on them. On
+CPUs, passes side by side use the cores better than one pass on all: 1.2 to 1.3 times the tokens on two.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+
+import torch
+
+from tailrace.app.train.gradients.gradient import Gradient
+
+Compute = Callable[[torch.nn.Module, dict], Gradient]
+"""A pass: leaves no `grad` in the model that it is given."""
+
+
+class GradientWorkers:
+    """`model`: used by one worker; its weights are changed only while no pass runs. `threads`: of torch, for each."""
+
+    def __init__(self, model: torch.nn.Module, workers: int, threads: int, compute: Compute):
+        self.workers = workers
+        self._compute = compute
+        self._models: SimpleQueue[torch.nn.Module] = SimpleQueue()
+        for copies in range(workers):
+            self._models.put(sharing_weights(model) if copies else model)
+        self._threads = ThreadPoolExecutor(workers, "gradients", torch.set_num_threads, (threads,))
+
+    def submit(self, inputs: dict) -> Future[Gradient]:
+        """The gradient of these inputs, once a worker is free."""
+        return self._threads.submit(self._run, inputs)
+
+    def close(self) -> None:
+        """Returns once the passes that run have ended; those that wait are dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _run(self, inputs: dict) -> Gradient:
+        model = self._models.get()
+        try:
+            return self._compute(model, inputs)
+        finally:
+            self._models.put(model)
+
+
+def sharing_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose parameters have the memory of the model's, and a `grad` of their own."""
+    kept = {id(each): each for each in model.buffers()}
+    kept |= {id(each): torch.nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+    return copy.deepcopy(model, kept)
+
+
+def workers_for(threads: int) -> int:
+    """As many as the cores that this process may use have room for; one where gradients are computed on a GPU."""
+    return 1 if torch.cuda.is_available() else max(1, len(os.sched_getaffinity(0)) // threads)
