@@ -42,7 +42,7 @@ arguments = AsyncGRPOConfig(
     report_to="none",
     save_strategy="no",
 )
-weights = tailrace.AsyncWeights(client, weights_dir="out/trl-async/weights")
+weights = tailrace.AsyncWeights(client)
 worker = tailrace.AsyncRollouts(
     client,
     weights,

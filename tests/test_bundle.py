@@ -21,7 +21,7 @@ from tailrace.policies.families.registry import FAMILIES, Policies, installed, l
 
 BUILT_IN = {
     "ordering": ["fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first", "histo_pipe"],
-    "placement": ["least_kv", "round_robin", "pinned", "cost_aware"],
+    "placement": ["least_kv", "round_robin", "first_fit", "pinned", "cost_aware"],
     "chunking": ["fixed"],
     "kv_on_update": ["fresh", "keep"],
     "prefetch": ["off", "next_up"],

@@ -191,3 +191,15 @@ def test_policies_lists_every_family_as_json(capsys):
 def test_policies_for_people(capsys):
     assert run(["policies"]) == 0
     assert "chunk_tokens = 8192" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--train", "--samples", "3"), "--samples: is not an option of --train"),
+        (("--train", "--runs", "moved"), "--runs: is not an option of --train"),
+        (("--steps", "5"), "--steps: is an option of --train alone"),
+    ],
+)
+def test_the_certificates_refuse_each_others_options(capsys, arguments, said):
+    assert said in refused(capsys, "verify", *arguments)

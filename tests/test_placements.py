@@ -8,7 +8,7 @@ from user_policies import Halving, HighestId, LastComeFirst
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.families.chunking import Chunking, FixedChunks
-from tailrace.policies.families.placement import CostAware, LeastKv, Pinned, Placement, RoundRobin
+from tailrace.policies.families.placement import CostAware, FirstFit, LeastKv, Pinned, Placement, RoundRobin
 from tailrace.policies.families.registry import Policies, members
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 from tailrace.policies.protocol.views import ReplicaSpeeds, SampleView
@@ -123,6 +123,15 @@ def test_round_robin_goes_round_and_skips_the_full():
         order.append(chosen)
     assert order == ["a", "c", "a", "c"]
     assert RoundRobin().choose(sample(), 32, board, "b")[0] == "c", "from behind the last, gone or not"
+
+
+def test_first_fit_fills_replicas_in_turn_and_then_takes_the_roomiest():
+    board, order = board_of(b=20, a=20, c=30), []
+    for number in range(7):
+        chosen, _ = FirstFit(chunks=2).choose(sample(), 32, board.read_only, None)
+        board.reserve(chosen, f"c{number}", 32)
+        order.append(chosen)
+    assert order == ["a", "a", "b", "b", "c", "c", "c"], "and the last one where there is most room"
 
 
 def test_pinned_places_like_least_kv_and_says_that_it_sticks():

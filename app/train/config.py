@@ -28,7 +28,7 @@ class TrainerConfig(StrictModel):
     )
     threads: int = Field(1, ge=1, description="of torch, for each pass; with another number, sums round otherwise")
     shares_cores: bool = Field(
-        False, description="while samples are under way, compute on cores of idle engine replicas of this node alone"
+        False, description="engines have the same cores: compute gradients at idle priority, so that engines go first"
     )
     samples_per_pass: int | None = Field(
         None, ge=1, description="of a group, in one backward pass: shorter ones are padded less; null: all"

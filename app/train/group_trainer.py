@@ -49,12 +49,11 @@ class GroupTrainer(GRPOTrainer):
         on_policy: bool,
         settings: TrainerConfig,
         before_group: Callable[[bool], None],
-        before_pass: Callable[[], None],
     ) -> None:
         """`rows_of`: a step's inputs for reward functions, by place. `order_of`: of its gradients.
 
-        `before_group`: called before each, with whether it is the step's last. `before_pass`: before each backward
-        pass. Raises BadInput if TRL's settings have terms of the loss that cannot be computed group by group.
+        `before_group`: called before each, with whether it is the step's last. Raises BadInput if TRL's settings have
+        terms of the loss that cannot be computed group by group.
         """
         if (self._entropy_bonus_enabled or self.aux_loss_enabled) and self.loss_type in LOSSES_OVER_ALL_TOKENS:
             raise BadInput(
@@ -63,7 +62,7 @@ class GroupTrainer(GRPOTrainer):
             )
         self._feed, self._rows_of, self._order_of = feed, rows_of, order_of
         self._on_policy, self._settings = on_policy, settings
-        self._before_group, self._before_pass = before_group, before_pass
+        self._before_group = before_group
         self._workers: GradientWorkers | None = None
         self._of_pass = threading.local()
         self.use_vllm, self.vllm_generation = True, HandedOver()
@@ -114,7 +113,6 @@ class GroupTrainer(GRPOTrainer):
         self.groups_without_gradient += all(map(self._has_no_gradient, passes))
         for number, each in enumerate(passes):
             self._collect(self._workers.workers)
-            self._before_pass()
             self._running[self._workers.submit(each)] = place, number
 
     def _next_place(self) -> int:
@@ -157,9 +155,8 @@ class GroupTrainer(GRPOTrainer):
 
     def _workers_on(self, model) -> GradientWorkers:
         settings = self._settings
-        return GradientWorkers(
-            model, settings.workers or workers_for(settings.threads), settings.threads, self._gradient_of
-        )
+        workers = settings.workers or workers_for(settings.threads)
+        return GradientWorkers(model, workers, settings.threads, settings.shares_cores, self._gradient_of)
 
     def _gradient_of(self, model, inputs: dict) -> Gradient:
         """One backward pass, on a thread of the workers."""

@@ -17,7 +17,6 @@ from trl import GRPOConfig
 from tailrace.app.client import RolloutClient
 from tailrace.app.model import resolve_model
 from tailrace.app.train.config import TrainConfig
-from tailrace.app.train.cores import SharedCores
 from tailrace.app.train.evaluation import HeldOut
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
@@ -100,7 +99,6 @@ class _Run:
         self._weights = WeightsSender(self._trainer, client, config.weights_dir, self._note_weights)
         self._replicas = ReplicaSeconds(client)
         self._feed = self._feed_of(rewards)
-        self._cores = SharedCores(client) if config.trainer.shares_cores else None
         self._trainer.feed_by(
             self._feed,
             rows_of=self._rows,
@@ -108,7 +106,6 @@ class _Run:
             on_policy=lookahead_of(config.mode, config.max_staleness).on_policy,
             settings=config.trainer,
             before_group=self._before_group,
-            before_pass=self._before_pass,
         )
         self._trainer.add_callback(self._recorder(rewards))
 
@@ -125,8 +122,6 @@ class _Run:
         self._trainer.close()
         self._replicas.close()
         self._pool.close()
-        if self._cores:
-            self._cores.release()
 
     def _feed_of(self, rewards: StepRewards) -> StepFeed:
         lookahead = lookahead_of(self._config.mode, self._config.max_staleness)
@@ -153,7 +148,6 @@ class _Run:
             feed=self._feed,
             rewards=rewards,
             replicas=self._replicas,
-            cores=self._cores,
             sent=self._folder.sent,
             ledger=self._folder.ledger,
             after_step=self._after_step,
@@ -164,10 +158,6 @@ class _Run:
         """Replicas that were given back are wanted again while the last gradient is computed."""
         if is_last and self._replicas.given_back:
             self._client.reserve_blocking(self._replicas.most)
-
-    def _before_pass(self) -> None:
-        if self._cores:
-            self._cores.take(self._feed)
 
     def _prompts(self, step: int) -> list[PromptGroup]:
         config, questions = self._config, self._questions(step)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from transformers import TrainerCallback
 
 from tailrace.app.train.config import TrainConfig
-from tailrace.app.train.cores import SharedCores
 from tailrace.app.train.feed.step_feed import StepFeed
 from tailrace.app.train.record.checksum import weights_checksum
 from tailrace.app.train.record.ledger import LedgerRow, Seconds
@@ -18,7 +17,7 @@ from tailrace.app.train.step_rewards import RewardedStep, StepRewards
 
 
 class StepRecorder(TrainerCallback):
-    """`after_step`: called with the number of each step that is in the ledger. `cores`: None if none are shared."""
+    """`after_step`: called with the number of each step that is in the ledger."""
 
     def __init__(
         self,
@@ -28,22 +27,19 @@ class StepRecorder(TrainerCallback):
         feed: StepFeed,
         rewards: StepRewards,
         replicas: ReplicaSeconds,
-        cores: SharedCores | None,
         sent: RowFile[SentWeights],
         ledger: RowFile[LedgerRow],
         after_step: Callable[[int], None],
         say: Callable[[str], None],
     ):
         self._config, self._trainer, self._feed, self._rewards = config, trainer, feed, rewards
-        self._replicas, self._cores, self._sent = replicas, cores, sent
+        self._replicas, self._sent = replicas, sent
         self._ledger, self._after_step, self._say = ledger, after_step, say
 
     def on_step_begin(self, args, state, control, **_):
         self._started, self._cpu_s = time.monotonic(), time.process_time()
         self._replicas.take()
         self._feed.take_seconds()
-        if self._cores:
-            self._cores.waited_s = 0.0
 
     def on_step_end(self, args, state, control, **_):
         self._step_s, self._cpu_s = time.monotonic() - self._started, time.process_time() - self._cpu_s
@@ -103,7 +99,6 @@ class StepRecorder(TrainerCallback):
             "rollout": spent["rollout"],
             "weights": spent["weights"],
             "rewards": rewarded.waited_s,
-            "cores": self._cores.waited_s if self._cores else 0.0,
         }
         return Seconds(step=self._step_s, train=self._step_s - sum(known.values()), **known)
 

@@ -1,6 +1,6 @@
 """Samples for TRL's `AsyncGRPOTrainer`: generated and scored by the service while the trainer trains.
 
-    weights = tailrace.AsyncWeights(client, weights_dir="/shared/run-1")
+    weights = tailrace.AsyncWeights(client)
     worker = tailrace.AsyncRollouts(client, weights, args=args, train_dataset=data, reward_funcs=reward,
                                     processing_class=tokenizer)
     AsyncGRPOTrainer(model, args=args, train_dataset=data, rollout_worker=worker, weight_transfer=weights).train()

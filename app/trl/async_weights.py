@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tailrace.app.client import RolloutClient
-from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.app.trl.weights_transport import WeightsTransport
 
 
 class AsyncWeights:
-    """`weights_dir`: a folder that all nodes of the service see. `version`: the service's, of the last weights sent."""
+    """`weights_dir`: a folder that all nodes of the service see, or None for memory.
 
-    def __init__(self, client: RolloutClient, weights_dir: Path | str):
-        self._client, self._folders = client, WeightsFolders(Path(weights_dir))
+    `version`: the service's, of the last weights sent.
+    """
+
+    def __init__(self, client: RolloutClient, weights_dir: Path | str | None = None):
+        self._client, self._transport = client, WeightsTransport(client, weights_dir)
         self.version: int | None = None
 
     def init_weight_transfer(self) -> None:
@@ -29,11 +32,10 @@ class AsyncWeights:
         """Load (name, torch tensor) pairs on every replica. Raises WeightsRejected; the old weights then stay."""
         if self.version is None:
             self.init_weight_transfer()
-        folder = self._folders.write(self.version + 1, iterator)
-        self.version = self._client.update_weights_blocking(self.version + 1, str(folder)).version
+        self.version = self._transport.send(self.version + 1, iterator).version
 
     def resume(self) -> None:
         """Nothing, as for `pause`."""
 
     def destroy(self) -> None:
-        """Nothing: replicas that start later read the last folder."""
+        """Nothing: replicas that start later take the last weights from where they were sent."""

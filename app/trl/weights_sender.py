@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tailrace.app.client import RolloutClient
 from tailrace.app.trl.trainer_weights import named_weights
-from tailrace.app.trl.weights_folders import WeightsFolders
+from tailrace.app.trl.weights_transport import WeightsTransport
 from tailrace.deployments.messages.rollout import WeightsLoaded
 
 
@@ -23,7 +23,7 @@ class WeightsSender:
         on_sent: Callable[[int, WeightsLoaded], None] = lambda step, loaded: None,
     ):
         self._trainer, self._client, self._on_sent = trainer, client, on_sent
-        self._folders = None if weights_dir is None else WeightsFolders(Path(weights_dir))
+        self._transport = WeightsTransport(client, weights_dir)
         self._step: int | None = None  # of the trainer, whose weights were sent last
         self.version: int | None = None
         self.digest = ""
@@ -46,10 +46,6 @@ class WeightsSender:
     def _send(self, step: int) -> None:
         if self.version is None:
             self.version = self._client.status_blocking().weights_version
-        version, tensors = self.version + 1, named_weights(self._trainer)
-        if self._folders is None:
-            loaded = self._client.send_weights_blocking(version, tensors)
-        else:
-            loaded = self._client.update_weights_blocking(version, str(self._folders.write(version, tensors)))
+        loaded = self._transport.send(self.version + 1, named_weights(self._trainer))
         self.version, self.digest = loaded.version, loaded.digest
         self._on_sent(step, loaded)

@@ -59,6 +59,22 @@ class RoundRobin(EveryHit):
         return replica_id, replica_id
 
 
+class FirstFit(EveryHit):
+    """The first replica in order of ids with room and fewer than `chunks` running; without one, the roomiest.
+
+    As a batch shrinks, its samples gather on few replicas, and others have cores for a trainer. O(replicas) a decision.
+    """
+
+    type: Literal["first_fit"] = "first_fit"
+    chunks: int = Field(4, ge=1, description="running chunks from which a replica is passed over")
+
+    def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]:
+        for replica_id in replicas.ready():
+            if replicas.running(replica_id) < self.chunks and replicas.room_tokens(replica_id) >= need_tokens:
+                return replica_id, memory
+        return replicas.roomiest(), memory
+
+
 class Pinned(EveryHit):
     """The replica with the max free KV for the first chunk; later chunks stay with their KV and wait for room there."""
 
@@ -119,4 +135,4 @@ class CostAware(BaseModel):
         return min(compute_s, fetch_s + (context - sample.stored_tokens) / speeds.prefill_tokens_s)
 
 
-PlacementPolicy = Annotated[LeastKv | RoundRobin | Pinned | CostAware, Field(discriminator="type")]
+PlacementPolicy = Annotated[LeastKv | RoundRobin | FirstFit | Pinned | CostAware, Field(discriminator="type")]

@@ -33,13 +33,15 @@ from tailrace.app.files.prompts import read_prompts
               help="Only the reference and this run; may be repeated.")  # fmt: skip
 @click.option("--train", is_flag=True, help="The certificate of learning instead: whole training steps, to the bit.")
 @click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, help="Of --train.")
-@click.option("--corrupt", "corrupted", is_flag=True, help="Change one token of the last run: the check must fail.")
+@click.option("--corrupt", "corrupted", is_flag=True,
+              help="Change one token of the last run, or the order of gradients: the check must fail.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The certificate as one JSON object, the last line of stdout.")
 def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, train, steps, corrupted, as_json):
     """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
 
     The whole check takes about half an hour on two cores, mainly for decoding; fewer or shorter samples take less.
     """
+    _refuse_options_of_the_other_certificate(click.get_current_context(), train)
     file = load_config(config)
 
     def say(text: str) -> None:
@@ -73,6 +75,18 @@ def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, name
     else:
         _print(result)
     _fail_where_it_differs(result)
+
+
+OF_TOKENS = ("prompts", "samples", "max_tokens", "seed", "kv_on_update", "only", "names")
+"""Options of the certificate of tokens alone."""
+
+
+def _refuse_options_of_the_other_certificate(context: click.Context, train: bool) -> None:
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is not click.core.ParameterSource.DEFAULT
+        if given and parameter.name in (OF_TOKENS if train else ("steps",)):
+            fault = "is not an option of --train, whose sizes are fixed" if train else "is an option of --train alone"
+            raise BadInput(f"{parameter.opts[0]}: {fault}; leave it out")
 
 
 def _chosen(names: tuple[str, ...]) -> list:

@@ -84,11 +84,6 @@ class StepFeed:
         taken, self._seconds = self._seconds, Counter()
         return taken
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no sample is under way."""
-        return all(running.is_over for running in self._running.values())
-
     def close(self) -> None:
         """End the samples that run."""
         for running in self._running.values():

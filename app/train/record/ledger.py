@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict
 class Seconds(BaseModel):
     """Seconds of one step, by the trainer's occupation; they add up to `step`.
 
-    `rollout`: waited for samples. `rewards`: waited for rewards. `weights`: sending them. `cores`: waited for a free
-    core. `train`: the rest.
+    `rollout`: waited for samples. `rewards`: waited for rewards. `weights`: sending them. `train`: the
+    rest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -15,7 +15,6 @@ class Seconds(BaseModel):
     rollout: float
     rewards: float
     weights: float
-    cores: float
     train: float
 
 

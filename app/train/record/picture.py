@@ -6,7 +6,7 @@ from pathlib import Path
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
 
-KINDS = {"rollout": "#0072b2", "rewards": "#e69f00", "weights": "#009e73", "cores": "#cc79a7", "train": "#d55e00"}
+KINDS = {"rollout": "#0072b2", "rewards": "#e69f00", "weights": "#009e73", "train": "#d55e00"}
 """Seconds by kind of work, in the order of a step, with their colours."""
 
 HELD_OUT = {"sampled": "#d55e00", "greedy": "#009e73"}

@@ -77,10 +77,10 @@ def arguments(tmp_path, **settings):
     )
 
 
-def trainer_of(model, tmp_path, service, rewards=letters, **settings):
+def trainer_of(model, tmp_path, service, rewards=letters, weights_dir=None, **settings):
     args, tokenizer = arguments(tmp_path, **settings), AutoTokenizer.from_pretrained(model)
     data = Dataset.from_list([{"prompt": prompt, "place": place} for place, prompt in enumerate(PROMPTS)])
-    weights = AsyncWeights(service, tmp_path / "weights")
+    weights = AsyncWeights(service, weights_dir)
     worker = AsyncRollouts(
         service, weights, args=args, train_dataset=data, reward_funcs=rewards, processing_class=tokenizer
     )
@@ -114,7 +114,7 @@ def test_groups_come_whole_in_order_and_within_the_staleness(small_model, tmp_pa
     trainer = trainer_of(small_model, tmp_path, service, max_staleness=max_staleness)
     drawn = watched(trainer)
     trainer.train()
-    assert [version for version, _ in service.updates] == [1, 2, 3, 4], "before the first step, and after each"
+    assert service.updates == [(version, "memory") for version in (1, 2, 3, 4)], "before the first step, and after each"
     numbers = [(group, len(list(samples))) for group, samples in itertools.groupby(s.group_id for s, _ in drawn)]
     assert numbers[:6] == [(number, SAMPLES) for number in range(6)]
     assert all(0 <= version - sample.model_version <= max_staleness for sample, version in drawn)
@@ -136,10 +136,11 @@ def test_groups_come_whole_in_order_and_within_the_staleness(small_model, tmp_pa
 def test_samples_have_the_services_logprobs_under_the_trainers_numbers(small_model, tmp_path):
     service = AsyncStandIn(small_model)
     service.version = 5  # an earlier run has left these weights
-    trainer = trainer_of(small_model, tmp_path, service, max_steps=1)
+    trainer = trainer_of(small_model, tmp_path, service, max_steps=1, weights_dir=tmp_path / "weights")
     drawn = watched(trainer)
     trainer.train()
     assert [version for version, _ in service.updates] == [6, 7]
+    assert all(Path(source).parent == tmp_path / "weights" for _, source in service.updates)
     assert {sample.model_version for sample, _ in drawn} <= {1, 2}
     for sample, _ in drawn:
         answer = sample.completion_mask.astype(bool)

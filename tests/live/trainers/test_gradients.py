@@ -1,5 +1,6 @@
 """Sums of gradients, and the threads that compute them, on small tensors."""
 
+import os
 from itertools import permutations
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_term_without_a_gradient_adds_its_loss_alone():
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_workers_give_the_bits_of_one_thread_and_see_new_weights(workers):
     model = tied()
-    pool = GradientWorkers(model, workers, 1, gradient_of)
+    pool = GradientWorkers(model, workers, 1, False, gradient_of)
     for _ in range(2):
         futures = [pool.submit(inputs_of(place)) for place in range(8)]
         for place, future in enumerate(futures):
@@ -97,7 +98,17 @@ def test_an_error_of_a_pass_is_its_futures():
     def broken(model, inputs):
         raise RuntimeError("no such layer")
 
-    pool = GradientWorkers(tied(), 2, 1, broken)
+    pool = GradientWorkers(tied(), 2, 1, False, broken)
     with pytest.raises(RuntimeError, match="no such layer"):
         pool.submit({}).result()
     pool.close()
+
+
+@pytest.mark.parametrize(("idle_priority", "scheduler"), [(False, os.SCHED_OTHER), (True, os.SCHED_IDLE)])
+def test_workers_leave_cores_to_engines_where_they_are_told_to(idle_priority, scheduler):
+    pool = GradientWorkers(
+        tied(), 2, 3, idle_priority, lambda model, inputs: (os.sched_getscheduler(0), torch.get_num_threads())
+    )
+    assert [pool.submit({}).result() for _ in range(4)] == [(scheduler, 3)] * 4
+    pool.close()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "of this thread nothing has changed"
