@@ -20,6 +20,7 @@ from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HeldOut
 from tailrace.app.train.feed.modes import Mode, lookahead_of
 from tailrace.app.train.feed.step_feed import StepFeed
+from tailrace.app.train.gradients.freed_memory import keep_freed_memory
 from tailrace.app.train.gradients.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer
 from tailrace.app.train.question_order import QuestionOrder
@@ -77,6 +78,7 @@ class _Run:
         self._say, self._order_by = say, order
         self._questions = lru_cache(maxsize=8)(QuestionOrder(task.train, config.groups, config.seed).of)
         torch.set_num_threads(config.trainer.threads)
+        keep_freed_memory()
         model = str(resolve_model(config.model))
         tokenizer = AutoTokenizer.from_pretrained(model)
         arguments = GRPOConfig(**defaults() | trl_settings(config, settings_of(config, str(folder.checkpoints))))

@@ -19,6 +19,7 @@ from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.verification.runs import WHOLE
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.policies.families.placement import FirstFit
 from tailrace.policies.families.registry import Policies
 
 STATIC, TRL = "static", "trl"
@@ -88,8 +89,7 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
         with service(file, None) as client:
             configured = file.application.of("Coordinator").user_config.policies
             for name in (name for name in MODES if name in names):
-                policies = Policies(**WHOLE | {"drafting": "off"}) if name == STATIC else configured
-                asyncio.run(_prepare(client, policies))
+                asyncio.run(_prepare(client, policies_of(name, configured)))
                 rows[name] = _trained(client, replay, engine.model, name, Path(folder) / name, say)
         modes = {name: figures(of_mode, cores) for name, of_mode in rows.items()}
         if TRL in names:
@@ -101,6 +101,13 @@ def measure(file: ServeFile, replay: TrainingReplay, names: Sequence[str], say: 
     for figure in modes.values():
         figure["ratio"] = base and round(base["step_s"] / figure["step_s"], 3)
     return {"cores": cores, "tokens": [row.tokens for row in next(iter(rows.values()), [])], "modes": modes}
+
+
+def policies_of(name: str, configured: Policies) -> Policies:
+    """Of a run. Where gradients run beside engines, the last samples gather on few of them."""
+    if name == STATIC:
+        return Policies(**WHOLE | {"drafting": "off"})
+    return configured if name == "sync" else configured.model_copy(update={"placement": FirstFit()})
 
 
 def figures(rows: Sequence[LedgerRow], cores: int) -> dict:

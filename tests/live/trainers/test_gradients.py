@@ -1,6 +1,9 @@
 """Sums of gradients, and the threads that compute them, on small tensors."""
 
 import os
+import platform
+import subprocess
+import sys
 from itertools import permutations
 
 import pytest
@@ -112,3 +115,28 @@ def test_workers_leave_cores_to_engines_where_they_are_told_to(idle_priority, sc
     assert [pool.submit({}).result() for _ in range(4)] == [(scheduler, 3)] * 4
     pool.close()
     assert os.sched_getscheduler(0) == os.SCHED_OTHER, "of this thread nothing has changed"
+
+
+def faults(keep: bool) -> list[int]:
+    """Pages that the kernel clears for each of three blocks of 64 MB, one freed before the next one is asked for."""
+    script = f"""
+import ctypes, resource
+from tailrace.app.train.gradients.freed_memory import keep_freed_memory
+assert not {keep} or keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(1 << 26)
+    ctypes.memset(block, 1, 1 << 26)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    libc.free(block)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_kept():
+    assert all(count < 100 for count in faults(keep=True)[1:])
+    assert all(count > 1000 for count in faults(keep=False)[1:]), "else there is nothing to gain"
