@@ -109,17 +109,30 @@ def test_an_error_of_a_pass_is_its_futures():
 
 @pytest.mark.parametrize(("idle_priority", "scheduler"), [(False, os.SCHED_OTHER), (True, os.SCHED_IDLE)])
 def test_workers_leave_cores_to_engines_where_they_are_told_to(idle_priority, scheduler):
-    pool = GradientWorkers(
-        tied(), 2, 3, idle_priority, lambda model, inputs: (os.sched_getscheduler(0), torch.get_num_threads())
-    )
-    assert [pool.submit({}).result() for _ in range(4)] == [(scheduler, 3)] * 4
-    pool.close()
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "of this thread nothing has changed"
+    """In a process of its own: an engine in this one would have replaced `torch.set_num_threads`."""
+    found = printed(f"""
+import os, torch
+from tailrace.app.train.gradients.gradient_workers import GradientWorkers
+def compute(model, inputs):
+    return os.sched_getscheduler(0), torch.get_num_threads()
+pool = GradientWorkers(torch.nn.Linear(2, 2), 2, 3, {idle_priority}, compute)
+for _ in range(4):
+    print(*pool.submit({{}}).result())
+pool.close()
+print(os.sched_getscheduler(0))
+""")
+    assert found == [f"{scheduler} 3"] * 4 + [str(os.SCHED_OTHER)], "the last one is of a thread that changed nothing"
+
+
+def printed(script: str) -> list[str]:
+    """The lines that a process of this script prints."""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
 
 
 def faults(keep: bool) -> list[int]:
     """Pages that the kernel clears for each of three blocks of 64 MB, one freed before the next one is asked for."""
-    script = f"""
+    lines = printed(f"""
 import ctypes, resource
 from tailrace.app.train.gradients.freed_memory import keep_freed_memory
 assert not {keep} or keep_freed_memory()
@@ -131,9 +144,8 @@ for _ in range(3):
     ctypes.memset(block, 1, 1 << 26)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     libc.free(block)
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    return [int(line) for line in done.stdout.split()]
+""")
+    return [int(line) for line in lines]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
