@@ -26,7 +26,7 @@ class Gradient:
             if mine is None:
                 self.tensors[index] = theirs
             elif theirs is not None:
-                mine += theirs
+                mine.add_(theirs)
         self.loss = self.loss + other.loss
         self.mismatch.add(other.mismatch)
 
@@ -34,7 +34,7 @@ class Gradient:
         """Multiply the tensors and the loss in place."""
         for tensor in self.tensors:
             if tensor is not None:
-                tensor *= factor
+                tensor.mul_(factor)
         self.loss = self.loss * factor
 
 
