@@ -1,10 +1,11 @@
 """Threads that each compute one gradient at a time, on copies of the model that share its weights.
 
 Each pass has the same number of torch threads however many workers there are, so its bits do not depend on them. On
-CPUs, several passes at a time use the cores better than one pass on all: 1.2 to 1.3 times the tokens on two.
+CPUs, several passes at a time use the cores better than one pass on all.
 
 Where engines have the same cores, the threads are of the scheduling class SCHED_IDLE and take the time that engines
-leave. An engine at nice 15, as Ray starts it, gets 92 % of a core that both want; with a thread at nice 0, 4 %.
+leave. An engine at nice 15, as Ray starts it, then gets nearly all of a core that both want; it would get next to none
+of one that it shares with a thread at nice 0.
 """
 
 import copy
