@@ -29,7 +29,7 @@ def verify_train(file: ServeFile, steps: int, corrupted: bool, as_json: bool, sa
             f"{difference['expected']} by the plain run, {difference['got']} by the other"
         )
     if not result["identical"]:
-        raise Failed(f"all steps are equal, but the second run lacks: {', '.join(result['lacks'])}")
+        raise Failed(f"all steps are equal, but the runs lack: {', '.join(result['lacks'])}")
 
 
 def _print(result: dict) -> None:

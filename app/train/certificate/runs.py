@@ -22,6 +22,7 @@ from tailrace.app.summary import summarise
 from tailrace.app.train.certificate.comparison import first_difference
 from tailrace.app.train.certificate.disturbed_steps import DisturbedSteps, end_a_store
 from tailrace.app.train.certificate.driver import TrainingDriver
+from tailrace.app.train.certificate.reward import digit_share
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.record.ledger import LedgerRow
@@ -42,16 +43,22 @@ KILLED_AFTER = 3
 
 MIN_STEPS = 4
 
+ORDERED_GROUPS = 3
+"""Groups with a gradient from which on a sum depends on its order: two terms commute."""
+
 PLAIN = WHOLE | {"drafting": "off"}
 EVERYTHING = chunked(16, "fixed", "round_robin") | SHRINKS
 
 
 def training(model: str, steps: int, groups: int, samples: int, max_tokens: int) -> TrainConfig:
-    """Sums of small numbers; there are few questions, so that later steps have the history of earlier ones."""
+    """Sums of small numbers; there are few questions, so that later steps have the history of earlier ones.
+
+    The reward differs from sample to sample: a group with one reward for all has no gradient, and proves nothing.
+    """
     task = {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 3}, "train": 2 * groups, "held_out": 0}
     return TrainConfig(
         model=model,
-        task=task | {"answer_pattern": r"-?\d+"},
+        task=task | {"reward": f"{digit_share.__module__}:{digit_share.__name__}"},
         steps=steps,
         groups=groups,
         samples=samples,
@@ -131,15 +138,19 @@ def by_step(groups: list[GroupResult]) -> list[GroupResult]:
 
 
 def certificate(plain: TrainingRun, everything: TrainingRun) -> dict:
-    """`identical`: all steps are the same to the bit, and the second run was disturbed as planned."""
+    """`identical`: all steps are the same to the bit, the second run was disturbed as planned, and a wrong order of
+    gradients would have shown. `ordered_steps`: those in which it would."""
     difference = first_difference(plain.rows, everything.rows)
     runs = [figures(plain, None), figures(everything, difference)]
     lacks = [key for key in ("chunked_share", "moved_samples", "drafted_tokens") if not runs[1][key]]
     lacks += [f"disturbance {number}" for number, note in enumerate(everything.notes, 1) if not note]
+    ordered = sum(row.groups - row.groups_without_gradient >= ORDERED_GROUPS for row in plain.rows)
+    lacks += [] if ordered else [f"a step with gradients of {ORDERED_GROUPS} groups"]
     return {
         "identical": difference is None and not lacks,
         "steps": len(plain.rows),
         "tokens": runs[0]["tokens"],
+        "ordered_steps": ordered,
         "lacks": lacks,
         "runs": runs,
     }
