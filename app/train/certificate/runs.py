@@ -22,7 +22,7 @@ from tailrace.app.summary import summarise
 from tailrace.app.train.certificate.comparison import first_difference
 from tailrace.app.train.certificate.disturbed_steps import DisturbedSteps, end_a_store
 from tailrace.app.train.certificate.driver import TrainingDriver
-from tailrace.app.train.certificate.reward import digit_share
+from tailrace.app.train.certificate.reward import digest_share
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.record.ledger import LedgerRow
@@ -58,7 +58,7 @@ def training(model: str, steps: int, groups: int, samples: int, max_tokens: int)
     task = {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 3}, "train": 2 * groups, "held_out": 0}
     return TrainConfig(
         model=model,
-        task=task | {"reward": f"{digit_share.__module__}:{digit_share.__name__}"},
+        task=task | {"reward": f"{digest_share.__module__}:{digest_share.__name__}"},
         steps=steps,
         groups=groups,
         samples=samples,
