@@ -14,6 +14,16 @@ def group_of(sample_id: str) -> str:
     return sample_id.rpartition("#")[0]
 
 
+def new_samples(event: ev.SamplesSubmitted, known: dict[str, int]) -> dict[str, ev.GroupSpec]:
+    """The samples of a submission, by sample_id. `known`: samples of each group so far, which are counted on here."""
+    found = {}
+    for spec in event.groups:
+        first = known.get(spec.group_id, 0)
+        known[spec.group_id] = first + spec.samples
+        found |= {f"{spec.group_id}#{first + number}": spec for number in range(spec.samples)}
+    return found
+
+
 def begun_tokens(event: ev.SamplesSubmitted) -> dict[str, int]:
     """Tokens that samples have as they are submitted, by sample_id."""
     return {f"{spec.group_id}#{one.index}": one.tokens for spec in event.groups for one in spec.begun}
@@ -25,6 +35,7 @@ class KvLedger:
     version: int = 0
     running: dict[str, StartChunk] = field(default_factory=dict)
     specs: dict[str, ev.GroupSpec] = field(default_factory=dict)  # by sample_id
+    known: dict[str, int] = field(default_factory=dict)  # samples by group
     tokens: dict[str, int] = field(default_factory=dict)  # generated, by sample_id
     first: dict[str, int] = field(default_factory=dict)  # version of the first token, by sample_id
     held: dict[str, tuple[int, int]] = field(default_factory=dict)  # sample_id -> tokens stored last, their version
@@ -58,8 +69,8 @@ class KvLedger:
 
     def note(self, event: ev.Event | ev.Tick, actions: tuple[Action, ...]) -> None:
         match event:
-            case ev.SamplesSubmitted(groups=groups):
-                self.specs.update((f"{spec.group_id}#{i}", spec) for spec in groups for i in range(spec.samples))
+            case ev.SamplesSubmitted():
+                self.specs |= new_samples(event, self.known)
                 self.tokens |= begun_tokens(event)
             case ev.ReplicaJoined(replica_id=replica_id, node_id=node_id):
                 self.nodes.setdefault(replica_id, node_id)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
 
-from kv_ledger import KvLedger
+from kv_ledger import KvLedger, new_samples
 
 from tailrace.policies.core.fit_queue import STEP_TOKENS
-from tailrace.policies.core.request_buffer import Sample, State
+from tailrace.policies.core.request_buffer import Batch, Sample, State
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies, name_of
@@ -51,11 +51,12 @@ class Ledger:
     replicas: dict[str, Books] = field(default_factory=dict)
     running: dict[str, StartChunk] = field(default_factory=dict)
     specs: dict[str, ev.GroupSpec] = field(default_factory=dict)  # by sample_id
+    known: dict[str, int] = field(default_factory=dict)  # samples by group
 
     def note(self, event: ev.Event | ev.Tick, actions: tuple[Action, ...]) -> None:
         match event:
-            case ev.SamplesSubmitted(groups=groups):
-                self.specs.update((f"{spec.group_id}#{i}", spec) for spec in groups for i in range(spec.samples))
+            case ev.SamplesSubmitted():
+                self.specs |= new_samples(event, self.known)
             case ev.ReplicaJoined(replica_id=replica_id, weights_version=version):
                 self.replicas.setdefault(replica_id, Books(event, version)).version = version
             case ev.ReplicaLeft(replica_id=replica_id):
@@ -91,7 +92,10 @@ class Play:
 class Player:
     """One play: reads operations from `data`, turns them into events that are legal now, and feeds them."""
 
-    def __init__(self, policies: Policies, data: bytes, limits: Limits | None = None):
+    def __init__(
+        self, policies: Policies, data: bytes, limits: Limits | None = None, operations: tuple[str, ...] | None = None
+    ):
+        self._operations = operations or _OPERATIONS
         self.play, self.ledger = Play(RolloutCore(policies, limits=limits)), Ledger()
         self.wanted = limits.max if limits else 1_000  # replicas that the core asked for last
         self.kv = KvLedger(keeps=name_of(policies.kv_on_update) == "keep")
@@ -126,7 +130,7 @@ class Player:
     def run(self) -> Play:
         while self.at < len(self.data):
             self.now += 1.0
-            getattr(self, self.pick(_OPERATIONS))()
+            getattr(self, self.pick(self._operations))()
         self._run_out()
         return self.play
 
@@ -137,16 +141,41 @@ class Player:
 
     def submit(self):
         self.batches += 1
-        groups = tuple(
-            self.begin(ev.GroupSpec(
-                f"b{self.batches}.{i}", self.pick((1, 30, 63, 64, 150, 9_000)), 1 + self.take(4),
-                self.pick((1, 5, 64, 130, 400)), self.pick(((), (), ((3, 60), (9,)), ((), (0, 900)))),
-            ))
-            for i in range(1 + self.take(3))
-        )  # fmt: skip
+        groups = tuple(self.group(f"b{self.batches}.{i}") for i in range(1 + self.take(3)))
         self.reveal(groups)
-        rank = self.pick((0, 0, 1, -1)), self.pick((1.0, 1.0, 0.5, 3.0))
-        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups, *rank))
+        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups, *self.rank()))
+
+    def group(self, group_id: str) -> ev.GroupSpec:
+        return self.begin(ev.GroupSpec(
+            group_id, self.pick((1, 30, 63, 64, 150, 9_000)), 1 + self.take(4), self.pick((1, 5, 64, 130, 400)),
+            self.pick(((), (), ((3, 60), (9,)), ((), (0, 900)))),
+        ))  # fmt: skip
+
+    def rank(self) -> tuple[int, float]:
+        return self.pick((0, 0, 1, -1)), self.pick((1.0, 1.0, 0.5, 3.0))
+
+    def open(self):
+        self.batches += 1
+        groups = tuple(self.opened(self.group(f"b{self.batches}.{i}")) for i in range(self.take(3)))
+        self.reveal(groups)
+        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups, *self.rank(), open=True))
+
+    def opened(self, spec: ev.GroupSpec) -> ev.GroupSpec:
+        return replace(spec, open=self.pick((True, True, False)))
+
+    def add(self):
+        """A new group, and samples for those that are open, to a batch that is open. Now and then the last ones."""
+        if not (batches := [batch for batch in self.play.core._buffer.batches.values() if batch.is_open]):
+            return
+        batch, last = self.pick(batches), self.pick((False, False, False, True))
+        known = [replace(group.spec, samples=self.take(3), past_lengths=(), begun=())
+                 for group in batch.groups.values() if group.spec.open and self.take(2)]  # fmt: skip
+        new = [self.group(f"{batch.batch_id}.{batch.positions}") for _ in range(self.take(2))]
+        groups = tuple(self.opened(spec) for spec in (*known, *new))
+        groups = tuple(replace(spec, open=False) for spec in groups) if last else groups
+        self.reveal(groups)
+        rank = (batch.priority, batch.share)
+        self.feed(ev.SamplesSubmitted(self.now, batch.batch_id, groups, *rank, open=not last))
 
     def begin(self, spec: ev.GroupSpec) -> ev.GroupSpec:
         """The group, of which now and then an earlier coordinator has begun some samples."""
@@ -157,7 +186,8 @@ class Player:
 
     def reveal(self, groups):
         if name_of(self.play.core.policies.ordering) == "oracle_longest_first":
-            lengths = {f"{spec.group_id}#{i}": 1 + self.take(99) for spec in groups for i in range(spec.samples)}
+            event = ev.SamplesSubmitted(self.now, "", groups)
+            lengths = {sample_id: 1 + self.take(99) for sample_id in new_samples(event, dict(self.ledger.known))}
             self.feed(ev.LengthsRevealed(self.now, lengths))
 
     def finish(self):
@@ -246,10 +276,17 @@ class Player:
         if alive := sorted(self.play.core._buffer.batches):
             self.feed(ev.BatchCancelled(self.now, self.pick(alive)))
 
+    def cancel_one(self):
+        if alive := sorted(self.play.core._buffer.samples):
+            self.feed(ev.SampleCancelled(self.now, self.pick(alive)))
+
     def illegal(self):
         core, before = self.play.core, pickle.dumps(self.play.core)
-        batches, samples = sorted(core._buffer.batches), sorted(core._buffer.samples)
-        event = self.pick(illegal_events(self.now, self.ledger, batches, samples))
+        batches, samples = core._buffer.batches.values(), sorted(core._buffer.samples)
+        closed = sorted(batch.batch_id for batch in batches if not batch.is_open)
+        events = illegal_events(self.now, self.ledger, closed, samples)
+        is_open = [batch for batch in batches if batch.is_open]
+        event = self.pick(events + [event for batch in is_open[:1] for event in misfits(self.now, batch)])
         try:
             core.observe(event)
         except IllegalEvent:
@@ -263,6 +300,8 @@ class Player:
     def _run_out(self) -> None:
         """One more replica, every replica on the current weights, and chunks end until nothing is left."""
         self.now += 1.0
+        for batch in [batch for batch in self.play.core._buffer.batches.values() if batch.is_open]:
+            self.feed(ev.SamplesSubmitted(self.now, batch.batch_id, (), batch.priority, batch.share))
         self.feed(ev.ReplicaJoined(self.now, "last", 16, 64, 4, 0, self.ledger.version))
         for replica_id in sorted(self.ledger.replicas):
             self.feed(rejoined(self.ledger.replicas[replica_id].join, self.now, self.ledger.version))
@@ -317,7 +356,7 @@ class Player:
         else:
             keys = ordering.keys(view, sample.group.view())
         fairness, batch = self.play.core.policies.fairness, sample.group.batch
-        turn = (*fairness.key(batch.view()), batch.groups[0].arrival) if fairness.apart else ()
+        turn = (*fairness.key(batch.view()), batch.arrival) if fairness.apart else ()
         return turn, (*keys[lane], view.arrival, view.index)
 
     def _look_for_starved(self) -> None:
@@ -345,13 +384,16 @@ _OPERATIONS = (
     + ("lose", "lose_kv", "weights", "cancel", "illegal")
 )  # fmt: skip
 
+OPEN_BATCHES = (*_OPERATIONS, *("open",) * 3, *("add",) * 6, *("cancel_one",) * 2)
+"""With open batches, too. Plays kept as bytes were made without."""
+
 
 def rejoined(join: ev.ReplicaJoined, now: float, version: int) -> ev.ReplicaJoined:
     sizes = (join.block_tokens, join.kv_capacity_blocks, join.max_running, join.draft_tokens)
     return ev.ReplicaJoined(now, join.replica_id, *sizes, version)
 
 
-def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list[str]) -> list:
+def illegal_events(now: float, ledger: Ledger, closed: list[str], samples: list[str]) -> list:
     """Events that cannot happen now, of every kind that can be made from what is there."""
     fine, free = ev.GroupSpec("new", 1, 1, 1), ev.ChunkEnd.LENGTH
     events = [
@@ -360,6 +402,9 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
         ev.TokensStreamed(now, "nobody#0:0", 1, now),
         ev.ReplicaLeft(now, "nobody", "late"),
         ev.BatchCancelled(now, "nobody"),
+        ev.SampleCancelled(now, "nobody#0"),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 1, 1, open=True),)),
+        ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, -1, 1),)),
         ev.WeightsChanged(now, ledger.version - 1),
         ev.ReplicaMeasured(now, "nobody", 1.0, 1.0, 0.0, 0.0, 0.0, now),
         ev.PoolReported(now, -1, 0, now),
@@ -376,7 +421,7 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
         ev.Tick(now),
         "not an event",
     ]
-    events += [ev.SamplesSubmitted(now, batch_id, (fine,)) for batch_id in batches[:1]]
+    events += [ev.SamplesSubmitted(now, batch_id, (fine,)) for batch_id in closed[:1]]
     events += [
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec(sample_id.rpartition("#")[0], 1, 1, 1),))
         for sample_id in samples[:1]
@@ -396,6 +441,22 @@ def illegal_events(now: float, ledger: Ledger, batches: list[str], samples: list
     return events
 
 
+def misfits(now: float, batch: Batch) -> list:
+    """Events that an open batch must refuse."""
+    rank, name = (batch.priority, batch.share), batch.batch_id
+    events = [ev.SamplesSubmitted(now, name, (), batch.priority + 1, batch.share, open=True)]
+    for spec in [group.spec for group in batch.groups.values()]:
+        more = replace(spec, samples=1, past_lengths=(), begun=())
+        if spec.open:
+            others = replace(more, prompt_tokens=spec.prompt_tokens + 1), replace(more, past_lengths=((1,),))
+            events += [ev.SamplesSubmitted(now, name, (other,), *rank, open=True) for other in others]
+            events.append(ev.SamplesSubmitted(now, name, (more,), *rank))
+            events.append(ev.SamplesSubmitted(now, "new", (more,), *rank, open=True))
+        else:
+            events.append(ev.SamplesSubmitted(now, name, (more,), *rank, open=True))
+    return events
+
+
 def policies_of(
     ordering: str, placement: str, chunk_tokens: int | None, kv_on_update: str = "fresh", fairness: str = "fair_shares"
 ) -> Policies:
@@ -408,8 +469,10 @@ def policies_of(
     )
 
 
-def play(policies: Policies, data: bytes, limits: Limits | None = None) -> Play:
-    return Player(policies, data, limits).run()
+def play(
+    policies: Policies, data: bytes, limits: Limits | None = None, operations: tuple[str, ...] | None = None
+) -> Play:
+    return Player(policies, data, limits, operations).run()
 
 
 def replay(policies: Policies, steps: list) -> list[tuple[Action, ...]]:

@@ -85,14 +85,16 @@ def test_new_weights_stop_every_chunk_of_others_and_say_whether_its_kv_is_kept(p
     for event, actions, ledger in walk(played):
         if isinstance(event, ev.BatchCancelled):
             cancelled.add(event.batch_id)
+        if isinstance(event, ev.SampleCancelled):
+            cancelled.add(event.sample_id)
         for action in actions:
             if isinstance(action, AbortChunk):
                 start = ledger.running[action.chunk_id]
                 told.add(action.chunk_id)
-                batch_id = group_of(start.sample_id).partition(".")[0]
+                ended = bool(cancelled & {group_of(start.sample_id).partition(".")[0], start.sample_id})
                 same = ledger.kv_version(start.sample_id, start.weights_version) == start.kv_version
-                assert action.keep_kv == (same and batch_id not in cancelled)
-                assert batch_id in cancelled or start.weights_version < ledger.version
+                assert action.keep_kv == (same and not ended)
+                assert ended or start.weights_version < ledger.version
         if isinstance(event, ev.Tick):
             assert not [i for i, s in ledger.running.items() if s.weights_version != ledger.version and i not in told]
 

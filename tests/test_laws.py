@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from kv_ledger import begun_tokens
+from kv_ledger import begun_tokens, group_of, new_samples
 from rollout_machine import (
     CHUNKS,
     FAIRNESS,
     KV_ON_UPDATE,
+    OPEN_BATCHES,
     ORDERINGS,
     PLACEMENTS,
     Ledger,
@@ -44,7 +45,9 @@ def played_by(ordering: str, placement: str, data: bytes) -> Play:
     """The first two bytes choose chunking, fairness and what becomes of KV on updates; the others are the play."""
     chunk_tokens, kv_on_update = CHUNKS[data[0] % len(CHUNKS)], KV_ON_UPDATE[data[1] % len(KV_ON_UPDATE)]
     fairness = FAIRNESS[data[0] // len(CHUNKS) % len(FAIRNESS)]
-    return play(policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness), data[2:])
+    return play(
+        policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness), data[2:], operations=OPEN_BATCHES
+    )
 
 
 def law(test):
@@ -77,22 +80,23 @@ def walk(played):
 def test_every_sample_ends_once_and_every_group_is_handed_out_once_after_its_samples(played):
     """Law 1, conservation: of samples and groups."""
     submitted = [event for event, _ in played.steps if isinstance(event, ev.SamplesSubmitted)]
-    groups = [(event.batch_id, spec) for event in submitted for spec in event.groups]
-    open_samples: dict[str, set] = {}
+    groups = {(event.batch_id, spec.group_id) for event in submitted for spec in event.groups}
+    open_samples, known = defaultdict(set), {}
     for event, actions in played.steps:
         if isinstance(event, ev.SamplesSubmitted):
-            open_samples |= {g.group_id: {f"{g.group_id}#{i}" for i in range(g.samples)} for g in event.groups}
+            for sample_id in new_samples(event, known):
+                open_samples[group_of(sample_id)].add(sample_id)
         for action in actions:
             if isinstance(action, EndSample):
-                open_samples[action.sample_id.rpartition("#")[0]].remove(action.sample_id)
+                open_samples[group_of(action.sample_id)].remove(action.sample_id)
                 assert (action.error is not None) == (action.end is SampleEnd.FAILED) and action.reason
             elif isinstance(action, EmitGroup):
                 assert not open_samples[action.group_id]
             elif isinstance(action, StartChunk):
-                assert action.sample_id in open_samples[action.sample_id.rpartition("#")[0]]
+                assert action.sample_id in open_samples[group_of(action.sample_id)]
     emitted = [(action.batch_id, action.group_id) for action in played.actions(EmitGroup)]
-    assert sorted(emitted) == sorted((batch_id, spec.group_id) for batch_id, spec in groups)
-    assert len(played.actions(EndSample)) == sum(spec.samples for _, spec in groups)
+    assert sorted(emitted) == sorted(groups)
+    assert len(played.actions(EndSample)) == sum(known.values())
 
 
 @law

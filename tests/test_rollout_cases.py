@@ -4,7 +4,7 @@ import pytest
 from rollout_machine import ORDERINGS, policies_of
 
 from tailrace.policies.core.failures import MAX_ATTEMPTS, MAX_DOUBTFUL_ATTEMPTS, SAMPLE_PAUSE_S
-from tailrace.policies.core.request_buffer import Batch, Sample
+from tailrace.policies.core.request_buffer import KNOWN_PROMPTS, Batch, Sample
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.core.validation import WrongAnswer
@@ -136,7 +136,7 @@ def test_cancelling_aborts_what_runs_and_its_end_ends_the_sample():
     core.observe(ev.BatchCancelled(0.0, "b"))
     core.observe(ev.BatchCancelled(0.0, "b"))
     waiting, abort = tick(core)
-    assert (waiting.sample_id, abort) == ("g#1", AbortChunk(start.chunk_id, "r", False, "batch cancelled"))
+    assert (waiting.sample_id, abort) == ("g#1", AbortChunk(start.chunk_id, "r", False, "cancelled"))
     core.observe(ev.ChunkFinished(0.0, start.chunk_id, 3, ev.ChunkEnd.ABORTED, 0))
     assert [action.end for action in tick(core) if isinstance(action, EndSample)] == [SampleEnd.CANCELLED]
 
@@ -262,7 +262,8 @@ def test_samples_that_cannot_have_begun_so_are_refused(samples):
 
 def test_views_have_each_value_under_its_name():
     """They are built by position, for speed."""
-    group = Batch(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 101, 2, 102),)), 103).groups[0]
+    spec = ev.GroupSpec("g", 101, 2, 102)
+    group = Batch(ev.SamplesSubmitted(0.0, "b", (spec,)), 99).add(spec, 103)
     sample = group.samples[1]
     for value, field in enumerate(sorted(set(SampleView._fields) & set(Sample.__slots__) - {"sample_id", "index"})):
         setattr(sample, field, value)
@@ -304,3 +305,76 @@ def test_an_answer_that_no_policy_may_give_is_named(family, like, method, answer
     with pytest.raises(WrongAnswer, match=f"^policy .*:Odd: {wanted}"):
         submit(core, ev.GroupSpec("g", 100, 4, 100))
         tick(core)
+
+
+def opened(core: RolloutCore, *groups: ev.GroupSpec, is_open: bool = True) -> None:
+    core.observe(ev.SamplesSubmitted(0.0, "b", groups, open=is_open))
+
+
+def test_an_open_group_takes_samples_while_others_run_and_is_handed_out_once_closed():
+    core = core_of(r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 10, open=True))
+    (first,) = tick(core)
+    opened(core, ev.GroupSpec("g", 10, 2, 10, open=True))
+    more = tick(core)
+    assert [start.sample_id for start in (first, *more)] == ["g#0", "g#1", "g#2"]
+    for start in (first, *more):
+        finish(core, start)
+    assert [type(action) for action in tick(core)] == [EndSample] * 3
+    opened(core, ev.GroupSpec("g", 10, 0, 10))
+    assert tick(core) == (EmitGroup("b", "g", "all samples have ended"),)
+    assert core.knows_batch("b"), "it is open"
+    opened(core, is_open=False)
+    assert tick(core) == () and not core.knows_batch("b")
+
+
+def test_a_sample_that_joins_is_expected_to_be_as_long_as_its_ended_mates():
+    core = core_of(r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
+    (start,) = tick(core)
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 33, ev.ChunkEnd.STOP, 0))
+    opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
+    assert [action.expected_tokens for action in tick(core) if isinstance(action, StartChunk)] == [33]
+
+
+@pytest.mark.parametrize("ordering", ["fcfs", "group_static"])
+def test_groups_of_an_open_batch_are_bound_by_turns(ordering):
+    core = core_of(ordering, q=40, r=40)
+    for number in range(4):
+        opened(core, ev.GroupSpec(f"g{number}", 10, 1, 10, open=True))
+    assert sorted(start.replica_id for start in tick(core)) == ["q", "q", "r", "r"]
+
+
+def test_a_cancelled_sample_ends_alone():
+    core = core_of(chunk_tokens=10, r=2)
+    submit(core, ev.GroupSpec("g", 10, 3, 30))
+    (start,) = tick(core)
+    core.observe(ev.SampleCancelled(0.0, "g#1"))
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    end, abort = tick(core)
+    assert (end.sample_id, end.end) == ("g#1", SampleEnd.CANCELLED)
+    assert abort == AbortChunk(start.chunk_id, "r", False, "cancelled")
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 3, ev.ChunkEnd.ABORTED, 0))
+    end, after = tick(core)
+    assert (end.sample_id, end.end, after.sample_id) == ("g#0", SampleEnd.CANCELLED, "g#2")
+    core.observe(ev.SampleCancelled(0.0, "g#1"))
+    assert tick(core) == ()
+
+
+def test_a_cancelled_open_batch_is_over():
+    core = core_of(r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 10, open=True))
+    (start,) = tick(core)
+    finish(core, start)
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    assert [type(action) for action in tick(core)] == [EndSample, EmitGroup] and not core.knows_batch("b")
+
+
+def test_an_open_batch_keeps_little_of_what_it_has_handed_out():
+    core = core_of(r=40)
+    for number in range(KNOWN_PROMPTS + 10):
+        opened(core, ev.GroupSpec(f"g{number}", 10, 1, 10))
+        finish(core, tick(core)[-1])
+        tick(core)
+    (batch,) = core._buffer.batches.values()
+    assert (len(batch.groups), batch.samples, len(batch.known_lengths)) == (0, 0, KNOWN_PROMPTS)

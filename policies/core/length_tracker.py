@@ -22,10 +22,10 @@ class LengthTracker:
         self._reads_all = policies.lengths.reads_all
         self._sums_up = self._classes or self._reads_all
 
-    def admit(self, groups: list[Group]) -> None:
-        """Add the groups of a new batch."""
-        batch = self._buffer.batches[groups[0].batch_id]
-        self._summarise(batch)
+    def admit(self, batch: Batch, groups: list[Group]) -> None:
+        """Add the new groups of a batch, which has them already."""
+        batch.new_lengths += sum(len(epoch) for group in groups for epoch in group.spec.past_lengths)
+        self._summarise_if_doubled(batch)
         for group in groups:
             self._renew(group, batch)
 
@@ -41,8 +41,7 @@ class LengthTracker:
         batch = self._buffer.batches[group.batch_id]
         group.finished_lengths = tuple(sorted((*group.finished_lengths, sample.generated_tokens)))
         batch.new_lengths += 1
-        if self._sums_up and batch.new_lengths > batch.lengths.answers:
-            self._summarise(batch)
+        self._summarise_if_doubled(batch)
         view = self._renew(group, batch)
         waiting = [mate for mate in group.samples if mate.state is WAITING]
         for mate in waiting:
@@ -66,8 +65,12 @@ class LengthTracker:
             group.class_starts = class_starts(view)
         return view
 
+    def _summarise_if_doubled(self, batch: Batch) -> None:
+        if batch.lengths is None or (self._sums_up and batch.new_lengths > batch.lengths.answers):
+            self._summarise(batch)
+
     def _summarise(self, batch: Batch) -> None:
-        known = batch.groups if self._sums_up else ()
-        prompts = [(group.spec.past_lengths, group.finished_lengths) for group in known]
-        batch.lengths = batch_lengths(prompts, max(group.spec.max_tokens for group in batch.groups))
+        known = batch.groups.values() if self._sums_up else ()
+        prompts = [*batch.known_lengths, *(group.known_lengths() for group in known)]
+        batch.lengths = batch_lengths(prompts, batch.max_tokens)
         batch.new_lengths = 0

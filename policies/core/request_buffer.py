@@ -4,6 +4,9 @@ Plain records, and `RequestBuffer`, which finds them. `RolloutCore` and its book
 exactly one state; its `generated_tokens` never shrinks and never exceeds `max_tokens`.
 """
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from enum import Enum
 
 from tailrace.policies.protocol.events import ChunkFinished, GroupSpec, IllegalEvent, SamplesSubmitted
@@ -19,6 +22,9 @@ class State(Enum):
 
 WAITING, RUNNING, ENDED = State
 """Members by name: a lookup in the class takes a quarter of a microsecond, several times per event."""
+
+KNOWN_PROMPTS = 1_024
+"""Prompts whose lengths an open batch knows after their groups have been handed out: it may stay open for days."""
 
 
 class Sample:
@@ -78,9 +84,9 @@ class Group:
     __slots__ = ("arrival", "batch", "chunks", "class_starts", "expected_tokens", "finished_lengths", "home",
                  "lengths", "position", "running", "samples", "spec", "unended")  # fmt: skip
 
-    def __init__(self, spec: GroupSpec, batch: "Batch", arrivals: int, position: int):
-        """`position`: index among its batch's groups. `arrivals`: number of groups of all earlier batches."""
-        self.spec, self.batch, self.position, self.arrival = spec, batch, position, arrivals + position
+    def __init__(self, spec: GroupSpec, batch: "Batch", arrival: int, position: int):
+        """`position`: index among its batch's groups. `arrival`: number of groups that came before, in any batch."""
+        self.spec, self.batch, self.position, self.arrival = spec, batch, position, arrival
         self.samples = [Sample(self, index) for index in range(spec.samples)]
         for begun in spec.begun:
             self.samples[begun.index].generated_tokens = begun.tokens
@@ -95,6 +101,19 @@ class Group:
     def batch_id(self) -> str:
         return self.batch.batch_id
 
+    def known_lengths(self) -> tuple[tuple, tuple[int, ...]]:
+        """Lengths of earlier answers by epoch, and of this group's own."""
+        return self.spec.past_lengths, self.finished_lengths
+
+    def extend(self, more: GroupSpec) -> list[Sample]:
+        """Add the samples of a later spec of an open group. Returns them."""
+        first = self.spec.samples
+        self.spec = replace(self.spec, samples=first + more.samples, open=more.open)
+        added = [Sample(self, index) for index in range(first, self.spec.samples)]
+        self.samples += added
+        self.unended += len(added)
+        return added
+
     def view(self) -> GroupView:
         """By position, as of a sample."""
         spec = self.spec
@@ -105,19 +124,43 @@ class Group:
 
 
 class Batch:
-    __slots__ = ("batch_id", "groups", "lengths", "new_lengths", "priority", "running_tokens", "samples", "share",
-                 "step", "unemitted")  # fmt: skip
+    """A batch; `forgets`: it was open at first, and keeps of groups that have been handed out their lengths alone."""
+
+    __slots__ = ("arrival", "batch_id", "forgets", "groups", "is_open", "known_lengths", "lengths", "max_tokens",
+                 "new_lengths", "positions", "priority", "running_tokens", "samples", "share", "step",
+                 "unemitted")  # fmt: skip
 
     def __init__(self, event: SamplesSubmitted, arrivals: int):
         """`arrivals`: number of groups of all earlier batches."""
         self.batch_id, self.priority, self.share = event.batch_id, event.priority, event.share
-        self.step = event.step
-        self.groups = [Group(spec, self, arrivals, position) for position, spec in enumerate(event.groups)]
-        self.samples = sum(spec.samples for spec in event.groups)
-        self.unemitted = len(self.groups)
-        self.lengths: BatchLengths | None = None  # `LengthTracker` alone writes it and `new_lengths`
-        self.new_lengths = 0
+        self.step, self.arrival = event.step, arrivals
+        self.is_open = self.forgets = event.open
+        self.groups: dict[str, Group] = {}  # by id, in order of arrival
+        self.samples = self.unemitted = 0  # `unemitted`: groups not handed out yet
+        self.positions = 0  # groups ever added
+        self.max_tokens = 0  # of any sample
+        self.known_lengths = deque(maxlen=KNOWN_PROMPTS)  # of forgotten groups: past and finished lengths
+        self.lengths: BatchLengths | None = None  # `LengthTracker`'s; None before the first, and with greater answers
+        self.new_lengths = 0  # `LengthTracker` alone writes it
         self.running_tokens = 0  # of KV; `RunningChunks` alone writes it
+
+    def add(self, spec: GroupSpec, arrival: int) -> Group:
+        group = Group(spec, self, arrival, self.positions)
+        self.groups[spec.group_id] = group
+        self.positions += 1
+        self.unemitted += 1
+        self.samples += spec.samples
+        if spec.max_tokens > self.max_tokens:
+            self.max_tokens, self.lengths = spec.max_tokens, None
+        return group
+
+    def forget(self, group: Group) -> None:
+        """Count a group out that has been handed out."""
+        self.unemitted -= 1
+        if self.forgets:
+            del self.groups[group.spec.group_id]
+            self.samples -= group.spec.samples
+            self.known_lengths.append(group.known_lengths())
 
     def view(self) -> BatchView:
         return BatchView(self.batch_id, self.priority, self.share, self.running_tokens)
@@ -154,31 +197,89 @@ class RequestBuffer:
         self.unended = 0  # samples of all batches
         self._arrivals = 0
 
-    def check_new(self, batch_id: str, specs: tuple[GroupSpec, ...]) -> None:
-        """Check new names. Raises IllegalEvent if the batch or a group of this name is here already."""
-        if batch_id in self.batches:
-            raise IllegalEvent(f"batch {batch_id!r} is running already")
-        for spec in specs:
-            if f"{spec.group_id}#0" in self.samples:
-                raise IllegalEvent(f"group {spec.group_id!r} is running already")
+    def check_new(self, event: SamplesSubmitted) -> None:
+        """Check a batch, or an addition to an open one. Raises IllegalEvent if its names are taken, or if its
+        values differ from those of the open batch or group."""
+        batch = self.batches.get(event.batch_id)
+        if batch is None and not (event.groups or event.open):
+            raise IllegalEvent(f"batch {event.batch_id!r} is empty")
+        if batch is not None and not batch.is_open:
+            raise IllegalEvent(f"batch {event.batch_id!r} is running already")
+        if batch is not None and (batch.priority, batch.share, batch.step) != (event.priority, event.share, event.step):
+            raise IllegalEvent(f"batch {event.batch_id!r} is open with another priority, share or step")
+        for spec in event.groups:
+            self._check_group(event, spec)
 
-    def admit(self, event: SamplesSubmitted) -> list[Group]:
-        self.batches[event.batch_id] = batch = Batch(event, self._arrivals)
-        self._arrivals += len(batch.groups)
-        self.unended += batch.samples
-        self.samples.update((sample.sample_id, sample) for group in batch.groups for sample in group.samples)
-        return batch.groups
+    def _check_group(self, event: SamplesSubmitted, spec: GroupSpec) -> None:
+        group = self._group(spec.group_id)
+        if spec.open and not event.open:
+            raise IllegalEvent(f"group {spec.group_id!r} is open in batch {event.batch_id!r}, which is not")
+        if group is None:
+            if not spec.samples:
+                raise IllegalEvent(f"{spec}: a new group has a sample at least")
+            return
+        if group.batch_id != event.batch_id or not group.spec.open:
+            raise IllegalEvent(f"group {spec.group_id!r} is running already")
+        sizes = (group.spec.prompt_tokens, group.spec.max_tokens, (), ())
+        if (spec.prompt_tokens, spec.max_tokens, spec.past_lengths, spec.begun) != sizes:
+            raise IllegalEvent(f"{spec}: group {spec.group_id!r} is open with {sizes[0]} and {sizes[1]} tokens")
+
+    def new_ids(self, specs: Iterable[GroupSpec]) -> Iterator[str]:
+        """Ids of the samples that checked specs will add."""
+        for spec in specs:
+            group = self._group(spec.group_id)
+            first = group.spec.samples if group else 0
+            yield from (f"{spec.group_id}#{first + number}" for number in range(spec.samples))
+
+    def _group(self, group_id: str) -> Group | None:
+        first = self.samples.get(f"{group_id}#0")
+        return first and first.group
+
+    def admit(self, event: SamplesSubmitted) -> tuple[list[Group], list[Sample], list[Group]]:
+        """Take in a checked event. Returns the new groups, samples added to open groups, and groups closed by it."""
+        batch = self.batches.setdefault(event.batch_id, None) or Batch(event, self._arrivals)
+        self.batches[event.batch_id] = batch
+        new, added, closed = [], [], []
+        for spec in event.groups:
+            if (group := self._group(spec.group_id)) is None:
+                group = batch.add(spec, self._arrivals)
+                self._arrivals += 1
+                new.append(group)
+                self._count(group.samples)
+            else:
+                more = group.extend(spec)
+                batch.samples += len(more)
+                added += more
+                closed += () if spec.open else (group,)
+                self._count(more)
+        if not event.open:
+            closed += self.close(batch)
+        return new, added, closed
+
+    def _count(self, samples: list[Sample]) -> None:
+        self.unended += len(samples)
+        self.samples.update((sample.sample_id, sample) for sample in samples)
+
+    def close(self, batch: Batch) -> list[Group]:
+        """No more comes to a batch, nor to its groups. Returns the groups that were open."""
+        batch.is_open = False
+        closed = [group for group in batch.groups.values() if group.spec.open]
+        for group in closed:
+            group.spec = replace(group.spec, open=False)
+        return closed
 
     def batch(self, batch_id: str) -> Batch:
         if batch_id not in self.batches:
             raise IllegalEvent(f"batch {batch_id!r} is not here")
         return self.batches[batch_id]
 
+    def sample(self, sample_id: str) -> Sample:
+        if sample_id not in self.samples:
+            raise IllegalEvent(f"sample {sample_id!r} is not here")
+        return self.samples[sample_id]
+
     def forget(self, group: Group) -> None:
         """Forget a group that has been handed out."""
         for sample in group.samples:
             del self.samples[sample.sample_id]
-        batch = self.batches[group.batch_id]
-        batch.unemitted -= 1
-        if not batch.unemitted:
-            del self.batches[group.batch_id]
+        group.batch.forget(group)

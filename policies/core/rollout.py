@@ -19,7 +19,7 @@ from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.races import Races, counts
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import ENDED, WAITING, Chunk, RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import ENDED, WAITING, Batch, Chunk, Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.sample_ends import BY_ITSELF, end_before, end_by
 from tailrace.policies.core.scaling import Limits, Scaling
@@ -82,29 +82,47 @@ class RolloutCore:
 
     def _submitted(self, event: ev.SamplesSubmitted) -> None:
         check_groups(event)
-        self._buffer.check_new(event.batch_id, event.groups)
-        self._waiting.check_new(event.groups)
-        groups = self._buffer.admit(event)
-        self._lengths.admit(groups)
+        self._buffer.check_new(event)
+        self._waiting.check_new(self._buffer.new_ids(event.groups))
+        if event.batch_id not in self._buffer.batches:
+            self._scaling.reopen()
+        groups, added, closed = self._buffer.admit(event)
+        batch = self._buffer.batches[event.batch_id]
+        self._lengths.admit(batch, groups)
         self._unassigned.add(groups)
-        self._scaling.reopen()
+        for sample in added:
+            self._join(sample)
         for group in groups:
             for begun in group.spec.begun:
                 if (end := end_before(begun, group.spec)) is not None:
                     self._end(group.samples[begun.index], end, None, "it had ended before")
+        self._close(batch, closed)
 
     def _revealed(self, event: ev.LengthsRevealed) -> None:
         self._waiting.reveal(event.lengths)
 
     def _cancelled(self, event: ev.BatchCancelled) -> None:
         batch = self._buffer.batch(event.batch_id)
-        for sample in [s for group in batch.groups for s in group.samples if s.state is not ENDED]:
+        closed = self._buffer.close(batch)
+        self._cancel([sample for group in batch.groups.values() for sample in group.samples])
+        self._close(batch, closed)
+
+    def _sample_cancelled(self, event: ev.SampleCancelled) -> None:
+        self._cancel([self._buffer.sample(event.sample_id)])
+
+    def _cancel(self, samples: list[Sample]) -> None:
+        running = set()
+        for sample in samples:
+            if sample.state is ENDED:
+                continue
             sample.cancelled = True
             if sample.state is WAITING:
-                self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
-        for chunk in self._running.chunks.values():
-            if chunk.sample.group.batch_id == event.batch_id:
-                self._running.abort(chunk, "batch cancelled")
+                self._end(sample, SampleEnd.CANCELLED, None, "cancelled")
+            else:
+                running.add(sample)
+        for chunk in self._running.chunks.values() if running else ():
+            if chunk.sample in running:
+                self._running.abort(chunk, "cancelled")
 
     def _chunk_finished(self, event: ev.ChunkFinished) -> None:
         chunk = self._running.named(event.chunk_id)
@@ -263,7 +281,7 @@ class RolloutCore:
     def _wait_again(self, sample: Sample, paused_until_s: float | None = None) -> None:
         sample.state = WAITING
         if sample.cancelled:
-            self._end(sample, SampleEnd.CANCELLED, None, "batch cancelled")
+            self._end(sample, SampleEnd.CANCELLED, None, "cancelled")
         elif paused_until_s is not None:
             self._failures.pause(sample, paused_until_s)
         else:
@@ -281,6 +299,14 @@ class RolloutCore:
         if sample.home is not None and not self.replicas.stays(sample.home):
             sample.home = group.home
         self._put(sample)
+
+    def _join(self, sample: Sample) -> None:
+        """Queue a sample that comes to an open group. The keys of its mates may depend on the number of samples."""
+        group = sample.group
+        sample.home = group.home
+        self._waiting.renew(group, (mate for mate in group.samples if mate.state is WAITING))
+        if group not in self._unassigned:
+            self._queue(sample)
 
     def _bind_anew(self, replica_id: str) -> None:
         """Queue the samples bound to a closing or lost replica again: they may run on others."""
@@ -308,13 +334,27 @@ class RolloutCore:
         self._outbox += self._kv.end(sample)
         if end in BY_ITSELF:
             self._waiting.renew(group, self._lengths.finish(sample))
-        if group.unended:
-            return
+        if not (group.unended or group.spec.open):
+            self._emit(group)
+
+    def _emit(self, group: Group) -> None:
         self._outbox += self._kv.release_prompt(group)
         self._outbox.append(EmitGroup(group.batch_id, group.spec.group_id, "all samples have ended"))
         self._waiting.forget(group)
         self._unassigned.discard(group)
         self._buffer.forget(group)
+        self._forget_if_over(group.batch)
+
+    def _close(self, batch: Batch, closed: list[Group]) -> None:
+        """Hand out the groups that have just been closed, as far as their samples have ended."""
+        for group in closed:
+            if not group.unended and group.spec.group_id in batch.groups:
+                self._emit(group)
+        self._forget_if_over(batch)
+
+    def _forget_if_over(self, batch: Batch) -> None:
+        if not (batch.unemitted or batch.is_open) and self._buffer.batches.pop(batch.batch_id, None) is not None:
+            self._waiting.forget_batch(batch)
 
     # ---- queries of a shell -----------------------------------------------------------------------
 
@@ -343,6 +383,7 @@ _HANDLERS = {
     ev.SamplesSubmitted: RolloutCore._submitted,
     ev.LengthsRevealed: RolloutCore._revealed,
     ev.BatchCancelled: RolloutCore._cancelled,
+    ev.SampleCancelled: RolloutCore._sample_cancelled,
     ev.ChunkFinished: RolloutCore._chunk_finished,
     ev.ChunkFailed: RolloutCore._chunk_failed,
     ev.TokensStreamed: RolloutCore._tokens_streamed,

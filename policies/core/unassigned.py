@@ -50,7 +50,7 @@ class UnassignedGroups:
     def _homes(self, groups: Iterable[Group], ready: list[str]) -> Callable[[Group], str | None]:
         """The home of each group: by `homes` of an ordering that binds whole batches, else one by one by `bind`."""
         if not hasattr(self._ordering, "homes"):
-            return lambda group: self._ordering.bind(group.position, len(group.batch.groups), ready)
+            return lambda group: self._bind(group, ready)
         replicas, found = [self._table.view(replica_id) for replica_id in ready], {}
         for batch, of_batch in groupby(groups, key=lambda group: group.batch):
             bound = list(of_batch)
@@ -60,3 +60,9 @@ class UnassignedGroups:
             ]
             found |= zip(bound, self._ordering.homes(views, batch.step, replicas), strict=True)
         return found.__getitem__
+
+    def _bind(self, group: Group, ready: list[str]) -> str | None:
+        """The home of one group. The final number of groups of an open batch is not known: replicas take turns."""
+        if group.batch.forgets:
+            return self._ordering.bind(group.position % len(ready), len(ready), ready)
+        return self._ordering.bind(group.position, group.batch.positions, ready)

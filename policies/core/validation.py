@@ -23,14 +23,14 @@ from tailrace.policies.protocol.events import (
 
 
 def check_groups(event: SamplesSubmitted) -> None:
-    """Check that a batch has groups, each of them once, and each with tokens to generate."""
-    if not event.groups or len({spec.group_id for spec in event.groups}) < len(event.groups):
-        raise IllegalEvent(f"batch {event.batch_id!r} is empty or repeats a group id")
+    """Check that a batch names each of its groups once, and that each has tokens to generate."""
+    if len({spec.group_id for spec in event.groups}) < len(event.groups):
+        raise IllegalEvent(f"batch {event.batch_id!r} repeats a group id")
     if not 0 < event.share < float("inf"):
         raise IllegalEvent(f"batch {event.batch_id!r} has share {event.share}; give a number above 0")
     for spec in event.groups:
-        if min(spec.prompt_tokens, spec.samples, spec.max_tokens) < 1:
-            raise IllegalEvent(f"{spec}: prompt_tokens, samples and max_tokens must be at least 1")
+        if min(spec.prompt_tokens, spec.max_tokens) < 1 or spec.samples < 0:
+            raise IllegalEvent(f"{spec}: prompt_tokens and max_tokens must be at least 1, samples at least 0")
         if any(tokens < 0 for epoch in spec.past_lengths for tokens in epoch):
             raise IllegalEvent(f"{spec.group_id}: no answer had a negative length")
         begun = {one.index: one.tokens for one in spec.begun}

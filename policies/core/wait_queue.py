@@ -12,7 +12,7 @@ from tailrace.policies.core.request_buffer import Batch, Group, Sample
 from tailrace.policies.families.fairness import Fairness
 from tailrace.policies.families.ordering import OracleLongestFirst, Ordering
 from tailrace.policies.families.registry import name_of
-from tailrace.policies.protocol.events import GroupSpec, IllegalEvent
+from tailrace.policies.protocol.events import IllegalEvent
 from tailrace.policies.protocol.views import GroupView, SampleView
 
 
@@ -36,20 +36,22 @@ class WaitQueue:
             raise IllegalEvent(f"ordering {name_of(self._ordering)} must not see true lengths (law 3)")
         self._lengths.update(lengths)
 
-    def check_new(self, specs: tuple[GroupSpec, ...]) -> None:
-        """Check new groups. Raises IllegalEvent if the ordering needs true lengths and has none of a new group."""
-        for spec in specs if self._is_oracle else ():
-            if not all(f"{spec.group_id}#{index}" in self._lengths for index in range(spec.samples)):
-                raise IllegalEvent(f"{spec.group_id}: {name_of(self._ordering)} needs true lengths, has none")
+    def check_new(self, sample_ids: Iterable[str]) -> None:
+        """Check new samples. Raises IllegalEvent if the ordering needs true lengths and has none of one of them."""
+        for sample_id in sample_ids if self._is_oracle else ():
+            if sample_id not in self._lengths:
+                raise IllegalEvent(f"{sample_id}: {name_of(self._ordering)} needs true lengths, has none")
 
     def forget(self, group: Group) -> None:
-        """Forget the true lengths of a group that has been handed out, and the queues of a batch with its last one."""
-        if self._apart and group.batch.unemitted == 1:
-            for queues in self._queues.values():
-                queues.pop(group.batch, None)
+        """Forget the true lengths of a group that has been handed out."""
         if self._lengths:
             for sample in group.samples:
                 self._lengths.pop(sample.sample_id, None)
+
+    def forget_batch(self, batch: Batch) -> None:
+        """Forget the queues of a batch that is over."""
+        for queues in self._queues.values() if self._apart else ():
+            queues.pop(batch, None)
 
     def __len__(self):
         return len(self._samples)
@@ -123,7 +125,7 @@ class WaitQueue:
         return [queues[batch] for batch in sorted(queues, key=self._turn)]
 
     def _turn(self, batch: Batch) -> tuple:
-        return (*self._fairness.key(batch.view()), batch.groups[0].arrival)
+        return (*self._fairness.key(batch.view()), batch.arrival)
 
     def next_up(self, home: str | None, count: int) -> list[Sample]:
         """The first `count` samples bound to `home` in the order of the next decision, regardless of their need."""

@@ -32,7 +32,9 @@ class GroupSpec:
     """A prompt of `prompt_tokens` and its samples; `max_tokens` bounds one sample over all its chunks.
 
     `past_lengths`: tokens of earlier answers to this prompt, one tuple per epoch, newest first. `begun`: samples that
-    an earlier coordinator has begun.
+    an earlier coordinator has begun. `open`: more samples may come, as a later spec of this name in the same batch, and
+    the group is handed out after one that is not open. Such a spec has the same sizes and neither `past_lengths` nor
+    `begun`; its samples, which may be none, are numbered after those that are there.
     """
 
     group_id: str
@@ -41,12 +43,17 @@ class GroupSpec:
     max_tokens: int
     past_lengths: tuple[tuple[int, ...], ...] = ()
     begun: tuple[Begun, ...] = ()
+    open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SamplesSubmitted:
     """A batch of groups is submitted. `priority` and `share` (above 0) are for the `fairness` policy, `step` (of
-    training) for orderings that bind whole batches."""
+    training) for orderings that bind whole batches.
+
+    `open`: more may come, in later events of this name with the same priority, share and step. One that is not open
+    closes the batch and its groups; it may have no groups.
+    """
 
     now: float
     batch_id: str
@@ -54,6 +61,7 @@ class SamplesSubmitted:
     priority: int = 0
     share: float = 1.0
     step: int = 0
+    open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +74,19 @@ class LengthsRevealed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCancelled:
-    """A driver cancels its batch, or has gone."""
+    """A driver cancels its batch, or has gone. An open batch is closed."""
 
     now: float
     batch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCancelled:
+    """A driver cancels one sample, or its deadline has passed. Nothing happens if it has ended before its
+    group."""
+
+    now: float
+    sample_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +224,7 @@ Event = (
     SamplesSubmitted
     | LengthsRevealed
     | BatchCancelled
+    | SampleCancelled
     | ChunkFinished
     | ChunkFailed
     | TokensStreamed
