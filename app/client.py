@@ -1,6 +1,7 @@
 """`RolloutClient`: an RL driver's handle to the service. Thin over the coordinator's DeploymentHandle.
 
     async for group in client.rollout(batch): ...        or        for group in client.rollout_blocking(batch): ...
+    answer = await client.open(seed=7).generate(text=...)        single samples, see `app.calls.session`
 
 Groups come as they finish. Closing the iterator cancels the batch, and so does a driver that is gone for a minute.
 Every call has a blocking twin, `NAME_blocking`. Raises RolloutRejected if the service refuses the batch, Ray's errors
@@ -11,10 +12,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from uuid import uuid4
 
-from tailrace.app.blocking import blocking, blocking_iterator
+from tailrace.app.calls.blocking import blocking, blocking_iterator
+from tailrace.app.calls.refused import PoliciesRejected, QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
+from tailrace.app.calls.session import SessionCalls
+from tailrace.app.calls.weights_calls import WeightsCalls
 from tailrace.app.config import otlp_wanted
-from tailrace.app.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
-from tailrace.app.weights_calls import WeightsCalls
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
@@ -25,23 +28,7 @@ READER_S = 20.0
 """Seconds for which a batch id that another driver reads is asked for: that driver may be gone."""
 
 
-class RolloutRejected(ValueError):
-    """The service refused the batch. The text names the fault and its mend."""
-
-
-class QuotaExceeded(RolloutRejected):
-    """The batch is beyond a quota of the service. The text names it, and the batch to wait for, if any."""
-
-
-class WeightsRejected(ValueError):
-    """The weights were not updated. The text says why."""
-
-
-class PoliciesRejected(ValueError):
-    """The policies were not switched. The text says why."""
-
-
-class RolloutClient(WeightsCalls):
+class RolloutClient(SessionCalls, WeightsCalls):
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
     `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.

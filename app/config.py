@@ -19,6 +19,7 @@ from tailrace.app.deployment_settings import (
     StrictModel,
 )
 from tailrace.app.errors import BadInput
+from tailrace.app.gateway_config import GatewayConfig
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.config import DrafterConfig
@@ -76,6 +77,22 @@ def _settings(name: str, item: Any) -> CoordinatorSettings | EngineSettings | Dr
 
 
 OURS = "tailrace.app.build:build"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+GATEWAY = "tailrace.app.gateway.build:build"
+
+
+class GatewayApplication(StrictModel):
+    """HTTP for the service of the same file, see `app.gateway`. Keys of its deployment pass to Serve unchanged."""
+
+    name: str = "gateway"
+    import_path: Literal["tailrace.app.gateway.build:build"] = GATEWAY
+    route_prefix: Literal["/"] = "/"
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    logging_config: dict[str, Any] | None = None
+    args: GatewayConfig = GatewayConfig()
+    deployments: tuple[dict[str, Any], ...] = ()
 
 
 class OtherApplication(BaseModel):
@@ -166,20 +183,28 @@ class Application(StrictModel):
 
 
 class HttpOptions(StrictModel):
-    host: Literal["127.0.0.1"] = "127.0.0.1"
+    """Serve's, of the gateway's port. `host`: loopback, or one of the node's addresses where tokens are needed."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65_535)
 
 
 class ServeFile(StrictModel):
-    """A whole `serve.yaml`: Tailrace, and other applications if there are any. Drivers use Python handles."""
+    """A whole `serve.yaml`: Tailrace, its gateway for HTTP, and other applications if there are any.
 
-    proxy_location: Literal["Disabled"] = "Disabled"
+    `proxy_location`: other than Disabled with a gateway alone; drivers use Python handles.
+    """
+
+    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "Disabled"
     http_options: HttpOptions = HttpOptions()
     grpc_options: dict[str, Any] | None = None
     controller_options: dict[str, Any] | None = None
     logging_config: dict[str, Any] | None = None
     tracing_config: dict[str, Any] | None = None
     target_capacity: float | None = None
-    applications: tuple[Application | OtherApplication, ...] = Field((Application(),), min_length=1)
+    applications: tuple[Application | GatewayApplication | OtherApplication, ...] = Field(
+        (Application(),), min_length=1
+    )
 
     @field_validator("applications", mode="before")
     @classmethod
@@ -192,6 +217,29 @@ class ServeFile(StrictModel):
             raise ValueError(f"name exactly one application with import_path {OURS}")
         return tuple(found)
 
+    @model_validator(mode="after")
+    def _doors(self):
+        """HTTP is there with a gateway alone, and beyond loopback with tokens alone."""
+        gateway, host = self.gateway, self.http_options.host
+        if gateway is None and self.proxy_location != "Disabled":
+            raise ValueError(f"proxy_location: {self.proxy_location} opens a port that nothing needs; set Disabled")
+        if gateway is None:
+            return self
+        if self.proxy_location == "Disabled":
+            raise ValueError("proxy_location: the gateway needs HeadOnly or EveryNode")
+        if gateway.args.app_name != self.application.name:
+            raise ValueError(f"gateway: args.app_name is {gateway.args.app_name!r}; {self.application.name!r} is here")
+        if host in ("0.0.0.0", "::", ""):
+            raise ValueError("http_options.host: give loopback or the node's own address, not all interfaces")
+        if host not in LOOPBACK and gateway.args.tokens_file is None:
+            raise ValueError(f"http_options.host: {host} is open to others; set args.tokens_file of the gateway")
+        return self
+
+    @property
+    def gateway(self) -> GatewayApplication | None:
+        """The gateway among the applications."""
+        return next((item for item in self.applications if isinstance(item, GatewayApplication)), None)
+
     @property
     def application(self) -> Application:
         """Ours among the applications."""
@@ -201,8 +249,8 @@ class ServeFile(StrictModel):
 def _application(place: int, item: Any) -> Application | OtherApplication:
     if isinstance(item, BaseModel):
         return item
-    other = isinstance(item, dict) and item.get("import_path", OURS) != OURS
-    model = OtherApplication if other else Application
+    path = item.get("import_path", OURS) if isinstance(item, dict) else OURS
+    model = {OURS: Application, GATEWAY: GatewayApplication}.get(path, OtherApplication)
     try:
         return model.model_validate(item)
     except ValidationError as error:

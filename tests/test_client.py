@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tailrace.app import cluster
-from tailrace.app.blocking import blocking, blocking_iterator
+from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.client import RolloutClient
 from tailrace.app.errors import StillDeploying, Unreachable
 

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
 from multiprocessing import get_context
 
-from tailrace.app.fuzz.run import Outcome, RunPlan, plan_of, run
+from tailrace.app.fuzz.run import SINGLES_SHARE, Outcome, RunPlan, plan_of, run
 
 BATCH = 8
 """Seeds that a process runs in a row."""
@@ -39,9 +39,9 @@ def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...]) -> list[Outcome]:
     return [outcome_of(seed, kinds) for seed in seeds]
 
 
-def outcome_of(seed: int, kinds: tuple[str, ...]) -> Outcome:
-    """Runs one seed. An exception of the simulation itself is a failure too."""
-    plan = plan_of(seed, kinds)
+def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE) -> Outcome:
+    """Runs one seed, see `plan_of`. An exception of the simulation itself is a failure too."""
+    plan = plan_of(seed, kinds, singles)
     try:
         return run(plan)
     except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue

@@ -65,7 +65,8 @@ class Numbers:
 
 class SimulatedPrompts(Prompts):
     def __init__(self):
-        self._tokenizer, self._vocabulary, self.max_model_len = Numbers(), VOCABULARY, 512
+        self._tokenizer, self._vocabulary = Numbers(), VOCABULARY
+        self.model, self.max_model_len = "simulated", 512
 
 
 class SimulatedCoordinator(Coordinator.func_or_class):

@@ -11,10 +11,11 @@ from random import Random
 
 from ray.exceptions import RayError
 
+from tailrace.app.calls.resume import Heartbeat
+from tailrace.app.calls.session import groups_of_answers
 from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.stepper import EOS, token_at
-from tailrace.app.resume import Heartbeat
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
@@ -46,6 +47,7 @@ class DriverPlan:
     seed: int
     priority: int = 0
     share: float = 1.0
+    singles: bool = False  # asks for its samples one by one, in an open session
 
     def batch(self, step: int) -> RolloutBatch:
         rng = Random(f"{self.seed}/{self.name}/{step}")
@@ -118,7 +120,7 @@ class SimulatedDriver:
         client = driver_client(self._cluster)
         while self.done < self.plan.steps or self._now() < self.plan.until_s:
             batch = self.plan.batch(self.done)
-            groups = await self._roll(client, batch)
+            groups = await (self._roll_singles if self.plan.singles else self._roll)(client, batch)
             for group in batch.groups:
                 self._check(batch, group, groups[group.prompt_id])
             if self.plan.updates:
@@ -149,6 +151,29 @@ class SimulatedDriver:
         if len(groups) < len(batch.groups):
             raise Wrong(f"{batch.batch_id}: {len(groups)} of {len(batch.groups)} groups came")
         return groups
+
+    async def _roll_singles(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
+        """All groups of a batch, each sample on its own and in any order."""
+        rng = Random(f"{batch.seed}/{batch.batch_id}/singles")
+        wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
+        rng.shuffle(wanted)
+        rank = {"priority": batch.priority, "share": batch.share}
+        while True:
+            session = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank)
+            try:
+                for group, index in wanted:
+                    of = rng.choice((None, group.samples))
+                    session.submit(
+                        group.token_ids, group=group.prompt_id, index=index, of=of, max_tokens=group.max_tokens
+                    )
+                    await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
+                return groups_of_answers([answer async for answer in session.samples()])
+            except (WeightsRejected, RolloutRejected) as error:
+                if isinstance(error, RolloutRejected) and not self._ledger.policies_failed:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+            finally:
+                await session.close()
 
     async def _update(self, client: RolloutClient) -> None:
         """Gives the service new weights, under the first version that is not taken."""

@@ -30,6 +30,9 @@ SETTLE_S = 80.0
 """Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
 
 
+SINGLES_SHARE = 0.3
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """All of a run: `seed` gives latencies and boot times."""
@@ -52,8 +55,9 @@ class Outcome:
     seconds: float = 0.0
 
 
-def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
-    """The plan of a seed."""
+def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
+    """The plan of a seed. `singles`: share of drivers that ask for single samples."""
+    asking = Random(f"singles/{seed}")
     rng = Random(f"plan/{seed}")
     shares = Random(f"shares/{seed}")
     replicas = rng.randint(1, 4)
@@ -94,6 +98,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> RunPlan:
             seed=seed,
             priority=shares.choice((0, 0, 1)),
             share=shares.choice((0.5, 1.0, 4.0)),
+            singles=asking.random() < singles,
         )
         for number in range(rng.randint(1, 3))
     )

@@ -52,6 +52,7 @@ class _Reading:
         self._looks: dict[int, tuple[float, float]] = {}  # the last two
         self._samples: dict[str, RecordedSample] = {}
         self._batches: list[str] = []
+        self._sizes: Counter = Counter()  # samples by group
         self._made: list[RecordedChunk] = []
         self._chunks: dict[str, RecordedChunk] = {}  # by id; a copy may come again under the id of one that gave way
         self._running: dict[str, RecordedChunk] = {}
@@ -102,8 +103,11 @@ class _Reading:
             self._batches.append(event.batch_id)
         batch = self._batches.index(event.batch_id)
         for group in event.groups:
-            for index in range(group["samples"]):
-                self._samples[f"{group['group_id']}#{index}"] = RecordedSample(batch, group["prompt_tokens"], self._now)
+            name = group["group_id"]
+            for _ in range(group["samples"]):  # an open group's come in several events
+                sample = RecordedSample(batch, group["prompt_tokens"], self._now)
+                self._samples[f"{name}#{self._sizes[name]}"] = sample
+                self._sizes[name] += 1
             self._unended += group["samples"]
 
     def _started(self, action) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tailrace.app.client import RolloutClient
+from tailrace.app.verification.asking import in_two_turns, one_by_one
 from tailrace.app.verification.disturbances import (
     flip_kv_bits,
     freeze_a_step,
@@ -21,7 +22,7 @@ from tailrace.app.verification.disturbances import (
 )
 from tailrace.app.verification.services import Engine, Service
 from tailrace.deployments.draft_index.settings import IndexSettings
-from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.racing import USUAL, MethodProfile
 
@@ -52,6 +53,7 @@ class VerificationRun:
     disturb: Callable[[RolloutClient, str], Awaitable[str]] | None = None
     begin: Callable[[RolloutClient, RolloutBatch], Awaitable[str]] | None = None
     after_an_epoch: bool = False  # another epoch of the same prompts is rolled out first, and drafted from
+    ask: Callable[[RolloutClient, RolloutBatch], Awaitable[list[GroupResult]]] | None = None  # None: as one batch
 
 
 def chunked(tokens: int, drafting: str | dict, placement: str = "least_kv") -> dict:
@@ -87,6 +89,8 @@ RUNS = (
     VerificationRun("history_drafts", chunked(64, "fixed"), TWO, after_an_epoch=True),
     VerificationRun("scaled_down", chunked(32, "goodput", "pinned") | SHRINKS, TWO, MOVES, lose_a_replica),
     VerificationRun("replica_killed", chunked(16, "concurrency", "pinned"), TWO, PULLS, kill_a_replica),
+    VerificationRun("single_requests", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=one_by_one),
+    VerificationRun("two_turns", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=in_two_turns),
     VerificationRun("coordinator_killed", chunked(23, "fixed"), TWO, disturb=kill_the_coordinator),
     VerificationRun("driver_killed", chunked(23, "fixed"), TWO, begin=kill_another_driver),
     VerificationRun("kv_bits_flipped", chunked(32, "fixed", "round_robin"), TWO, FLIPS, flip_kv_bits),

@@ -58,7 +58,7 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
     began_s = time.monotonic()
     note = await run.begin(client, batch) if run.begin else None
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
-    groups = await groups_of(client, batch)
+    groups = await (run.ask or groups_of)(client, batch)
     seconds = round(time.monotonic() - began_s, 1)
     await asyncio.sleep(REPORTED_S)
     if disturbed:

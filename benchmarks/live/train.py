@@ -6,6 +6,7 @@ turns on one service. Called by `tailrace bench train`.
 """
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +142,10 @@ def _trained(client, replay: TrainingReplay, model: str, name: str, folder: Path
     ahead = MODES[name] == "one_step_off"
     config = replay.config(model, MODES[name], replay.steps + 1 + ahead)
     say(f"{name}: {config.steps} steps")
-    outcome = train(
-        ReplayingClient(client, replay.answers), config, read_task(config.task), RunFolder(folder, config), say
-    )
-    return outcome.rows[1 : replay.steps + 1]
+    client = ReplayingClient(client, replay.answers)
+    rows = train(client, config, read_task(config.task), RunFolder(folder, config), say).rows
+    gc.collect()  # a trainer is full of cycles: those of four modes together took 15 GB, and Ray killed engines
+    return rows[1 : replay.steps + 1]
 
 
 async def _prepare(client: RolloutClient, policies: Policies) -> None:

@@ -7,7 +7,7 @@ driver has not acknowledged are held here. Called by `Rollouts` and the coordina
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
 
 from tailrace.deployments.batches.ledger import GroupRecord
@@ -129,8 +129,9 @@ class Delivery:
 class Deliveries:
     """By the driver's batch id. `submit`: gives groups to the core; returns why it does not take them, or None.
 
-    `cancel`: ends a delivery's samples in the core. `refusal`: why a new batch cannot run now, or None. `quotas` may be
-    replaced at any time; they hold for batches that come later.
+    `cancel`: ends a delivery's samples in the core. `refusal`: why a new batch cannot run now, or None.
+    `session_loads` gives those of open sessions, which count for the quotas, too. `quotas` may be replaced at any time;
+    they hold for batches that come later.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Deliveries:
     ):
         self._submit, self._cancel, self._refusal, self._now = submit, cancel, refusal, now
         self.quotas, self.window_bytes = Quotas(), WINDOW_BYTES
+        self.session_loads: Callable[[], Mapping[str, BatchLoad]] = dict
         self._open: dict[str, Delivery] = {}
         self._submissions: set[asyncio.Task] = set()
 
@@ -156,7 +158,7 @@ class Deliveries:
         self, message: RolloutBatch, driver: str, have: Collection[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
         """See `Rollouts.rollout`."""
-        message = checked(message)
+        message = checked(RolloutBatch, message)
         if isinstance(message, Rejected):
             yield message
             return
@@ -165,8 +167,8 @@ class Deliveries:
         if delivery is not None:
             refused = delivery.refusal(message, driver, self._now())
         if refused is None and (delivery is None or delivery.adds(message)):
-            others = {name: one.load() for name, one in self._open.items() if one is not delivery}
-            refused = self.quotas.refusal(message, others)
+            what, load = f"batch {message.batch_id!r}", BatchLoad.of(message.groups)
+            refused = self.quota_refusal(what, load, besides=message.batch_id)
         if refused is not None:
             yield refused
             return
@@ -210,6 +212,11 @@ class Deliveries:
         if refused is not None:
             delivery.coming -= {group.prompt_id for group in message.groups}
             delivery.put(refused)
+
+    def quota_refusal(self, what: str, load: BatchLoad, besides: str = "") -> Rejected | None:
+        """Why the quotas do not admit `what`, of this load, or None. `besides`: a batch that does not count."""
+        here = {name: one.load() for name, one in self._open.items() if name != besides}
+        return self.quotas.refusal(what, load, here | self.session_loads())
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of finished groups that drivers have not taken, by batch id; no entry for 0."""

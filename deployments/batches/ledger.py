@@ -27,6 +27,7 @@ class SampleRecord:
     index: int
     key: SampleKey
     forced: np.ndarray | None
+    asked_s: float = 0.0  # by the coordinator's clock; its other times count from then
     parts: list[ChunkResult] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
@@ -142,12 +143,14 @@ class GroupRecord:
     log_name: bytes = b""  # in the token log, once that has written of it
 
     @classmethod
-    def of(cls, batch_id: str, step: int, prepared: Prepared, keys: list[SampleKey]) -> "GroupRecord":
+    def of(
+        cls, batch_id: str, step: int, prepared: Prepared, keys: list[SampleKey], asked_s: float = 0.0
+    ) -> "GroupRecord":
         record = cls(batch_id, step, prepared.group, np.asarray(prepared.token_ids, np.int32), prepared.prompt_key)
         for index, key in enumerate(keys):
             forced = prepared.group.forced_token_ids
             tokens = None if forced is None else np.asarray(forced[index], dtype=np.int32)
-            record.samples.append(SampleRecord(record, index, key, tokens))
+            record.samples.append(SampleRecord(record, index, key, tokens, asked_s))
         return record
 
     @property

@@ -11,16 +11,16 @@ from opentelemetry.trace import Span
 
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
-from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.context.history import PastLength
 from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.logged_tokens import LoggedTokens
-from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
 from tailrace.policies.families.drafting import Drafting
-from tailrace.policies.protocol.actions import StartChunk
+from tailrace.policies.protocol.actions import EndSample, StartChunk
 from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
 
 TAIL_SHARE = 0.9
@@ -32,9 +32,9 @@ class LiveBatch:
 
     def __init__(
         self,
-        message: RolloutBatch,
+        message: BatchSettings,
         core_id: str,
-        delivery: Delivery,
+        delivery: Delivery | None,
         prepared: list[Prepared],
         past: Mapping[str, list[PastLength]],
         submitted_s: float,
@@ -48,7 +48,8 @@ class LiveBatch:
         for one in prepared:
             name = one.group.prompt_id
             keys = [sample_key(message.seed, message.step, name, index) for index in range(one.group.samples)]
-            self.groups[f"{core_id}/{escaped(name, '#')}"] = GroupRecord.of(message.batch_id, message.step, one, keys)
+            record = GroupRecord.of(message.batch_id, message.step, one, keys, submitted_s)
+            self.groups[f"{core_id}/{escaped(name, '#')}"] = record
         self.specs = tuple(
             GroupSpec(
                 group_id, len(one.token_ids), one.group.samples, one.max_tokens, by_epoch(past.get(one.prompt_key, []))
@@ -79,6 +80,26 @@ class LiveBatch:
     def over(self) -> bool:
         return not self.groups
 
+    @property
+    def is_logged(self) -> bool:
+        """Whether the tokens of its samples belong into the token log."""
+        return not self.delivery.is_over
+
+    def end(self, action: EndSample, now_s: float) -> SampleRecord:
+        """Note the end of a sample. Returns its record."""
+        sample = self.samples[action.sample_id]
+        sample.end, sample.error = action.end, action.error
+        sample.finished_s = now_s - sample.asked_s
+        self.ended += 1
+        return sample
+
+    def answer(self, sample_id: str, prompts: Prompts) -> None:
+        """Give an ended sample to its driver, if single samples are given."""
+
+    def hand_out(self, group: GroupRecord, prompts: Prompts) -> None:
+        """Give a group whose samples have ended to the driver."""
+        self.delivery.put(group.result(prompts), group)
+
     def resume(self, found: Iterable[tuple[str, LoggedTokens]], may_be: Callable[[int, str], bool]) -> int:
         """Begin samples with tokens from the log, by prompt id. Returns the number of records that cannot be of them.
 
@@ -101,17 +122,20 @@ class LiveBatch:
     def emit(self, group_id: str) -> GroupRecord:
         """Give the record of a group whose samples have ended, and forget it."""
         group = self.groups.pop(group_id)
-        for sample in group.samples:
+        for number, sample in enumerate(group.samples):
             self._emitted_tokens += sample.tokens
-            del self.samples[f"{group_id}#{sample.index}"]
+            del self.samples[f"{group_id}#{number}"]
         self.group_spans.pop(group_id).end()
         return group
 
     def fail(self, reason: str) -> None:
         """End the batch without its remaining groups; its driver gets the reason."""
-        self.delivery.put(Rejected(reason=reason))
+        self._refuse(Rejected(reason=reason))
         for span in (*self.group_spans.values(), self.span):
             span.end()
+
+    def _refuse(self, rejected: Rejected) -> None:
+        self.delivery.put(rejected)
 
     def true_lengths(self) -> dict[str, int]:
         """By sample id; known only of samples that replay a trace."""
@@ -123,9 +147,12 @@ class LiveBatch:
         self.span = telemetry.span(
             "rollout", message.traceparent, keep=message.keep_trace, attributes={"batch_id": message.batch_id}
         )
-        for group_id, group in self.groups.items():
-            attributes = {"prompt_id": group.group.prompt_id}
-            self.group_spans[group_id] = telemetry.span("group", traceparent(self.span), attributes=attributes)
+        for group_id in self.groups:
+            self.open_group_span(telemetry, group_id)
+
+    def open_group_span(self, telemetry: Telemetry, group_id: str) -> None:
+        attributes = {"prompt_id": self.groups[group_id].group.prompt_id}
+        self.group_spans[group_id] = telemetry.span("group", traceparent(self.span), attributes=attributes)
 
     def chunk_span(self, telemetry: Telemetry, start: StartChunk) -> Span:
         group_id, _, index = start.sample_id.rpartition("#")

@@ -66,10 +66,9 @@ class LiveBatches:
             return prepared
         keys = [one.prompt_key for one in prepared]
         past = await self._context.lengths(keys) if self._context is not None else {}
-        self._submissions += 1
         batch = LiveBatch(
             message=message,
-            core_id=f"{escaped(message.batch_id, '/')}~{self._nonce}{self._submissions}",
+            core_id=self.new_core_id(message.batch_id),
             delivery=delivery,
             prepared=prepared,
             past=past,
@@ -80,13 +79,18 @@ class LiveBatches:
             self._resume(batch, found)
         return batch
 
+    def new_core_id(self, batch_id: str) -> str:
+        """A name in the core that no other submission has or has had."""
+        self._submissions += 1
+        return f"{escaped(batch_id, '/')}~{self._nonce}{self._submissions}"
+
     def _resume(self, batch: LiveBatch, found: list[tuple[str, LoggedTokens]]) -> None:
         if refused := batch.resume(found, self._weights.may_have_been):
             self._token_log.note("other_weights", f"batch {batch.message.batch_id!r}: {refused} records do not fit")
 
     def groups(self) -> list[GroupRecord]:
         """Groups that are not done, of batches with a driver."""
-        live = (batch for batch in self._batches.values() if not batch.delivery.is_over)
+        live = (batch for batch in self._batches.values() if batch.is_logged)
         return [group for batch in live for group in batch.groups.values()]
 
     def add(self, batch: LiveBatch) -> None:
@@ -94,6 +98,17 @@ class LiveBatches:
         batch.open_spans(self._telemetry)
         self._batches[batch.core_id] = batch
         self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
+
+    def add_sample(self, batch: LiveBatch, group_id: str, sample_id: str) -> None:
+        """The core has taken one more sample of a batch that is here, in a new group or in one that is known."""
+        if group_id not in self._home:
+            batch.open_group_span(self._telemetry, group_id)
+        self._home[group_id] = self._home[sample_id] = batch
+
+    def drop(self, batch: LiveBatch) -> None:
+        """Forget a batch whose groups have all been handed out, if it is here."""
+        if self._batches.pop(batch.core_id, None) is not None:
+            batch.span.end()
 
     def of(self, name: str) -> LiveBatch:
         """The submission of a sample that has not ended, or of a group, by its id."""
@@ -105,22 +120,19 @@ class LiveBatches:
 
     def end(self, action: EndSample) -> None:
         batch = self._home.pop(action.sample_id)
-        sample = batch.samples[action.sample_id]
-        sample.end, sample.error = action.end, action.error
-        sample.finished_s = self._now() - batch.submitted_s
-        batch.ended += 1
+        sample = batch.end(action, self._now())
+        batch.answer(action.sample_id, self._prompts)
         if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
             self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
 
     def emit(self, action: EmitGroup) -> None:
         batch = self._home.pop(action.group_id)
         group = batch.emit(action.group_id)
-        batch.delivery.put(group.result(self._prompts), group)
+        batch.hand_out(group, self._prompts)
         if self._context is not None:
             self._context.end(group.ref)
         if batch.over:
-            batch.span.end()
-            del self._batches[batch.core_id]
+            self.drop(batch)
 
     def fail(self, reason: str) -> None:
         """End all of them with a reason."""

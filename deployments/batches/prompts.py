@@ -31,7 +31,7 @@ class Prompts:
 
         self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._vocabulary = len(self._tokenizer)
-        self.max_model_len = max_model_len
+        self.model, self.max_model_len = model, max_model_len
 
     def prepare(self, batch: RolloutBatch) -> list[Prepared] | Rejected:
         prepared = []
@@ -69,9 +69,13 @@ class Prompts:
         """The first token that is not in the vocabulary, or None."""
         return next((token for token in token_ids if not 0 <= token < self._vocabulary), None)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, nothing added."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of plain text. `special`: with those that the tokenizer adds to a text."""
+        return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def piece(self, token_id: int) -> str:
+        """The text of one token; a special one by its name."""
+        return self._tokenizer.decode([token_id])
 
     def _encode(self, group: PromptGroup) -> tuple[int, ...]:
         if group.token_ids is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy
 
 
 class BatchLoad(NamedTuple):
@@ -35,33 +35,33 @@ class Quotas(BaseModel):
         8 << 30, ge=1, description="finished groups not taken by their drivers, at which no new batch begins"
     )
 
-    def refusal(self, message: RolloutBatch, others: Mapping[str, BatchLoad]) -> Rejected | None:
-        """Why a batch cannot run now, or None if it can. `others`: in flight, by batch id in order of arrival."""
-        name, load = message.batch_id, BatchLoad.of(message.groups)
+    def refusal(self, what: str, load: BatchLoad, others: Mapping[str, BatchLoad]) -> Rejected | None:
+        """Why `what`, of this load, cannot run now, or None if it can. `others`: in flight, by batch id in order of
+        arrival."""
         reason = (
-            _excess("samples", name, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples)
-            or _excess("tokens", name, load.tokens, {id_: one.tokens for id_, one in others.items()}, self.max_tokens)
-            or self._unread(name, {id_: one.result_bytes for id_, one in others.items()})
+            _excess("samples", what, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples)
+            or _excess("tokens", what, load.tokens, {id_: one.tokens for id_, one in others.items()}, self.max_tokens)
+            or self._unread(what, {id_: one.result_bytes for id_, one in others.items()})
         )
         return Rejected(reason=reason, by=RejectedBy.QUOTA) if reason else None
 
-    def _unread(self, name: str, others: Mapping[str, int]) -> str | None:
+    def _unread(self, what: str, others: Mapping[str, int]) -> str | None:
         total = sum(others.values())
         if total < self.max_result_bytes:
             return None
         slowest = max(others, key=others.get)
         return (
-            f"batch {name!r}: {total} bytes of finished groups wait for their drivers, quotas.max_result_bytes is "
+            f"{what}: {total} bytes of finished groups wait for their drivers, quotas.max_result_bytes is "
             f"{self.max_result_bytes}; try again when the driver of batch {slowest!r} has read its groups"
         )
 
 
-def _excess(kind: str, name: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
+def _excess(kind: str, what: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
     """One line with the figures and the mend, or None if the batch is within the bound."""
     if bound is None or wanted + sum(others.values()) <= bound:
         return None
     if wanted > bound:
-        return f"batch {name!r} has {wanted} {kind}, quotas.max_{kind} is {bound}; give smaller batches, or raise it"
+        return f"{what} has {wanted} {kind}, quotas.max_{kind} is {bound}; give smaller batches, or raise it"
     excess, ends = wanted + sum(others.values()) - bound, []
     for other, here in others.items():
         if excess > 0 and here:
@@ -69,6 +69,6 @@ def _excess(kind: str, name: str, wanted: int, others: Mapping[str, int], bound:
             ends.append(repr(other))
     batches = f"batch {ends[0]} has" if len(ends) == 1 else f"batches {', '.join(ends)} have"
     return (
-        f"batch {name!r} has {wanted} {kind}, those in flight have {sum(others.values())}, quotas.max_{kind} is "
+        f"{what} has {wanted} {kind}, those in flight have {sum(others.values())}, quotas.max_{kind} is "
         f"{bound}; try again when {batches} ended"
     )

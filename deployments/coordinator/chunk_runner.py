@@ -48,7 +48,7 @@ class ChunkRunner:
             span = batch.chunk_span(self._telemetry, start)
             sample = batch.samples[start.sample_id]
             if sample.started_s is None:
-                sample.started_s = self._now() - batch.submitted_s
+                sample.started_s = self._now() - sample.asked_s
             request = batch.request(sample, start, span, drafting, self._digests)
             answer = self._engines.generate(start.replica_id, request)
             result = await self.watch.finish(start.chunk_id, start.replica_id, answer)

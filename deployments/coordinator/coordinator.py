@@ -25,7 +25,8 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.roles import Role, admits
-from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
@@ -132,6 +133,22 @@ class Coordinator:
     @admits(Role.TRAINER)
     async def cancel(self, batch_id: str) -> bool:
         return self._rollouts.deliveries.cancel(batch_id)
+
+    @admits(Role.EVALUATOR)
+    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
+        return await self._rollouts.sessions.generate(settings, request)
+
+    @admits(Role.EVALUATOR)
+    async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
+        return self._rollouts.sessions.cancel(session, group, index)
+
+    @admits(Role.EVALUATOR)
+    async def renew_session(self, session: str) -> bool:
+        return self._rollouts.sessions.renew(session)
+
+    @admits(Role.EVALUATOR)
+    async def close_session(self, session: str) -> bool:
+        return self._rollouts.sessions.close(session)
 
     @admits(Role.TRAINER)
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:

@@ -16,6 +16,7 @@ from tailrace.deployments.batches.deliveries import Deliveries, Delivery
 from tailrace.deployments.batches.ledger import GroupRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog, unlogged
 from tailrace.deployments.context.service import ContextService
@@ -30,7 +31,7 @@ from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.rollout import GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
@@ -73,6 +74,7 @@ class Rollouts:
         self._began_s = asyncio.get_running_loop().time()
         self._engines, self._telemetry, self._context = engines, telemetry, context
         self._kv_pool_manager = kv_pool_manager
+        self._prompts = prompts
         self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
         self._chunk_runner = ChunkRunner(engines, telemetry, self.now, self._weights.digests)
         self.core_holder = CoreHolder(policies)
@@ -95,6 +97,18 @@ class Rollouts:
             nonce=nonce,
             now=self.now,
         )
+        self.sessions = OpenSessions(
+            prompts=prompts,
+            context=context,
+            batches=self._batches,
+            refusal=self._refusal,
+            quota=self.deliveries.quota_refusal,
+            pass_door=lambda batch_id: self._pass_door(batch_id, lambda: False),
+            observe=self._observe_now,
+            tell=self._tell,
+            now=self.now,
+        )
+        self.deliveries.session_loads = self.sessions.loads
         self._tasks: set[asyncio.Task] = set()
         self._calls: dict[str, asyncio.Task] = {}  # of running chunks, by chunk id
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
@@ -119,7 +133,7 @@ class Rollouts:
         """
         return self.deliveries.read(message, driver, have)
 
-    async def _refusal(self, message: RolloutBatch) -> Rejected | None:
+    async def _refusal(self, message: BatchSettings) -> Rejected | None:
         """Why a batch cannot run under the present weights, or None."""
         await self._looked.wait()  # a coordinator that has just begun does not know the weights of its replicas yet
         return self._weights.refusal(message)
@@ -170,6 +184,8 @@ class Rollouts:
             context=self._context.counts() if self._context else None,
             held_bytes=self.deliveries.held_bytes(),
             at_door=tuple(self._at_door),
+            model=self._prompts.model,
+            max_model_len=self._prompts.max_model_len,
             contained=dict(self._contained + self._token_log.problems),
         )
 
@@ -178,6 +194,7 @@ class Rollouts:
         here = {
             "at_door": len(self._at_door),
             "deliveries": len(self.deliveries),
+            "sessions": len(self.sessions),
             "events": len(self._inbox),
             "tasks": len(self._tasks),
         }
@@ -240,7 +257,7 @@ class Rollouts:
         self.replica_target.see(len(self._registry.joined))
         self._chunk_runner.watch.look(reports)
         self._abort_orphans(reports)
-        if gone := self.deliveries.expire():
+        if gone := self.deliveries.expire() + self.sessions.sweep(hasty=self.core_holder.due):
             self._contained["drivers.silent"] += gone
 
     def _abort_orphans(self, reports: list[EngineStats]) -> None:
@@ -321,6 +338,8 @@ class Rollouts:
                 return event.replica_id not in self._core.replicas
             case ev.BatchCancelled():
                 return not self._core.knows_batch(event.batch_id)
+            case ev.SampleCancelled():
+                return not self._core.knows_sample(event.sample_id)
         return False
 
     def _act(self, actions: tuple) -> None:
@@ -364,23 +383,32 @@ class Rollouts:
         batch = await self._batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
-        await self._pass_door(delivery)
+        await self._pass_door(message.batch_id, lambda: bool(self._batches.core_ids(delivery)))
+        events = [batch.submission(self.now())]
         self._exchange_core()
-        try:
-            if isinstance(self._core.policies.ordering, OracleLongestFirst):
-                self._core.observe(ev.LengthsRevealed(self.now(), batch.true_lengths()))
-            self._core.observe(batch.submission(self.now()))
-        except IllegalEvent as error:
-            return Rejected(reason=str(error))
-        except Exception as error:  # noqa: BLE001 - of a policy: the core's books may be half written
-            self._restart_core("submit", error)
-            return Rejected(reason=f"batch {message.batch_id!r} was ended by an error: {one_line(error)}")
+        if isinstance(self._core.policies.ordering, OracleLongestFirst):
+            events.insert(0, ev.LengthsRevealed(self.now(), batch.true_lengths()))
+        if (refused := self._observe_now(*events)) is not None:
+            return refused
         self._batches.add(batch)
         if any(spec.begun for spec in batch.specs):  # the file is now this coordinator's
             self._spawn(self._log_early())
         if delivery.is_over:  # its driver has left meanwhile
             self._tell(ev.BatchCancelled(self.now(), batch.core_id))
+        return None
+
+    def _observe_now(self, *events: ev.Event) -> Rejected | None:
+        """Give the core events of batches between two turns. Returns why it does not take one, or None."""
+        self._exchange_core()
         self._wake.set()
+        try:
+            for event in events:
+                self._core.observe(event)
+        except IllegalEvent as error:
+            return Rejected(reason=str(error))
+        except Exception as error:  # noqa: BLE001 - of a policy: the core's books may be half written
+            self._restart_core("submit", error)
+            return Rejected(reason=f"the batch was ended by an error: {one_line(error)}")
         return None
 
     def _restart_core(self, place: str, error: Exception) -> None:
@@ -391,18 +419,18 @@ class Rollouts:
             call.cancel()
         self.core_holder.restart(self._registry.joined.values())
 
-    async def _pass_door(self, delivery: Delivery) -> None:
+    async def _pass_door(self, batch_id: str, passes: Callable[[], bool]) -> None:
         """Wait until a change that is due has been made: the batches before it end, and no other one begins meanwhile.
 
-        More groups of a batch that runs pass at once.
+        `passes`: whether it may come at once, as more groups of a batch that runs.
         """
-        while self.core_holder.due and self._batches and not self._batches.core_ids(delivery):
-            self._at_door.append(delivery.batch_id)
+        while self.core_holder.due and self._batches and not passes():
+            self._at_door.append(batch_id)
             self._exchanged.clear()
             try:
                 await self._exchanged.wait()
             finally:
-                self._at_door.remove(delivery.batch_id)
+                self._at_door.remove(batch_id)
 
     def _exchange_core(self) -> None:
         self.core_holder.expire_journal(self.now())

@@ -6,7 +6,7 @@ coordinator (results).
 
 from enum import StrEnum
 from numbers import Integral
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -46,6 +46,9 @@ class RequestMessage(Message):
         if (reason := refusal(data, cls.model_fields)) is not None:
             raise ValueError(reason)
         return data
+
+
+Request = TypeVar("Request", bound=RequestMessage)
 
 
 class SamplingParams(RequestMessage):
@@ -95,11 +98,10 @@ MAX_SAMPLES = 1 << 18
 """Of one batch: the coordinator takes a second for a third of them."""
 
 
-class RolloutBatch(RequestMessage):
-    """Prompts of one step. `seed` and `step` enter every sample key."""
+class BatchSettings(RequestMessage):
+    """Settings of a batch or of an open session. `seed` and `step` enter every sample key."""
 
     batch_id: Id = Field(description="unique among running batches; text, or an integer that comes back as text")
-    groups: tuple[PromptGroup, ...] = Field(min_length=1)
     step: int = Field(0, ge=0)
     seed: int = Field(0, ge=0)
     priority: int = Field(0, description="higher goes first, strictly; among batches in flight")
@@ -108,6 +110,12 @@ class RolloutBatch(RequestMessage):
     keep_trace: bool = Field(False, description="keep this batch's spans for `take_spans`")
     weights_version: int | None = Field(None, ge=0, description="refuse the batch under any other; null: any")
     min_weights_version: int = Field(0, ge=0, description="refuse the batch under a lower version; set by the client")
+
+
+class RolloutBatch(BatchSettings):
+    """Prompts of one step."""
+
+    groups: tuple[PromptGroup, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _unique(self):
@@ -200,14 +208,14 @@ class Rejected(Message):
     by: RejectedBy = RejectedBy.CONTENT
 
 
-def checked(message: object) -> RolloutBatch | Rejected:
-    """A batch as it came from a driver, if every value in it fits its field."""
+def checked(kind: type[Request], message: object) -> Request | Rejected:
+    """A request as it came from a driver, if every value in it fits its field."""
     try:
-        return RolloutBatch.model_validate(message)
+        return kind.model_validate(message)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = "".join(f".{part}" for part in first["loc"])
-        return Rejected(reason=f"RolloutBatch{place}: {first['msg'].removeprefix('Value error, ')}")
+        return Rejected(reason=f"{kind.__name__}{place}: {first['msg'].removeprefix('Value error, ')}")
 
 
 class WeightsLoaded(Message):

@@ -76,4 +76,6 @@ class ServiceStatus(Message):
     context: dict[str, int] | None = None  # calls to the group context by kind, or None if the service has none
     held_bytes: dict[str, int] = Field(default_factory=dict)  # of finished groups that drivers have not taken
     at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
+    model: str = ""  # the folder of the model and its tokenizer
+    max_model_len: int = 0  # tokens of prompt and answer
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND

@@ -365,6 +365,10 @@ class RolloutCore:
         """Whether some group of the batch has not been handed out."""
         return batch_id in self._buffer.batches
 
+    def knows_sample(self, sample_id: str) -> bool:
+        """Whether the sample's group has not been handed out."""
+        return sample_id in self._buffer.samples
+
     def is_copy(self, chunk_id: str) -> bool:
         """Whether a running chunk is a copy that races with its original."""
         return self._running.chunks[chunk_id].copy_of is not None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tailrace.app.blocking import blocking
+from tailrace.app.calls.blocking import blocking
 from tailrace.deployments.messages.roles import NotAdmitted
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.slots import Slots, service_name

@@ -1,0 +1,17 @@
+"""Errors of a client: the service has refused a request. Raised by `app.client` and its calls."""
+
+
+class RolloutRejected(ValueError):
+    """The service refused the batch. The text names the fault and its mend."""
+
+
+class QuotaExceeded(RolloutRejected):
+    """The batch is beyond a quota of the service. The text names it, and the batch to wait for, if any."""
+
+
+class WeightsRejected(ValueError):
+    """The weights were not updated. The text says why."""
+
+
+class PoliciesRejected(ValueError):
+    """The policies were not switched. The text says why."""

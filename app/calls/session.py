@@ -1,0 +1,205 @@
+"""Open sessions of a client: single samples, asked for at any time.
+
+    async with client.open(seed=7, step=3) as session:
+        answer = await session.generate(text="2 + 2 =", group="sum", max_tokens=32)     # one sample, once it has ended
+        for _ in range(8):
+            session.submit(messages=[{"role": "user", "content": "Hello"}])             # eight of one group
+        async for answer in session.samples():                                          # as they end
+            ...
+
+Tokens depend on seed, step, group and index alone: they are those of a `RolloutBatch` with such a prompt_id. A request
+without an index is the next one of its group, in the order of the calls.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from hashlib import blake2b
+from uuid import uuid4
+
+from tailrace.app.calls.blocking import blocking
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected
+from tailrace.app.calls.resume import Interrupted, Patience, lost_service
+from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.deployments.messages.rollout import (
+    BatchSettings,
+    GroupResult,
+    PromptGroup,
+    Rejected,
+    RejectedBy,
+    SamplingParams,
+)
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+
+
+class Session:
+    """See the module docstring. Made by `RolloutClient.open`. It is closed once its process is gone for a minute."""
+
+    def __init__(self, calls: "SessionCalls", settings: BatchSettings, heartbeat: Callable[[Callable], object]):
+        self.settings = settings
+        self._calls = calls
+        self._counts: Counter[str] = Counter()  # requests by group
+        self._tasks: set[asyncio.Task] = set()
+        self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
+        self._unread = 0  # submitted samples that `samples` has not given
+        self._heartbeat = heartbeat(lambda: calls.renew_session(settings.batch_id))
+
+    async def generate(self, token_ids: Sequence[int] | None = None, **request) -> SampleAnswer:
+        """Generate one sample. A call that is cancelled ends the sample.
+
+        Give one of `token_ids`, `text`, `messages`. `group`: a name, by default that of equal prompts; `index`: in the
+        group, by default the next; `of`: samples that the group will have, if known. `max_tokens` and `sampling` are as
+        in a PromptGroup. `deadline_s`: seconds after which the sample ends, cancelled, with its tokens so far. Raises
+        RolloutRejected with the reason, and ValueError for bad arguments.
+        """
+        return await self._calls.generate(self.settings, self._request(token_ids, **request))
+
+    generate_blocking = blocking(generate)
+
+    def submit(self, token_ids: Sequence[int] | None = None, **request) -> None:
+        """Begin one sample, whose answer `samples` gives. Takes the arguments of `generate`; needs a running loop."""
+        call = self._calls.generate(self.settings, self._request(token_ids, **request))
+        task = asyncio.ensure_future(call)
+        self._unread += 1
+        self._tasks.add(task)
+        task.add_done_callback(self._note)
+
+    def _note(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        self._ended.put_nowait(task)
+        task.cancelled() or task.exception()  # whether `samples` is read or not
+
+    async def samples(self) -> AsyncIterator[SampleAnswer]:
+        """Yields the answers of submitted samples as they end, until there is none left. Raises the errors of
+        `generate` in their places."""
+        while self._unread:
+            task = await self._ended.get()
+            self._unread -= 1
+            yield task.result()
+
+    async def cancel(self, group: str | None = None, index: int | None = None) -> int:
+        """End one sample, a group or all: each is answered with its tokens so far. Returns the number in flight."""
+        return await self._calls.cancel_samples(self.settings.batch_id, group, index)
+
+    cancel_blocking = blocking(cancel)
+
+    async def close(self) -> None:
+        """End the session, and its samples in flight."""
+        self._heartbeat.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._calls.close_session(self.settings.batch_id)
+
+    close_blocking = blocking(close)
+
+    async def __aenter__(self) -> "Session":
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.close()
+
+    def _request(
+        self,
+        token_ids: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        group: str | None = None,
+        index: int | None = None,
+        of: int | None = None,
+        max_tokens: int = 256,
+        sampling: SamplingParams | Mapping | None = None,
+        deadline_s: float | None = None,
+    ) -> SampleRequest:
+        prompt = {"token_ids": token_ids, "text": text, "messages": messages}
+        prompt = {name: value for name, value in prompt.items() if value is not None}
+        name = prompt_name(prompt) if group is None else group
+        asked = PromptGroup(
+            prompt_id=name, samples=1, max_tokens=max_tokens, sampling=sampling or SamplingParams(), **prompt
+        )
+        request = SampleRequest(
+            group=asked, index=self._counts[name] if index is None else index, of=of, deadline_s=deadline_s
+        )
+        self._counts[name] += 1
+        return request
+
+
+def prompt_name(prompt: Mapping[str, Sequence]) -> str:
+    """The name of the group of equal prompts: a digest of their token ids, text or messages."""
+    content = {name: value if isinstance(value, str) else list(value) for name, value in prompt.items()}
+    return f"prompt-{blake2b(json.dumps(content, default=int).encode(), digest_size=8).hexdigest()}"
+
+
+def groups_of_answers(answers: list[SampleAnswer]) -> dict[str, GroupResult]:
+    """The answers of a session as whole groups, by name."""
+    found: dict[str, GroupResult] = {}
+    for name in {answer.group: None for answer in answers}:
+        mates = sorted((one for one in answers if one.group == name), key=lambda one: one.sample.sample_index)
+        found[name] = GroupResult(
+            batch_id=mates[0].batch_id,
+            prompt_id=name,
+            prompt_token_ids=mates[0].prompt_token_ids,
+            samples=tuple(one.sample for one in mates),
+            prompt_key=mates[0].prompt_key,
+            step=mates[0].step,
+        )
+    return found
+
+
+class SessionCalls:
+    """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask` and `update_weights` are the client's."""
+
+    def open(self, batch_id: str | None = None, **settings) -> Session:
+        """Open a session: single samples, asked for at any time; see `tailrace.app.calls.session`.
+
+        `batch_id`: by default a new name. `settings`: those of a RolloutBatch without groups, such as `seed`, `step`,
+        `priority`, `share`. Raises ValueError for others.
+        """
+        name = f"session-{uuid4().hex[:12]}" if batch_id is None else batch_id
+        return Session(self, BatchSettings(batch_id=name, **settings), self._heartbeat)
+
+    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
+        """One sample of a session; `Session.generate` makes the request. Continues after the coordinator was lost."""
+        patience, resumed = Patience(self._resume_s), False
+        while True:
+            try:
+                return await self._generate_once(settings, request, resumed)
+            except Interrupted as lost:
+                resumed = True
+                await patience.wait(lost)
+
+    async def _generate_once(self, settings: BatchSettings, request: SampleRequest, resumed: bool) -> SampleAnswer:
+        version = self._weights[0] if self._weights else 0
+        sent = settings.model_copy(update={"min_weights_version": max(settings.min_weights_version, version)})
+        call = self._handle.generate.remote(self._role, sent, request)
+        try:
+            answer = await call
+        except lost_service() as error:
+            raise Interrupted(error) from error
+        except asyncio.CancelledError:
+            call.cancel()  # else the sample would run to its end without a reader
+            raise
+        if isinstance(answer, NotAdmitted):
+            raise PermissionError(answer.reason)
+        if not isinstance(answer, Rejected):
+            return answer
+        if answer.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
+            await self.update_weights(*self._weights)  # the service was restarted
+            raise Interrupted(RolloutRejected(answer.reason))
+        if answer.by is RejectedBy.QUOTA:
+            raise Interrupted(QuotaExceeded(answer.reason)) if resumed else QuotaExceeded(answer.reason)
+        raise RolloutRejected(answer.reason)
+
+    async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
+        """End samples of a session, see `Session.cancel`."""
+        return await self._ask("cancel_samples", session, group, index)
+
+    def renew_session(self, session: str) -> object:
+        """A sign of life. Does not wait for an answer."""
+        return self._handle.renew_session.remote(self._role, session)
+
+    async def close_session(self, session: str) -> bool:
+        """End a session, see `Session.close`. Returns False if it has ended."""
+        return await self._ask("close_session", session)

@@ -1,0 +1,29 @@
+"""`build(args)`: the gateway as a Serve application. What its `import_path` in `serve.http.yaml` names.
+
+It is stateless: one replica or several, which share sessions by their names in the coordinator.
+"""
+
+from ray import serve
+from ray.serve import Application
+
+from tailrace.app.client import RolloutClient
+from tailrace.app.gateway.routes import make_app
+from tailrace.app.gateway.service import GatewayService
+from tailrace.app.gateway_config import GatewayConfig
+
+RESUME_S = 60.0
+"""Seconds for which a request waits for a coordinator that was lost."""
+
+
+def build(args: GatewayConfig) -> Application:
+    """The application with its defaults; `serve deploy` lays the file's `deployments` over them."""
+
+    def service() -> GatewayService:
+        return GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role))
+
+    @serve.deployment(name="Gateway", max_ongoing_requests=args.max_open + 100, ray_actor_options={"num_cpus": 0})
+    @serve.ingress(lambda: make_app(service(), args))
+    class Gateway:
+        """One replica of the gateway."""
+
+    return Gateway.bind()

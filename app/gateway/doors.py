@@ -1,0 +1,117 @@
+"""The doors of the gateway, as ASGI middleware: bearer tokens with roles, and bounds on bodies and open requests.
+
+Invariant: a request that is refused here reaches no route. `scope["role"]` is the caller's.
+"""
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tailrace.app.gateway_config import GatewayConfig
+from tailrace.deployments.messages.roles import Role
+
+OPEN_PATHS = ("/health", "/liveness")
+"""They need no token: load balancers ask them."""
+
+
+def read_tokens(path: Path) -> dict[str, Role]:
+    """Roles by token. Raises ValueError, one line, if a line is not `ROLE TOKEN`."""
+    found = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        role, _, token = line.strip().partition(" ")
+        if role not in set(Role) or len(token.strip()) < 16:
+            names = ", ".join(Role)
+            raise ValueError(f"{path}, line {number}: give `ROLE TOKEN`, a role of {names} and 16 characters or more")
+        found[token.strip()] = Role(role)
+    if not found:
+        raise ValueError(f"{path}: there is no token in it; give lines of `ROLE TOKEN`")
+    return found
+
+
+class BodyTooLarge(Exception):
+    """More bytes have come than the gateway takes."""
+
+
+class Doors:
+    """ASGI middleware; see the module docstring."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], config: GatewayConfig):
+        self._app, self._config = app, config
+        self._tokens = None if config.tokens_file is None else read_tokens(Path(config.tokens_file))
+        self._open = 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        role = self._role(scope)
+        if role is None:
+            await _refuse(send, 401, "give one of the gateway's tokens: `Authorization: Bearer TOKEN`")
+        elif self._open >= self._config.max_open:
+            await _refuse(send, 429, f"{self._open} requests are open, as many as the gateway takes; try again")
+        elif _length(scope) > self._config.max_body_bytes:
+            await _refuse(send, 413, self._too_large())
+        else:
+            scope["role"] = role
+            await self._pass(scope, receive, send)
+
+    def _role(self, scope) -> Role | None:
+        if self._tokens is None or scope["path"] in OPEN_PATHS:
+            return Role.TRAINER if self._tokens is None else Role.OBSERVER
+        kind, _, given = _header(scope, b"authorization").partition(b" ")
+        known = [role for token, role in self._tokens.items() if hmac.compare_digest(token.encode(), given.strip())]
+        return known[0] if known and kind.lower() == b"bearer" else None
+
+    async def _pass(self, scope, receive, send) -> None:
+        left, began = self._config.max_body_bytes, False
+
+        async def bounded():
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise BodyTooLarge
+            return message
+
+        async def noting(message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        self._open += 1
+        try:
+            await self._app(scope, bounded, noting)
+        except BodyTooLarge:
+            if not began:
+                await _refuse(send, 413, self._too_large())
+        finally:
+            self._open -= 1
+
+    def _too_large(self) -> str:
+        return f"the body has more than {self._config.max_body_bytes} bytes (max_body_bytes)"
+
+
+def _header(scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _length(scope) -> int:
+    text = _header(scope, b"content-length")
+    return int(text) if text.isdigit() else 0
+
+
+def error_body(status: int, message: str) -> dict:
+    """vLLM's form of an error."""
+    kind = {400: "BadRequestError", 404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionError"}
+    return {"error": {"message": message, "type": kind.get(status, "ServiceError"), "param": None, "code": status}}
+
+
+async def _refuse(send, status: int, message: str) -> None:
+    body = json.dumps(error_body(status, message)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"retry-after", b"1")] if status == 429 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

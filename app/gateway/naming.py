@@ -1,0 +1,57 @@
+"""Names of the samples of HTTP requests: the part of their keys that is not the prompt.
+
+Tokens depend on weights, prompt, sampling parameters and (seed, step, group, index). The headers `X-Tailrace-Seed`,
+`-Step`, `-Group` and `-Index` give them. Without a group it is that of equal prompts; without an index it is the
+request's `seed`, or drawn here, and the answer says which. Samples of one request have indexes in a row.
+"""
+
+import secrets
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import NamedTuple
+
+from tailrace.app.calls.session import prompt_name
+from tailrace.deployments.messages.rollout import BatchSettings
+from tailrace.deployments.messages.session import MAX_INDEX
+
+HEADERS = {name: f"x-tailrace-{name}" for name in ("seed", "step", "group", "index")}
+
+
+class Naming(NamedTuple):
+    """`index`: of the first sample of the request."""
+
+    seed: int
+    step: int
+    group: str | None
+    index: int
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":
+        """Raises ValueError that names the header."""
+        group, index = headers.get(HEADERS["group"]), _number(headers, "index")
+        if index is None:
+            index = secrets.randbelow(MAX_INDEX // 2) if request_seed is None else index_of(request_seed)
+        return cls(_number(headers, "seed") or 0, _number(headers, "step") or 0, group, index)
+
+    def group_of(self, prompt: Mapping) -> str:
+        return prompt_name(prompt) if self.group is None else self.group
+
+    def session(self) -> BatchSettings:
+        """The settings of the session that such requests share, on all replicas of the gateway."""
+        return BatchSettings(batch_id=f"http-{self.seed}-{self.step}", seed=self.seed, step=self.step)
+
+
+def index_of(seed: int) -> int:
+    """The index of a sample by the seed of its request: the seed itself, unless it is too great for an index."""
+    if seed <= MAX_INDEX // 2:
+        return seed
+    return int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest()) % (MAX_INDEX // 2)
+
+
+def _number(headers: Mapping[str, str], name: str) -> int | None:
+    text = headers.get(HEADERS[name])
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) > MAX_INDEX:
+        raise ValueError(f"header {HEADERS[name]}: {text!r} is not a number from 0 to {MAX_INDEX}")
+    return int(text)

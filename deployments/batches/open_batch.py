@@ -1,0 +1,182 @@
+"""The samples of an open session that are in the core: they come one by one, and each is answered as it ends.
+
+A group of the core has one prompt, one bound of tokens and one set of sampling parameters, so a name that is asked for
+with several of them has several such groups. Invariant: each sample's answer is given once, whatever ends it.
+Called by `OpenSessions` and `LiveBatches`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
+from tailrace.deployments.batches.live_batch import LiveBatch, by_epoch
+from tailrace.deployments.batches.prompts import Prepared, Prompts
+from tailrace.deployments.context.history import PastLength
+from tailrace.deployments.messages.chunk import sample_key
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected, SamplingParams
+from tailrace.deployments.messages.session import SampleAnswer
+from tailrace.policies.protocol.actions import EndSample
+from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
+
+MAX_GROUP_SAMPLES = 64
+"""Of one group of the core. Their mates' lengths and tokens are known by then, and later ones begin a new group."""
+
+
+class GroupIdentity(NamedTuple):
+    """Properties that samples of one group of the core share."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> "GroupIdentity":
+        group = prepared.group
+        return cls(group.prompt_id, prepared.token_ids, prepared.max_tokens, group.sampling)
+
+
+class OpenGroup:
+    """A group that takes samples. `idle_since_s`: end of its last running sample."""
+
+    def __init__(self, group_id: str, identity: GroupIdentity):
+        self.group_id, self.identity = group_id, identity
+        self.running = 0
+        self.idle_since_s = 0.0
+
+
+class NewSample(NamedTuple):
+    """A sample that the core may take: its place, and the spec that brings it."""
+
+    group: OpenGroup
+    sample_id: str
+    spec: GroupSpec
+
+
+class OpenBatch(LiveBatch):
+    """See the module docstring. `is_open`: False once the core takes no more of its samples."""
+
+    def __init__(self, settings: BatchSettings, core_id: str, submitted_s: float):
+        super().__init__(
+            message=settings, core_id=core_id, delivery=None, prepared=[], past={}, submitted_s=submitted_s
+        )
+        self.is_open = True
+        self._open: dict[GroupIdentity, OpenGroup] = {}
+        self._by_id: dict[str, OpenGroup] = {}  # until it is handed out
+        self._answered: dict[str, Callable[[SampleAnswer | Rejected], None]] = {}  # by id of an unended sample
+        self._names = 0
+
+    @property
+    def over(self) -> bool:
+        return not (self.groups or self.is_open)
+
+    @property
+    def is_logged(self) -> bool:
+        """Its tokens are not in the token log: a session's samples are asked for again, and made again."""
+        return False
+
+    # ---- samples come ------------------------------------------------------------------------------
+
+    def addition(self, specs: Iterable[GroupSpec], now_s: float) -> SamplesSubmitted:
+        """The event by which the core takes more of its samples, or closes groups."""
+        return replace(self.submission(now_s), groups=tuple(specs), open=True)
+
+    def plan(self, prepared: Prepared, of: int | None, past: list[PastLength]) -> NewSample:
+        """The next sample of a prompt. Nothing changes until `take`. `of`: samples that its group will have."""
+        identity = GroupIdentity.of(prepared)
+        group = self._open.get(identity)
+        is_new = group is None
+        if is_new:
+            group = OpenGroup(f"{self.core_id}/{escaped(identity.name, '#')}~{self._names}", identity)
+        number = 0 if is_new else len(self.groups[group.group_id].samples)
+        spec = GroupSpec(
+            group_id=group.group_id,
+            prompt_tokens=len(prepared.token_ids),
+            samples=1,
+            max_tokens=prepared.max_tokens,
+            past_lengths=by_epoch(past) if is_new else (),
+            open=number + 1 < min(of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
+        )
+        return NewSample(group, f"{group.group_id}#{number}", spec)
+
+    def take(
+        self, new: NewSample, prepared: Prepared, index: int, answered: Callable[[SampleAnswer | Rejected], None],
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """The core has taken a planned sample. `answered` is called with its answer, once."""
+        group, settings = new.group, self.message
+        record = self.groups.get(group.group_id)
+        if record is None:
+            # Its name in the group context is its own: groups of one name may differ in their prompts.
+            name = f"{settings.batch_id}~{self._names}"
+            record = GroupRecord(
+                batch_id=name,
+                step=settings.step,
+                group=prepared.group,
+                prompt=np.asarray(prepared.token_ids, np.int32),
+                prompt_key=prepared.prompt_key,
+            )
+            self.groups[group.group_id], self._by_id[group.group_id] = record, group
+            self._max_tokens[group.group_id] = prepared.max_tokens
+            self._names += 1
+        if new.spec.open:
+            self._open[group.identity] = group
+        else:
+            self._open.pop(group.identity, None)
+        key = sample_key(settings.seed, settings.step, group.identity.name, index)
+        record.samples.append(SampleRecord(record, index, key, None, now_s))
+        self.samples[new.sample_id] = record.samples[-1]
+        group.running += 1
+        self._answered[new.sample_id] = answered
+        samples, _ = self._sizes
+        self._sizes = samples + 1, self._names
+
+    # ---- samples and groups end ----------------------------------------------------------------------
+
+    def end(self, action: EndSample, now_s: float) -> SampleRecord:
+        group = self._by_id[action.sample_id.rpartition("#")[0]]
+        group.running -= 1
+        group.idle_since_s = now_s
+        return super().end(action, now_s)
+
+    def answer(self, sample_id: str, prompts: Prompts) -> None:
+        sample = self.samples[sample_id]
+        group = sample.group
+        self._answered.pop(sample_id)(
+            SampleAnswer(
+                batch_id=self.message.batch_id,
+                group=group.group.prompt_id,
+                prompt_token_ids=tuple(group.prompt.tolist()),
+                prompt_key=group.prompt_key,
+                step=group.step,
+                sample=sample.result(prompts),
+            )
+        )
+
+    def hand_out(self, group: GroupRecord, prompts: Prompts) -> None:
+        """Its samples have been given already."""
+
+    def emit(self, group_id: str) -> GroupRecord:
+        del self._by_id[group_id]
+        return super().emit(group_id)
+
+    def _refuse(self, rejected: Rejected) -> None:
+        self.is_open = False
+        answered, self._answered = self._answered, {}
+        for give in answered.values():
+            give(rejected)
+
+    def close_idle(self, before_s: float) -> list[GroupSpec]:
+        """Close the groups of which nothing has run since `before_s`. Returns the specs that close them in the core."""
+        idle = [group for group in self._open.values() if not group.running and group.idle_since_s <= before_s]
+        for group in idle:
+            del self._open[group.identity]
+        return [GroupSpec(one.group_id, len(one.identity.token_ids), 0, one.identity.max_tokens) for one in idle]
+
+    def close(self) -> None:
+        """It takes no more samples."""
+        self.is_open = False
+        self._open.clear()

@@ -1,0 +1,260 @@
+"""Open sessions by name: single samples are asked for at any time, and answered as they end.
+
+Invariant: a sample that is asked for twice is made once while it is in flight, and ends early only if no caller waits
+for it, by its deadline, or with its session. A session without a sign of life of its driver is closed. Its tokens do
+not depend on the order of requests. Called by `Rollouts` and the coordinator.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.batches.open_batch import GroupIdentity, OpenBatch
+from tailrace.deployments.batches.prompts import Prepared, Prompts
+from tailrace.deployments.batches.quotas import BatchLoad
+from tailrace.deployments.messages.liveness import LEASE_S
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected, checked
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.policies.protocol import events as ev
+
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
+    from tailrace.deployments.context.service import ContextService
+
+IDLE_S = 60.0
+"""Seconds for which a group without a running sample is kept: more of its samples may come, and know its lengths."""
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A sample that callers wait for. `sample_id`: in the core, once that has taken it."""
+
+    identity: GroupIdentity
+    index: int
+    answer: asyncio.Future
+    waiting: int = 0
+    sample_id: str | None = None
+    is_cancelled: bool = False
+
+    def give(self, answer: SampleAnswer | Rejected) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+@dataclass(eq=False, slots=True)
+class OpenSession:
+    settings: BatchSettings
+    renewed_s: float
+    batch: OpenBatch | None = None  # None: nothing of it is in the core
+    asked: dict[tuple[GroupIdentity, int], Asked] = field(default_factory=dict)
+    tokens: int = 0  # max_tokens of all that is asked for
+
+    def load(self) -> BatchLoad:
+        return BatchLoad(len(self.asked), self.tokens)
+
+    def add(self, asked: Asked) -> None:
+        """Count a sample in, until it is answered."""
+        self.asked[asked.identity, asked.index] = asked
+        self.tokens += asked.identity.max_tokens
+        asked.answer.add_done_callback(lambda _: self._remove(asked))
+
+    def _remove(self, asked: Asked) -> None:
+        del self.asked[asked.identity, asked.index]
+        self.tokens -= asked.identity.max_tokens
+
+
+class OpenSessions:
+    """`refusal`: why a batch cannot run under the present weights. `quota`: why a named load is beyond the
+    quotas. `pass_door`: waits for a change of the core. `observe`: gives the core an event at once, and returns why it
+    does not take it. `tell`: gives it one in its next turn."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        context: "ContextService | None",
+        batches: LiveBatches,
+        refusal: Callable[[BatchSettings], Awaitable[Rejected | None]],
+        quota: Callable[[str, BatchLoad], Rejected | None],
+        pass_door: Callable[[str], Awaitable[None]],
+        observe: Callable[[ev.Event], Rejected | None],
+        tell: Callable[[ev.Event], None],
+        now: Callable[[], float],
+    ):
+        self._prompts, self._context, self._batches = prompts, context, batches
+        self._refusal, self._quota, self._pass_door = refusal, quota, pass_door
+        self._observe, self._tell, self._now = observe, tell, now
+        self._sessions: dict[str, OpenSession] = {}
+        self._submissions: set[asyncio.Task] = set()
+
+    def __len__(self):
+        return len(self._sessions)
+
+    def loads(self) -> dict[str, BatchLoad]:
+        return {name: session.load() for name, session in self._sessions.items()}
+
+    # ---- called by drivers -------------------------------------------------------------------------
+
+    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
+        """One sample, once it has ended. A caller that leaves, or whose deadline passes, ends it if it is the last."""
+        settings, request = checked(BatchSettings, settings), checked(SampleRequest, request)
+        for message in (settings, request):
+            if isinstance(message, Rejected):
+                return message
+        if (refused := await self._refusal(settings)) is not None:
+            return refused
+        prepared = await asyncio.to_thread(self._prompts.prepare_group, request.group)
+        session = self._session(settings)
+        for given in (prepared, session):
+            if isinstance(given, Rejected):
+                return given
+        asked = session.asked.get((GroupIdentity.of(prepared), request.index))
+        if asked is None:
+            asked = self._ask(session, prepared, request)
+        if isinstance(asked, Rejected):
+            return asked
+        return await self._wait(asked, request.deadline_s)
+
+    def _session(self, settings: BatchSettings) -> OpenSession | Rejected:
+        name = settings.batch_id
+        session = self._sessions.get(name)
+        if session is None:
+            session = self._sessions[name] = OpenSession(settings, self._now())
+        if (unlike := differing(session.settings, settings)) is not None:
+            return Rejected(reason=f"session {name!r} is open with another {unlike}; give another batch_id")
+        session.renewed_s = self._now()
+        return session
+
+    def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> Asked | Rejected:
+        what = f"a sample of session {session.settings.batch_id!r}"
+        if (refused := self._quota(what, BatchLoad(1, prepared.max_tokens))) is not None:
+            return refused
+        identity = GroupIdentity.of(prepared)
+        asked = Asked(identity, request.index, asyncio.get_running_loop().create_future())
+        session.add(asked)
+        task = asyncio.ensure_future(self._submit(session, asked, prepared, request))
+        self._submissions.add(task)
+        task.add_done_callback(self._submissions.discard)
+        return asked
+
+    async def _submit(self, session: OpenSession, asked: Asked, prepared: Prepared, request: SampleRequest) -> None:
+        try:
+            keys = [prepared.prompt_key]
+            past = await self._context.lengths(keys) if self._context is not None else {}
+            await self._pass_door(session.settings.batch_id)
+            refused = self._give(session, asked, prepared, request.of, past.get(prepared.prompt_key, []))
+        except Exception as error:  # noqa: BLE001 - of one request: its callers must hear of it
+            refused = Rejected(reason=f"session {session.settings.batch_id!r}: {error!r}")
+        if refused is not None:
+            asked.give(refused)
+
+    def _give(self, session: OpenSession, asked: Asked, prepared: Prepared, of: int | None, past) -> Rejected | None:
+        """Give a sample to the core. Returns why it does not take it, or None."""
+        if self._sessions.get(session.settings.batch_id) is not session:
+            return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
+        batch = session.batch
+        if batch is None or not batch.is_open:
+            core_id = self._batches.new_core_id(session.settings.batch_id)
+            batch = OpenBatch(session.settings, core_id, self._now())
+        new = batch.plan(prepared, of, past)
+        if (refused := self._observe(batch.addition([new.spec], self._now()))) is not None:
+            return refused
+        if session.batch is not batch:
+            session.batch = batch
+            self._batches.add(batch)
+        batch.take(new, prepared, asked.index, asked.give, self._now())
+        self._batches.add_sample(batch, new.group.group_id, new.sample_id)
+        asked.sample_id = new.sample_id
+        if asked.is_cancelled:
+            self._cancel(asked)
+        return None
+
+    async def _wait(self, asked: Asked, deadline_s: float | None) -> SampleAnswer | Rejected:
+        asked.waiting += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.shield(asked.answer)
+        except TimeoutError:
+            self._cancel(asked)
+            return await asyncio.shield(asked.answer)
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting and not asked.answer.done():  # its last caller has left
+                self._cancel(asked)
+
+    def _cancel(self, asked: Asked) -> None:
+        asked.is_cancelled = True
+        if asked.sample_id is not None and not asked.answer.done():
+            self._tell(ev.SampleCancelled(self._now(), asked.sample_id))
+
+    def cancel(self, name: str, group: str | None, index: int | None) -> int:
+        """End the samples in flight of a session, of one of its groups, or one sample: they are answered with their
+        tokens so far. Returns their number."""
+        session = self._sessions.get(name)
+        found = [
+            asked
+            for asked in (session.asked.values() if session else ())
+            if group in (None, asked.identity.name) and index in (None, asked.index)
+        ]
+        for asked in found:
+            self._cancel(asked)
+        return len(found)
+
+    def renew(self, name: str) -> bool:
+        """A sign of life of a session's driver. Returns False if there is no such session."""
+        session = self._sessions.get(name)
+        if session is not None:
+            session.renewed_s = self._now()
+        return session is not None
+
+    def close(self, name: str) -> bool:
+        """End a session, and its samples in flight. Returns False if there is no such session."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return False
+        for asked in session.asked.values():
+            asked.is_cancelled = True
+        if session.batch is not None and session.batch.is_open:
+            self._end_batch(session)
+        return True
+
+    def _end_batch(self, session: OpenSession) -> None:
+        """Close its batch in the core, which cancels samples in flight."""
+        batch, session.batch = session.batch, None
+        batch.close()
+        self._observe(ev.BatchCancelled(self._now(), batch.core_id))
+        if batch.over:
+            self._batches.drop(batch)
+
+    # ---- called by the coordinator's loop ------------------------------------------------------------
+
+    def sweep(self, hasty: bool) -> int:
+        """Close idle groups, batches without a group, and sessions whose drivers are gone. Returns the number of those.
+
+        `hasty`: a change of the core is due, which waits until nothing is in flight.
+        """
+        now = self._now()
+        gone = [name for name, one in self._sessions.items() if now > one.renewed_s + LEASE_S]
+        for name in gone:
+            self.close(name)
+        for session in self._sessions.values():
+            if session.batch is not None:
+                self._rest(session, now - (0.0 if hasty else IDLE_S))
+        return len(gone)
+
+    def _rest(self, session: OpenSession, before_s: float) -> None:
+        batch = session.batch
+        if not batch.is_open:  # ended by an error
+            session.batch = None
+            return
+        if specs := batch.close_idle(before_s):
+            self._observe(batch.addition(specs, self._now()))
+        if not batch.groups:
+            self._end_batch(session)
+
+
+def differing(one: BatchSettings, other: BatchSettings) -> str | None:
+    """The first setting by which two requests cannot be of one session, or None."""
+    return next(
+        (name for name in ("seed", "step", "priority", "share") if getattr(one, name) != getattr(other, name)), None
+    )

@@ -1,0 +1,42 @@
+"""Messages of open sessions: single samples are asked for at any time, under the settings of one batch.
+
+Tokens are a function of seed, step, group and index, as those of a `RolloutBatch` whose prompt_id is the group's name;
+never of the order of requests. Made by `app.calls.session` (requests) and by the coordinator (answers).
+"""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from tailrace.deployments.messages.rollout import Message, PromptGroup, RequestMessage, SampleResult
+
+MAX_INDEX = 2**31 - 1
+"""Drafts travel with 32-bit indexes."""
+
+
+class SampleRequest(RequestMessage):
+    """One sample of a prompt. `group`: a PromptGroup of one sample; its prompt_id names the group in the session."""
+
+    group: PromptGroup
+    index: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample in its group; enters its key")
+    of: int | None = Field(None, ge=1, description="samples that the group will have; a hint, null: not known")
+    deadline_s: float | None = Field(None, gt=0.0, description="seconds after which it ends with the tokens so far")
+
+    @model_validator(mode="after")
+    def _one_sample(self) -> Self:
+        if self.group.samples != 1:
+            raise ValueError(f"group.samples is {self.group.samples}; a request is for one sample")
+        if self.group.forced_token_ids is not None:
+            raise ValueError("forced_token_ids replays recorded answers; give a RolloutBatch for that")
+        return self
+
+
+class SampleAnswer(Message):
+    """An ended sample of a session. `group`: the name of its group; `sample.sample_index`: its index there."""
+
+    batch_id: str
+    group: str
+    prompt_token_ids: tuple[int, ...]
+    prompt_key: str
+    step: int
+    sample: SampleResult

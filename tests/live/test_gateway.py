@@ -1,0 +1,179 @@
+"""The gateway behind Serve's proxy: real clients over HTTP, and the tokens that a batch has."""
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import httpx
+import openai
+import pytest
+from waiting import until
+
+from tailrace.app.cluster import service
+from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config
+from tailrace.app.gateway_config import GatewayConfig
+from tailrace.app.model import perturbed
+from tailrace.app.verification.tokens import with_engine
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
+
+TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}
+PROMPT = (5, 300, 7, 41)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_model, tmp_path_factory):
+    """A service of the tiny model with a gateway that wants tokens."""
+    tokens = tmp_path_factory.mktemp("gateway") / "tokens"
+    tokens.write_text("# of the tests\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"model": str(tiny_model), "kv_cache_gib": 0.25, "max_model_len": 512}
+    file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
+    gateway = GatewayApplication(args=GatewayConfig(tokens_file=str(tokens), max_body_bytes=20_000))
+    changes = {"applications": (file.application, gateway), "http_options": HttpOptions(port=port)}
+    with service(file.model_copy(update=changes), None) as client:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        yield url, client
+
+
+@pytest.fixture(scope="module")
+def http(address):
+    with caller(address[0], "trainer") as client:
+        yield client
+
+
+def caller(url: str, role: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[role]}"}, timeout=120)
+
+
+def asked(http: httpx.Client, index: int, **changes) -> dict:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 24, "logprobs": 1}} | changes
+    headers = {"X-Tailrace-Seed": "9", "X-Tailrace-Group": "g", "X-Tailrace-Index": str(index)}
+    answer = http.post("/inference/v1/generate", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_requests_of_three_clients_have_the_tokens_of_a_batch(address):
+    url, client = address
+    group = PromptGroup(prompt_id="g", token_ids=PROMPT, samples=12, max_tokens=24)
+    (expected,) = client.rollout_blocking(RolloutBatch(batch_id="whole", groups=(group,), seed=9))
+    indexes = list(range(12))
+    Random(3).shuffle(indexes)
+    with ThreadPoolExecutor(12) as pool:
+        clients = [caller(url, "evaluator") for _ in range(3)]
+        found = dict(zip(indexes, pool.map(lambda n: asked(clients[n % 3], n)["choices"][0], indexes), strict=True))
+    for sample in expected.samples:
+        choice = found[sample.sample_index]
+        assert tuple(choice["token_ids"]) == sample.token_ids
+        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+        assert logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(sample.token_ids)}]
+    assert found[3]["tailrace"] | {"weights_digests": {}} == {
+        "seed": 9, "step": 0, "group": "g", "index": 3, "weights_digests": {},
+    }  # fmt: skip
+
+
+def test_openai_s_own_client_gets_completions_and_chats(address):
+    url, _ = address
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKENS["evaluator"])
+    (model,) = client.models.list().data
+    settings = {"model": model.id, "max_tokens": 12, "seed": 4}
+    one, same = (client.completions.create(prompt="Once upon", n=2, logprobs=1, **settings) for _ in range(2))
+    assert [choice.text for choice in one.choices] == [choice.text for choice in same.choices]
+    assert one.choices[0].text != one.choices[1].text
+    assert one.usage.completion_tokens == 24 and len(one.choices[0].logprobs.token_logprobs) == 12
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "Hello"}], logprobs=True, **settings)
+    (choice,) = chat.choices
+    assert choice.finish_reason == "length" and choice.message.role == "assistant"
+    assert len(choice.logprobs.content) == 12
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-9' is not served"):
+        client.completions.create(model="gpt-9", prompt="Hello")
+    with pytest.raises(openai.AuthenticationError, match="give one of the gateway's tokens"):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+
+
+def test_a_request_without_a_seed_says_which_index_was_drawn(http):
+    body = {"prompt": [list(PROMPT)], "max_tokens": 16}
+    drawn = http.post("/v1/completions", json=body).json()["choices"][0]
+    key = drawn["tailrace"]
+    headers = {"X-Tailrace-Index": str(key["index"]), "X-Tailrace-Group": key["group"]}
+    again = http.post("/v1/completions", json=body, headers=headers).json()["choices"][0]
+    other = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert again["text"] == drawn["text"] and other["tailrace"]["index"] != key["index"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty: not supported"),
+        ("/v1/completions", {"prompt": "a", "stream": True}, "stream: not honoured here"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
+        ("/v1/completions", {"prompt": []}, "token_ids is empty"),
+        ("/v1/completions", {"prompt": [600_000]}, "600000 is not in the vocabulary"),
+        ("/v1/completions", {"prompt": [5] * 600}, "the model's context is 512"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_tokens": 3}}, "min_tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": {}}, "features: not honoured"),
+        ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
+        ("/detokenize", {"tokens": [-1]}, "-1 is not in the vocabulary"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_in_one_line(http, path, body, reason):
+    answer = http.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == 400
+    assert reason in error["message"] and "\n" not in error["message"]
+
+
+def test_roles_bodies_and_bad_json_are_refused_at_the_door(address, http):
+    url, _ = address
+    with caller(url, "observer") as observer:
+        assert observer.get("/weight_info").json()["weight_version"] == "0"
+        refused = observer.post("/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 403 and "needs role evaluator" in refused.json()["error"]["message"]
+    with caller(url, "evaluator") as evaluator:
+        assert evaluator.post("/update_weights", json={"weight_dir": "/tmp"}).status_code == 403
+    assert http.post("/v1/completions", json={"prompt": "a" * 30_000}).status_code == 413
+    chunks = (b'{"prompt": "' for _ in range(3_000))
+    assert http.post("/v1/completions", content=chunks).status_code == 413
+    assert http.post("/v1/completions", content=b"{nonsense").status_code == 400
+    bad = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Tailrace-Index": "-3"})
+    assert bad.status_code == 400 and "x-tailrace-index" in bad.json()["error"]["message"]
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind(address, http):
+    _, client = address
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 480}, timeout=0.2)
+    until(lambda: client.status_blocking().running + client.status_blocking().waiting == 0)
+
+
+def test_tokens_come_and_go(http):
+    text = "A word or two"
+    tokens = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 512
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    assert http.get("/get_world_size").json() == {"world_size": 2}
+    assert http.get("/server_info").json()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_weights_of_a_folder_are_in_every_later_answer(address, http, tiny_model, tmp_path):
+    folder = perturbed(tiny_model, tmp_path / "other", seed=1, scale=0.5)
+    before = asked(http, 0)["choices"][0]
+    assert http.post("/update_weights", json={"weight_dir": str(folder)}).json()["weight_version"] == "1"
+    after = asked(http, 0)["choices"][0]
+    assert {span["version"] for span in after["weight_versions"]} == {"1"}
+    assert after["token_ids"] != before["token_ids"]
+    assert http.get("/weight_info").json()["weight_version"] == "1"
+    assert asyncio.run(address[1].status()).weights_version == 1
+
+
+def test_sampling_parameters_arrive(http):
+    greedy = [asked(http, n, sampling_params={"max_tokens": 8, "temperature": 0})["choices"][0] for n in (1, 2)]
+    assert greedy[0]["token_ids"] == greedy[1]["token_ids"]
+    assert SamplingParams(temperature=0).temperature == 0

@@ -1,0 +1,257 @@
+"""Open sessions on the simulated cluster: single samples, in any order, with the tokens of a batch."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tailrace.app.calls.session import groups_of_answers
+from tailrace.app.client import QuotaExceeded, RolloutClient, RolloutRejected
+from tailrace.app.fuzz.cluster import SimulatedCluster
+from tailrace.app.fuzz.drivers import driver_client
+from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.run import end_of, plan_of
+from tailrace.app.fuzz.virtual_time import VirtualLoop
+from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
+from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.liveness import LEASE_S
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol.actions import SampleEnd
+
+PROMPT = (5, 6, 7)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.ERROR)  # contained errors are expected here
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs a story on a cluster of two replicas, and looks for leftovers after it."""
+
+    def run(story, **sizes):
+        async def whole():
+            size = replace(plan_of(0).size, replicas=2, limits=None, mean_tokens=60, step_tokens=4, step_s=0.1)
+            size = replace(size, **({"policies": {}} | sizes))
+            cluster = SimulatedCluster(size, Random(0), LogDisk("sound", tmp_path, Random(0)))
+            await story(cluster, driver_client(cluster))
+            await asyncio.sleep(2 * LEASE_S)
+            assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}
+
+        loop = VirtualLoop()
+        loop.run_until_complete(whole())
+        end_of(loop)
+
+    return run
+
+
+def tokens_of(groups) -> dict[str, list[tuple[int, ...]]]:
+    return {group.prompt_id: [sample.token_ids for sample in group.samples] for group in groups}
+
+
+async def whole_batch(client: RolloutClient, batch: RolloutBatch) -> dict:
+    return tokens_of([group async for group in client.rollout(batch)])
+
+
+def test_single_samples_have_the_tokens_of_a_batch(play):
+    groups = tuple(PromptGroup(prompt_id=f"p{n}", token_ids=(n + 1, 2), samples=4, max_tokens=90) for n in range(4))
+    batch = RolloutBatch(batch_id="b", groups=groups, seed=3, step=2)
+
+    async def story(cluster, client):
+        expected = await whole_batch(client, batch)
+        wanted = [(group, index) for group in groups for index in range(group.samples)]
+        Random(1).shuffle(wanted)
+        async with client.open(seed=3, step=2) as session:
+            for group, index in wanted:
+                session.submit(group.token_ids, group=group.prompt_id, index=index, max_tokens=90)
+                await asyncio.sleep(0.3)
+            answers = [answer async for answer in session.samples()]
+        assert tokens_of(groups_of_answers(answers).values()) == expected
+        assert {answer.step for answer in answers} == {2} and len({answer.prompt_key for answer in answers}) == 4
+
+    play(story)
+
+
+def test_requests_of_equal_prompts_are_numbered_in_one_group(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            for _ in range(3):
+                session.submit(PROMPT, max_tokens=40)
+            answers = [answer async for answer in session.samples()]
+        assert {answer.sample.sample_index for answer in answers} == {0, 1, 2}
+        assert len({answer.group for answer in answers}) == 1
+        assert len({answer.sample.token_ids for answer in answers}) == 3
+
+    play(story)
+
+
+def test_a_name_with_several_prompts_has_a_group_for_each(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            one, other = await asyncio.gather(
+                session.generate(PROMPT, group="g", index=0), session.generate((9, 9), group="g", index=0)
+            )
+        assert (one.prompt_token_ids, other.prompt_token_ids) == (PROMPT, (9, 9))
+        assert one.group == other.group == "g"
+
+    play(story)
+
+
+def test_a_request_made_twice_is_made_once(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            same = [session.generate(PROMPT, group="g", index=4, max_tokens=50) for _ in range(2)]
+            one, other = await asyncio.gather(*same)
+            (status,) = cluster.coordinator.rollouts.status().batches
+        assert one == other and status.samples == 1
+
+    play(story)
+
+
+def test_a_sample_past_its_deadline_ends_with_its_tokens_so_far(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            late = asyncio.ensure_future(session.generate(PROMPT, group="g", max_tokens=2_000, deadline_s=4.0))
+            whole = await session.generate(PROMPT, group="g", max_tokens=2_000)
+            ended = await late
+        assert whole.sample.finish_reason is not SampleEnd.CANCELLED
+        assert ended.sample.finish_reason is SampleEnd.CANCELLED and 0 < len(ended.sample.token_ids) < 2_000
+
+    play(story, mean_tokens=900)
+
+
+def test_samples_are_cancelled_by_group_and_index(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            for index in range(4):
+                session.submit(PROMPT, group="gh"[index % 2], index=index, max_tokens=500)
+            await asyncio.sleep(3.0)
+            assert await session.cancel("g", 0) == 1
+            assert await session.cancel("h") == 2
+            ends = {one.sample.sample_index: one.sample.finish_reason async for one in session.samples()}
+        assert {index for index, end in ends.items() if end is SampleEnd.CANCELLED} == {0, 1, 3}
+
+    play(story, mean_tokens=400)
+
+
+def test_a_caller_that_leaves_ends_its_sample_unless_another_waits_for_it(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            asked = {"group": "g", "max_tokens": 500}
+            left, shared, stays = (
+                asyncio.ensure_future(session.generate(PROMPT, index=index, **asked)) for index in (0, 1, 1)
+            )
+            await asyncio.sleep(3.0)
+            left.cancel()
+            shared.cancel()
+            answer = await stays
+            assert answer.sample.finish_reason is not SampleEnd.CANCELLED
+            assert cluster.coordinator.rollouts.books()["running"] == 0
+
+    play(story, mean_tokens=300)
+
+
+def test_a_session_whose_driver_is_gone_is_closed(play):
+    async def story(cluster, client):
+        session = client.open("gone")
+        task = asyncio.ensure_future(session.generate(PROMPT, max_tokens=10_000))
+        await asyncio.sleep(3.0)
+        session._heartbeat.stop()
+        assert (await task).sample.finish_reason is SampleEnd.CANCELLED
+        assert cluster.coordinator.rollouts.books()["sessions"] == 0
+
+    play(story, mean_tokens=10_000, step_tokens=1, step_s=1.0)
+
+
+def test_the_quotas_hold_for_sessions(play):
+    async def story(cluster, client):
+        await client.status()  # it is up
+        cluster.coordinator.rollouts.deliveries.quotas = Quotas(max_samples=2)
+        async with client.open("s") as session:
+            for index in range(2):
+                session.submit(PROMPT, index=index, max_tokens=400)
+            await asyncio.sleep(1.0)
+            with pytest.raises(QuotaExceeded, match=r"a sample of session 's' has 1 samples, those in flight have 2, "):
+                await session.generate(PROMPT, index=2)
+            group = PromptGroup(prompt_id="p", token_ids=(1,), samples=1)
+            with pytest.raises(QuotaExceeded, match=r"try again when batch 's' has ended"):
+                await whole_batch(client, RolloutBatch(batch_id="b", groups=(group,)))
+            assert len([answer async for answer in session.samples()]) == 2
+
+    play(story, mean_tokens=400)
+
+
+def test_a_change_of_policies_comes_between_two_requests_of_an_open_session(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            first = await session.generate(PROMPT, index=0, group="g")
+            await client.set_policies(Policies(ordering="fcfs"))
+            again, other = await asyncio.gather(*(session.generate(PROMPT, index=n, group="g") for n in (0, 1)))
+        assert again.sample.token_ids == first.sample.token_ids != other.sample.token_ids
+        assert cluster.coordinator.rollouts.status().policies["ordering"]["type"] == "fcfs"
+
+    play(story)
+
+
+def test_requests_outlive_the_coordinator(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            for index in range(6):
+                session.submit(PROMPT, group="g", index=index, max_tokens=300)
+            await asyncio.sleep(4.0)
+            cluster.kill_coordinator()
+            answers = [answer async for answer in session.samples()]
+            assert cluster.coordinators == 2
+            alone = [await session.generate(PROMPT, group="g", index=n, max_tokens=300) for n in range(6)]
+        made = {answer.sample.sample_index: answer.sample.token_ids for answer in answers}
+        assert made == {answer.sample.sample_index: answer.sample.token_ids for answer in alone}
+
+    play(story, mean_tokens=200)
+
+
+def test_a_group_has_a_bound(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            for index in range(MAX_GROUP_SAMPLES + 5):
+                session.submit(PROMPT, group="g", index=index, max_tokens=3)
+            await asyncio.sleep(0.0)
+            answers = [answer async for answer in session.samples()]
+            (status,) = cluster.coordinator.rollouts.status().batches
+        assert len(answers) == MAX_GROUP_SAMPLES + 5 and status.groups == 2
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "reason"),
+    [
+        ({"token_ids": (1,), "max_tokens": 0}, "max_tokens"),
+        ({"token_ids": (1,), "text": "two"}, "exactly one of"),
+        ({}, "exactly one of"),
+        ({"token_ids": ()}, "token_ids is empty"),
+        ({"token_ids": (1,), "deadline_s": 0}, "deadline_s"),
+    ],
+)
+def test_bad_requests_are_refused_before_they_are_sent(play, request_of, reason):
+    async def story(cluster, client):
+        async with client.open() as session:
+            with pytest.raises(ValueError, match=reason):
+                session.submit(**request_of)
+
+    play(story)
+
+
+def test_one_name_has_one_seed(play):
+    async def story(cluster, client):
+        async with client.open("s", seed=1) as session:
+            await session.generate(PROMPT, max_tokens=5)
+            with pytest.raises(RolloutRejected, match="session 's' is open with another seed; give another batch_id"):
+                await client.open("s", seed=2).generate(PROMPT, max_tokens=5)
+
+    play(story)
