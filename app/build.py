@@ -5,7 +5,8 @@ Invariant: none is built on a cluster whose calls need no token, unless the conf
 
 from ray.serve import Application
 
-from tailrace.app.config import AppArgs, ServeFile, otlp_wanted
+from tailrace.app.calls.otlp import otlp_wanted
+from tailrace.app.config import AppArgs, ServeFile
 from tailrace.app.model import resolve_model
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.drafter.replica import Drafter

@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.config import ServeFile
 from tailrace.app.errors import BadInput, Failed, OtherCluster, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
@@ -198,6 +198,6 @@ def declared(file: ServeFile) -> dict:
 
 
 def _reason(report: str) -> str:
-    """The last line that says something of what Serve reports about a failed deployment."""
+    """The last line with a reason in Serve's report of a failed deployment."""
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"

@@ -4,7 +4,6 @@ Invariant: a file that loads has no unknown key anywhere, and every value is in 
 with the dotted key. Called by every command that starts or reaches the service, and by `app.build`.
 """
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from tailrace.app.deployment_settings import (
     StrictModel,
 )
 from tailrace.app.errors import BadInput
-from tailrace.app.gateway_config import GatewayConfig
+from tailrace.app.gateway.config import GATEWAY, GatewayApplication, HttpOptions, check_doors
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.config import DrafterConfig
@@ -77,22 +76,6 @@ def _settings(name: str, item: Any) -> CoordinatorSettings | EngineSettings | Dr
 
 
 OURS = "tailrace.app.build:build"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-GATEWAY = "tailrace.app.gateway.build:build"
-
-
-class GatewayApplication(StrictModel):
-    """HTTP for the service of the same file, see `app.gateway`. Keys of its deployment pass to Serve unchanged."""
-
-    name: str = "gateway"
-    import_path: Literal["tailrace.app.gateway.build:build"] = GATEWAY
-    route_prefix: Literal["/"] = "/"
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
-    logging_config: dict[str, Any] | None = None
-    args: GatewayConfig = GatewayConfig()
-    deployments: tuple[dict[str, Any], ...] = ()
 
 
 class OtherApplication(BaseModel):
@@ -182,13 +165,6 @@ class Application(StrictModel):
         return next((d for d in self.deployments if d.name == name), SETTINGS[name](name=name))
 
 
-class HttpOptions(StrictModel):
-    """Serve's, of the gateway's port. `host`: loopback, or one of the node's addresses where tokens are needed."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65_535)
-
-
 class ServeFile(StrictModel):
     """A whole `serve.yaml`: Tailrace, its gateway for HTTP, and other applications if there are any.
 
@@ -219,20 +195,7 @@ class ServeFile(StrictModel):
 
     @model_validator(mode="after")
     def _doors(self):
-        """HTTP is there with a gateway alone, and beyond loopback with tokens alone."""
-        gateway, host = self.gateway, self.http_options.host
-        if gateway is None and self.proxy_location != "Disabled":
-            raise ValueError(f"proxy_location: {self.proxy_location} opens a port that nothing needs; set Disabled")
-        if gateway is None:
-            return self
-        if self.proxy_location == "Disabled":
-            raise ValueError("proxy_location: the gateway needs HeadOnly or EveryNode")
-        if gateway.args.app_name != self.application.name:
-            raise ValueError(f"gateway: args.app_name is {gateway.args.app_name!r}; {self.application.name!r} is here")
-        if host in ("0.0.0.0", "::", ""):
-            raise ValueError("http_options.host: give loopback or the node's own address, not all interfaces")
-        if host not in LOOPBACK and gateway.args.tokens_file is None:
-            raise ValueError(f"http_options.host: {host} is open to others; set args.tokens_file of the gateway")
+        check_doors(self.proxy_location, self.http_options, self.gateway, self.application.name)
         return self
 
     @property
@@ -256,11 +219,6 @@ def _application(place: int, item: Any) -> Application | OtherApplication:
     except ValidationError as error:
         key, message = key_and_message(error, model)
         raise KeyedError(f"{place}.{key}" if key else str(place), message) from error
-
-
-def otlp_wanted() -> bool:
-    """Whether the standard OpenTelemetry variables name a collector for traces."""
-    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
 
 
 def load_config(path: Path = DEFAULT_CONFIG) -> ServeFile:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
+    from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
     from tailrace.app.cluster import connect
     from tailrace.app.trl.async_rollouts import AsyncRollouts
     from tailrace.app.trl.async_weights import AsyncWeights
@@ -30,9 +30,9 @@ _HOMES = {
     "connect": "tailrace.app.cluster",
     "rollout_function": "tailrace.app.trl.rollout_function",
     "saved_weights": "tailrace.app.weights.saved",
-    "RolloutClient": "tailrace.app.client",
-    "RolloutRejected": "tailrace.app.client",
-    "WeightsRejected": "tailrace.app.client",
+    "RolloutClient": "tailrace.app.calls.client",
+    "RolloutRejected": "tailrace.app.calls.client",
+    "WeightsRejected": "tailrace.app.calls.client",
     "ChatMessage": "tailrace.deployments.messages.rollout",
     "GroupResult": "tailrace.deployments.messages.rollout",
     "PromptGroup": "tailrace.deployments.messages.rollout",

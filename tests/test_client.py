@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.app import cluster
 from tailrace.app.calls.blocking import blocking, blocking_iterator
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import StillDeploying, Unreachable
 
 

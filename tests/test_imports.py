@@ -38,6 +38,7 @@ ROOMS = (
     "deployments/batches",
     "deployments/coordinator",
     "app/calls",
+    "app/gateway",
     "app",
     "app/demo",
     "app/files",
@@ -51,7 +52,6 @@ ROOMS = (
     "app/soak",
     "app/fuzz",
     "app/weights",
-    "app/gateway",
     "app/trl",
     "app/train",
     "app/commands",
@@ -73,7 +73,7 @@ PURE = {
 }  # fmt: skip
 """All that a policy may need: nothing of these reads a clock, a file, a socket, the environment or a generator."""
 
-EVERY_PROCESS = ("tailrace.app.build", "tailrace.app.client", "tailrace.app.cluster")
+EVERY_PROCESS = ("tailrace.app.build", "tailrace.app.calls.client", "tailrace.app.cluster")
 """What drivers load, and with it the coordinator and the replicas before they have an engine."""
 
 ENGINES_ALONE = {"vllm", "torch", "numba", "transformers"}

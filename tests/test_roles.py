@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.app.client import PoliciesRejected, RolloutClient
+from tailrace.app.calls.client import PoliciesRejected, RolloutClient
 from tailrace.deployments.messages.roles import NotAdmitted, Role, admits
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 from tailrace.policies.families.registry import Policies
@@ -14,7 +14,9 @@ from tailrace.policies.families.registry import Policies
 COORDINATOR = Path(__file__).parent.parent / "deployments" / "coordinator" / "coordinator.py"
 RIGHTS = {
     Role.OBSERVER: {"status", "replica_changes"},
-    Role.EVALUATOR: {"rollout", "renew", "take_spans"},
+    Role.EVALUATOR: {
+        "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
+    },
     Role.TRAINER: {
         "reserve", "cancel", "update_weights", "transfer_weights", "set_policies", "journal", "renew_journal",
         "record_rewards", "forget_history", "inspect_group", "pool_detail", "drain_pool", "reset_caches",
@@ -156,7 +158,7 @@ class Items:
 
 
 def test_a_refusal_is_a_permission_error_of_one_line(monkeypatch):
-    monkeypatch.setattr("tailrace.app.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
+    monkeypatch.setattr("tailrace.app.calls.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
     refused = NotAdmitted("cancel needs role trainer, and this client is observer")
     client = RolloutClient(handle=Handle({"cancel": refused, "rollout": [refused], "replica_changes": [refused]}),
                            role="observer")  # fmt: skip
@@ -206,7 +208,7 @@ BEATS: list[Beats] = []
 
 
 def test_a_client_that_wants_a_journal_gives_signs_of_life_until_it_takes_it(monkeypatch):
-    monkeypatch.setattr("tailrace.app.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
+    monkeypatch.setattr("tailrace.app.calls.client.lost_service", lambda: (ConnectionError,))  # without Ray's own
     BEATS.clear()
     handle = Handle({})
     client = RolloutClient(handle=handle, heartbeat=Beats)

@@ -1,4 +1,4 @@
-"""Errors of a client: the service has refused a request. Raised by `app.client` and its calls."""
+"""Errors of a client: the service has refused a request. Raised by `app.calls.client` and its calls."""
 
 
 class RolloutRejected(ValueError):

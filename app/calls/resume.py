@@ -1,6 +1,6 @@
 """Parts of a client that outlives the coordinator: heartbeat, patience, and the errors that mean that it is lost.
 
-Called by `app.client`.
+Called by `app.calls.client`.
 """
 
 import asyncio

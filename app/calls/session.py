@@ -33,7 +33,7 @@ from tailrace.deployments.messages.rollout import (
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
 
 
-class Session:
+class RolloutSession:
     """See the module docstring. Made by `RolloutClient.open`. It is closed once its process is gone for a minute."""
 
     def __init__(self, calls: "SessionCalls", settings: BatchSettings, heartbeat: Callable[[Callable], object]):
@@ -94,7 +94,7 @@ class Session:
 
     close_blocking = blocking(close)
 
-    async def __aenter__(self) -> "Session":
+    async def __aenter__(self) -> "RolloutSession":
         return self
 
     async def __aexit__(self, *error) -> None:
@@ -151,17 +151,17 @@ def groups_of_answers(answers: list[SampleAnswer]) -> dict[str, GroupResult]:
 class SessionCalls:
     """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask` and `update_weights` are the client's."""
 
-    def open(self, batch_id: str | None = None, **settings) -> Session:
+    def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
         """Open a session: single samples, asked for at any time; see `tailrace.app.calls.session`.
 
         `batch_id`: by default a new name. `settings`: those of a RolloutBatch without groups, such as `seed`, `step`,
         `priority`, `share`. Raises ValueError for others.
         """
         name = f"session-{uuid4().hex[:12]}" if batch_id is None else batch_id
-        return Session(self, BatchSettings(batch_id=name, **settings), self._heartbeat)
+        return RolloutSession(self, BatchSettings(batch_id=name, **settings), self._heartbeat)
 
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
-        """One sample of a session; `Session.generate` makes the request. Continues after the coordinator was lost."""
+        """One sample of a session; `RolloutSession.generate` makes the request. Outlives the coordinator."""
         patience, resumed = Patience(self._resume_s), False
         while True:
             try:
@@ -169,6 +169,8 @@ class SessionCalls:
             except Interrupted as lost:
                 resumed = True
                 await patience.wait(lost)
+
+    generate_blocking = blocking(generate)
 
     async def _generate_once(self, settings: BatchSettings, request: SampleRequest, resumed: bool) -> SampleAnswer:
         version = self._weights[0] if self._weights else 0
@@ -193,13 +195,17 @@ class SessionCalls:
         raise RolloutRejected(answer.reason)
 
     async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
-        """End samples of a session, see `Session.cancel`."""
+        """End samples of a session, see `RolloutSession.cancel`."""
         return await self._ask("cancel_samples", session, group, index)
+
+    cancel_samples_blocking = blocking(cancel_samples)
 
     def renew_session(self, session: str) -> object:
         """A sign of life. Does not wait for an answer."""
         return self._handle.renew_session.remote(self._role, session)
 
     async def close_session(self, session: str) -> bool:
-        """End a session, see `Session.close`. Returns False if it has ended."""
+        """End a session, see `RolloutSession.close`. Returns False if it has ended."""
         return await self._ask("close_session", session)
+
+    close_session_blocking = blocking(close_session)

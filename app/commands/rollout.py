@@ -63,7 +63,7 @@ def _check_writable(option: str, path: Path | None) -> None:
 
 def _run(file, address, prompts, results, seed, step, keep_trace, journal):
     """Roll out `prompts`; returns the groups, and the spans of the run if they are kept."""
-    from tailrace.app.client import RolloutRejected
+    from tailrace.app.calls.client import RolloutRejected
     from tailrace.app.cluster import service
     from tailrace.deployments.messages.rollout import RolloutBatch
 

@@ -11,9 +11,9 @@ from random import Random
 
 from ray.exceptions import RayError
 
+from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
-from tailrace.app.client import RolloutClient, RolloutRejected, WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.stepper import EOS, token_at
 from tailrace.deployments.messages.chunk import sample_key

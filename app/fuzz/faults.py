@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ray.exceptions import RayError
 
-from tailrace.app.client import WeightsRejected
+from tailrace.app.calls.client import WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import Ledger, driver_client
 from tailrace.app.fuzz.handles import DAMAGES, RAY_ERRORS

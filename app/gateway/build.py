@@ -6,10 +6,10 @@ It is stateless: one replica or several, which share sessions by their names in 
 from ray import serve
 from ray.serve import Application
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService
-from tailrace.app.gateway_config import GatewayConfig
 
 RESUME_S = 60.0
 """Seconds for which a request waits for a coordinator that was lost."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tailrace.app.gateway_config import GatewayConfig
+from tailrace.app.gateway.config import GatewayConfig
 from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")

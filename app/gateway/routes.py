@@ -1,7 +1,7 @@
 """The gateway's routes, as a FastAPI application over a `GatewayService`.
 
-Errors have vLLM's form: 400 for what is not honoured, 403 for a role without the right, 404 for another model, 429 for
-a quota, 503 while the service is away.
+Errors have vLLM's form: 400 for a field that is not honoured, 403 for a role without the right, 404 for another model,
+429 for a quota, 503 while the service is away.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tailrace.app.client import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.gateway import answers
+from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.doors import Doors, error_body
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import ChatRequest, CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, first_cause
-from tailrace.app.gateway_config import GatewayConfig
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.resume import Interrupted
-from tailrace.app.client import RolloutClient
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import Sampled
 from tailrace.deployments.batches.prompts import Prompts

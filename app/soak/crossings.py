@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.soak.answers import UNFINISHED, AnswerBook, Crossed, Stretch, cut
 from tailrace.app.verification.tokens import difference
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch

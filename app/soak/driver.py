@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import connect
 from tailrace.app.soak.scripts import DriverScript
 

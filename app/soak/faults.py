@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from threading import Thread
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.soak.driver_process import DriverProcess
 from tailrace.app.soak.processes import is_running, read_all
 from tailrace.app.soak.scripts import EVALUATOR, TRAINER

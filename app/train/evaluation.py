@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.train.record.accuracy import Accuracy, Mean
 from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.task import Question

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.status import ReplicaStatus
 
 LOOK_S = 1.0

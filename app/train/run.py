@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import GRPOConfig
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.model import resolve_model
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HeldOut

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.train.rewards import Reward, RewardPool
 from tailrace.app.train.task import Question
 from tailrace.deployments.messages.rollout import GroupResult

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput
 from tailrace.app.trl.group_rewards import rewards_of
 from tailrace.app.trl.sampling import sampling_of

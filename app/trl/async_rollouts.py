@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.trl.allowance import Allowance
 from tailrace.app.trl.async_group import GroupMaker, ScoredGroup

@@ -7,7 +7,7 @@ count on from the one that the service has, one for each `send_weights`. Samples
 from collections.abc import Iterator
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.trl.weights_transport import WeightsTransport
 
 

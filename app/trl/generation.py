@@ -11,7 +11,7 @@ Takes the place of `trl.generation.vllm_generation.VLLMGeneration`, of which a t
 
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import BadInput
 from tailrace.app.trl.step_rollout import StepRollout
 

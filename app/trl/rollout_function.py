@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.trl.step_rollout import StepRollout
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.errors import Failed
 from tailrace.app.trl.sampling import sampling_of
 from tailrace.app.trl.turns import Turn, Turns

@@ -6,7 +6,7 @@ Invariant: versions count on from the one that the service has, one for each ste
 from collections.abc import Callable
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.trl.trainer_weights import named_weights
 from tailrace.app.trl.weights_transport import WeightsTransport
 from tailrace.deployments.messages.rollout import WeightsLoaded

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.trl.weights_folders import WeightsFolders
 from tailrace.deployments.messages.rollout import WeightsLoaded
 

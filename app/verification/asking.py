@@ -6,8 +6,8 @@ Each gives the groups of the batch, as if it had been rolled out whole. Called b
 import asyncio
 from random import Random
 
-from tailrace.app.calls.session import Session, groups_of_answers
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.session import RolloutSession, groups_of_answers
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd
@@ -38,7 +38,7 @@ async def in_two_turns(client: RolloutClient, batch: RolloutBatch) -> list[Group
         return list(groups_of_answers(await asyncio.gather(*turns)).values())
 
 
-async def two_turns(session: Session, group: PromptGroup, index: int, split: int) -> SampleAnswer:
+async def two_turns(session: RolloutSession, group: PromptGroup, index: int, split: int) -> SampleAnswer:
     settings = settings_of(group, index)
     first = await session.generate(**prompt_of(group), **settings, max_tokens=split)
     left = group.max_tokens - len(first.sample.token_ids)
@@ -67,7 +67,7 @@ def joined_turns(first: SampleResult, then: SampleResult) -> SampleResult:
     )
 
 
-def opened(client: RolloutClient, batch: RolloutBatch) -> Session:
+def opened(client: RolloutClient, batch: RolloutBatch) -> RolloutSession:
     return client.open(batch.batch_id, seed=batch.seed, step=batch.step)
 
 

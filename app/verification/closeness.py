@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.close_calls import density, expected_flips_per_million
 from tailrace.deployments.messages.rollout import GroupResult
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.verification.flipped_bits import flip
 from tailrace.app.verification.frozen_thread import busiest_of, freeze, processes_titled
 from tailrace.deployments.messages.rollout import RolloutBatch

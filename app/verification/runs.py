@@ -7,7 +7,7 @@ that together they pass through every drafting policy and every source of drafts
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.verification.asking import in_two_turns, one_by_one
 from tailrace.app.verification.disturbances import (
     flip_kv_bits,

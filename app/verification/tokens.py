@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
 from tailrace.app.progress import RolloutProgress

@@ -11,7 +11,7 @@ breaks off before leaves the service as it was. With `nccl` and `ipc` the engine
 
 from dataclasses import dataclass
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.rollout import WeightsLoaded
 from tailrace.deployments.staging.slots import is_memory, memory_source
 

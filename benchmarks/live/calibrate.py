@@ -15,7 +15,7 @@ from statistics import mean, median
 from benchmarks.live.medians import middle
 from benchmarks.live.probes import CHECK, LADDER, Probes, engines, pooled, stepped
 from benchmarks.live.static_baseline import KEPT
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.replay.recorded import forced

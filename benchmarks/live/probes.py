@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.simulator.hardware import from_profile
 from tailrace.app.simulator.host import simulate
 from tailrace.app.simulator.types import Cluster, ReplicaModel, Workload, WorkloadGroup

@@ -7,7 +7,7 @@ Both replay the same tokens on the same replicas, with caches forgotten in betwe
 import asyncio
 from collections.abc import Callable
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.summary import summarise

@@ -21,7 +21,7 @@ from benchmarks.drafting.ladder import USUAL as ACCEPTED
 from benchmarks.live.medians import middle
 from benchmarks.live.probes import LADDER, Probes, engines, pooled
 from benchmarks.live.tail_simulated import least_s, quickest, simulated
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.files.history_import import HistoryImport

@@ -15,7 +15,7 @@ from statistics import median
 
 from safetensors.torch import load_file
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.demo import PROMPTS

@@ -167,8 +167,8 @@ class Deliveries:
         if delivery is not None:
             refused = delivery.refusal(message, driver, self._now())
         if refused is None and (delivery is None or delivery.adds(message)):
-            what, load = f"batch {message.batch_id!r}", BatchLoad.of(message.groups)
-            refused = self.quota_refusal(what, load, besides=message.batch_id)
+            subject, load = f"batch {message.batch_id!r}", BatchLoad.of(message.groups)
+            refused = self.quota_refusal(subject, load, besides=message.batch_id)
         if refused is not None:
             yield refused
             return
@@ -213,10 +213,10 @@ class Deliveries:
             delivery.coming -= {group.prompt_id for group in message.groups}
             delivery.put(refused)
 
-    def quota_refusal(self, what: str, load: BatchLoad, besides: str = "") -> Rejected | None:
-        """Why the quotas do not admit `what`, of this load, or None. `besides`: a batch that does not count."""
+    def quota_refusal(self, subject: str, load: BatchLoad, besides: str = "") -> Rejected | None:
+        """Why the quotas do not admit `subject`, of this load, or None. `besides`: a batch that does not count."""
         here = {name: one.load() for name, one in self._open.items() if name != besides}
-        return self.quotas.refusal(what, load, here | self.session_loads())
+        return self.quotas.refusal(subject, load, here | self.session_loads())
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of finished groups that drivers have not taken, by batch id; no entry for 0."""

@@ -67,7 +67,7 @@ class OpenSession:
 class OpenSessions:
     """`refusal`: why a batch cannot run under the present weights. `quota`: why a named load is beyond the
     quotas. `pass_door`: waits for a change of the core. `observe`: gives the core an event at once, and returns why it
-    does not take it. `tell`: gives it one in its next turn."""
+    does not take it. `later`: gives it one in its next turn."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class OpenSessions:
         quota: Callable[[str, BatchLoad], Rejected | None],
         pass_door: Callable[[str], Awaitable[None]],
         observe: Callable[[ev.Event], Rejected | None],
-        tell: Callable[[ev.Event], None],
+        later: Callable[[ev.Event], None],
         now: Callable[[], float],
     ):
         self._prompts, self._context, self._batches = prompts, context, batches
         self._refusal, self._quota, self._pass_door = refusal, quota, pass_door
-        self._observe, self._tell, self._now = observe, tell, now
+        self._observe, self._later, self._now = observe, later, now
         self._sessions: dict[str, OpenSession] = {}
         self._submissions: set[asyncio.Task] = set()
 
@@ -185,7 +185,7 @@ class OpenSessions:
     def _cancel(self, asked: Asked) -> None:
         asked.is_cancelled = True
         if asked.sample_id is not None and not asked.answer.done():
-            self._tell(ev.SampleCancelled(self._now(), asked.sample_id))
+            self._later(ev.SampleCancelled(self._now(), asked.sample_id))
 
     def cancel(self, name: str, group: str | None, index: int | None) -> int:
         """End the samples in flight of a session, of one of its groups, or one sample: they are answered with their

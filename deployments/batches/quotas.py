@@ -35,33 +35,37 @@ class Quotas(BaseModel):
         8 << 30, ge=1, description="finished groups not taken by their drivers, at which no new batch begins"
     )
 
-    def refusal(self, what: str, load: BatchLoad, others: Mapping[str, BatchLoad]) -> Rejected | None:
-        """Why `what`, of this load, cannot run now, or None if it can. `others`: in flight, by batch id in order of
+    def refusal(self, subject: str, load: BatchLoad, others: Mapping[str, BatchLoad]) -> Rejected | None:
+        """Why `subject`, of this load, cannot run now, or None if it can. `others`: in flight, by batch id in order of
         arrival."""
         reason = (
-            _excess("samples", what, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples)
-            or _excess("tokens", what, load.tokens, {id_: one.tokens for id_, one in others.items()}, self.max_tokens)
-            or self._unread(what, {id_: one.result_bytes for id_, one in others.items()})
+            _excess(
+                "samples", subject, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples
+            )
+            or _excess(
+                "tokens", subject, load.tokens, {id_: one.tokens for id_, one in others.items()}, self.max_tokens
+            )
+            or self._unread(subject, {id_: one.result_bytes for id_, one in others.items()})
         )
         return Rejected(reason=reason, by=RejectedBy.QUOTA) if reason else None
 
-    def _unread(self, what: str, others: Mapping[str, int]) -> str | None:
+    def _unread(self, subject: str, others: Mapping[str, int]) -> str | None:
         total = sum(others.values())
         if total < self.max_result_bytes:
             return None
         slowest = max(others, key=others.get)
         return (
-            f"{what}: {total} bytes of finished groups wait for their drivers, quotas.max_result_bytes is "
+            f"{subject}: {total} bytes of finished groups wait for their drivers, quotas.max_result_bytes is "
             f"{self.max_result_bytes}; try again when the driver of batch {slowest!r} has read its groups"
         )
 
 
-def _excess(kind: str, what: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
+def _excess(kind: str, subject: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
     """One line with the figures and the mend, or None if the batch is within the bound."""
     if bound is None or wanted + sum(others.values()) <= bound:
         return None
     if wanted > bound:
-        return f"{what} has {wanted} {kind}, quotas.max_{kind} is {bound}; give smaller batches, or raise it"
+        return f"{subject} has {wanted} {kind}, quotas.max_{kind} is {bound}; give smaller batches, or raise it"
     excess, ends = wanted + sum(others.values()) - bound, []
     for other, here in others.items():
         if excess > 0 and here:
@@ -69,6 +73,6 @@ def _excess(kind: str, what: str, wanted: int, others: Mapping[str, int], bound:
             ends.append(repr(other))
     batches = f"batch {ends[0]} has" if len(ends) == 1 else f"batches {', '.join(ends)} have"
     return (
-        f"{what} has {wanted} {kind}, those in flight have {sum(others.values())}, quotas.max_{kind} is "
+        f"{subject} has {wanted} {kind}, those in flight have {sum(others.values())}, quotas.max_{kind} is "
         f"{bound}; try again when {batches} ended"
     )

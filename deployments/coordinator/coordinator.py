@@ -1,4 +1,4 @@
-"""The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.client`.
+"""The only ingress: one Serve replica, a thin shell around `Rollouts`. Drivers reach it through `app.calls.client`.
 
 `user_config: {policies: {...}, replicas: {min, max}, quotas: {...}, allowed_code: [...]}` in `serve.yaml` changes them
 without a restart. Invariant: each call of a driver names its role and is done only if the role has the right; policies

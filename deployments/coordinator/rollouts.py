@@ -105,7 +105,7 @@ class Rollouts:
             quota=self.deliveries.quota_refusal,
             pass_door=lambda batch_id: self._pass_door(batch_id, lambda: False),
             observe=self._observe_now,
-            tell=self._tell,
+            later=self._tell,
             now=self.now,
         )
         self.deliveries.session_loads = self.sessions.loads

@@ -1,7 +1,7 @@
 """Roles of drivers, in rising order of rights, and the check of them at the ingress.
 
 Invariant: a driver's call is done only if its role has the right. Roles guard against mistakes alone: a driver that
-can reach Ray at all can run code on every node. Used by the coordinator and by `app.client`.
+can reach Ray at all can run code on every node. Used by the coordinator and by `app.calls.client`.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 
 from benchmarks.drafting.decoupled import measure
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.demo import PROMPTS

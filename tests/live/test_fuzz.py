@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 from ray.exceptions import OutOfMemoryError
 
+from tailrace.app.calls.client import QuotaExceeded, RolloutClient
 from tailrace.app.cli import main
-from tailrace.app.client import QuotaExceeded, RolloutClient
 from tailrace.app.fuzz import stepper
 from tailrace.app.fuzz.campaign import campaign, outcome_of
 from tailrace.app.fuzz.cluster import SimulatedCluster

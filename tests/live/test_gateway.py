@@ -12,7 +12,7 @@ from waiting import until
 
 from tailrace.app.cluster import service
 from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config
-from tailrace.app.gateway_config import GatewayConfig
+from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.model import perturbed
 from tailrace.app.verification.tokens import with_engine
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams

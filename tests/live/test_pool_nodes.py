@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import LOOPBACK_ONLY
 from tailrace.app.config import load_config
 from tailrace.app.demo import PROMPTS

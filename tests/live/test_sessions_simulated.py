@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from tailrace.app.calls.client import QuotaExceeded, RolloutClient, RolloutRejected
 from tailrace.app.calls.session import groups_of_answers
-from tailrace.app.client import QuotaExceeded, RolloutClient, RolloutRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import driver_client
 from tailrace.app.fuzz.log_disk import LogDisk

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tailrace.app.client import RolloutClient, WeightsRejected
+from tailrace.app.calls.client import RolloutClient, WeightsRejected
 from tailrace.app.cluster import service
 from tailrace.app.config import load_config
 from tailrace.app.model import perturbed

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from uuid import uuid4
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.train.feed.modes import Lookahead
 from tailrace.app.train.feed.running_step import RunningStep
 from tailrace.app.trl.weights_sender import WeightsSender

@@ -8,7 +8,7 @@ the service keeps requests in flight over an update of the weights, and manages 
 import asyncio
 from typing import Any
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import connect
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace_verl.global_steps import GlobalSteps

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tailrace.app.client import RolloutClient, RolloutRejected
+from tailrace.app.calls.client import RolloutClient, RolloutRejected
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SampleResult

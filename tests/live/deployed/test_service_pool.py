@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tailrace.app.client import RolloutClient, WeightsRejected
+from tailrace.app.calls.client import RolloutClient, WeightsRejected
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.verification.disturbances import kill_a_replica

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from tailrace.app.client import RolloutClient
+from tailrace.app.calls.client import RolloutClient
 from tailrace.deployments.messages.rollout import ChatMessage, PromptGroup, RolloutBatch, SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd
 

@@ -11,7 +11,7 @@ import ray
 from ray import serve
 from waiting import until
 
-from tailrace.app.client import RolloutClient, RolloutRejected
+from tailrace.app.calls.client import RolloutClient, RolloutRejected
 from tailrace.app.verification.disturbances import kill_actors, kill_the_coordinator
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.policies.families.registry import Policies

@@ -13,11 +13,11 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
+from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.calls.refused import PoliciesRejected, QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
 from tailrace.app.calls.session import SessionCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
-from tailrace.app.config import otlp_wanted
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus

@@ -1,0 +1,80 @@
+"""Configuration of the gateway: its application in a serve file, and the port that Serve opens for it.
+
+Invariant: HTTP listens only for a gateway, on loopback or on one address, and there with tokens alone.
+"""
+
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+GATEWAY = "tailrace.app.gateway.build:build"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GatewayConfig(Strict):
+    """`tokens_file`: lines of `ROLE TOKEN`, the roles being those of `RolloutClient`. Without one, each caller is a
+    trainer, and the port has to be on loopback."""
+
+    app_name: str = Field("tailrace", description="the service's application")
+    tokens_file: str | None = Field(None, description="absolute path of `ROLE TOKEN` lines; null: no token is needed")
+    max_open: int = Field(2_000, ge=1, description="requests at once on one replica; more get 429")
+    max_body_bytes: int = Field(10 << 20, ge=1, description="of one request; a larger one gets 413")
+
+    @field_validator("tokens_file")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        if path is not None and not Path(path).is_absolute():
+            raise ValueError(f"{path} is not absolute; the gateway runs in a folder of Ray's")
+        return path
+
+
+class GatewayApplication(Strict):
+    """HTTP for the service of the same file. Keys of its deployment pass to Serve unchanged."""
+
+    name: str = "gateway"
+    import_path: Literal["tailrace.app.gateway.build:build"] = GATEWAY
+    route_prefix: Literal["/"] = "/"
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    logging_config: dict[str, Any] | None = None
+    args: GatewayConfig = GatewayConfig()
+    deployments: tuple[dict[str, Any], ...] = ()
+
+
+class HttpOptions(Strict):
+    """Serve's, of the gateway's port. `host`: loopback, or one of the node's addresses where tokens are needed."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65_535)
+
+    @field_validator("host")
+    @classmethod
+    def _one_interface(cls, host: str) -> str:
+        with suppress(ValueError):  # a name: it means one interface
+            if ip_address(host).is_unspecified:
+                host = ""
+        if not host:
+            raise ValueError("give loopback or an address of the node, not all interfaces")
+        return host
+
+
+def check_doors(proxy_location: str, http: HttpOptions, gateway: GatewayApplication | None, app_name: str) -> None:
+    """Raises ValueError, one line with the key, if a port would be open without need, or without tokens."""
+    if gateway is None:
+        if proxy_location != "Disabled":
+            raise ValueError(f"proxy_location: {proxy_location} opens a port that nothing needs; set Disabled")
+        if http.host not in LOOPBACK:
+            raise ValueError(f"http_options.host: {http.host} is for a gateway, and there is none; remove it")
+        return
+    if proxy_location == "Disabled":
+        raise ValueError("proxy_location: the gateway needs HeadOnly or EveryNode")
+    if gateway.args.app_name != app_name:
+        raise ValueError(f"gateway: args.app_name is {gateway.args.app_name!r}; the service here is {app_name!r}")
+    if http.host not in LOOPBACK and gateway.args.tokens_file is None:
+        raise ValueError(f"http_options.host: {http.host} is open to others; set args.tokens_file of the gateway")
