@@ -186,11 +186,12 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """The file as Serve takes it: keys without a value are left out, but null in our `args` is a value."""
+    """The file as Serve takes it: keys without a value are left out, but null is a value in our `args`, and of our route."""
     found = file.model_dump(mode="json", exclude_none=True)
     for place, application in enumerate(file.applications):
         if application is file.application:
             found["applications"][place]["args"] = application.args.model_dump(mode="json")
+            found["applications"][place]["route_prefix"] = None  # Serve's default is "/"
             if all(settings.name != "Coordinator" for settings in application.deployments) and added_code():
                 packages = {"allowed_code": list(added_code())}  # of the command line
                 found["applications"][place]["deployments"].append({"name": "Coordinator", "user_config": packages})

@@ -31,10 +31,6 @@ def read_tokens(path: Path) -> dict[str, Role]:
     return found
 
 
-class BodyTooLarge(Exception):
-    """More bytes have come than the gateway takes."""
-
-
 class Doors:
     """ASGI middleware; see the module docstring."""
 
@@ -66,27 +62,23 @@ class Doors:
         return known[0] if known and kind.lower() == b"bearer" else None
 
     async def _pass(self, scope, receive, send) -> None:
-        left, began = self._config.max_body_bytes, False
+        left = self._config.max_body_bytes
 
         async def bounded():
             nonlocal left
             message = await receive()
             left -= len(message.get("body", b""))
-            if left < 0:
-                raise BodyTooLarge
-            return message
+            return message if left >= 0 else {"type": "http.disconnect"}  # which ends the reading
 
-        async def noting(message) -> None:
-            nonlocal began
-            began = True
-            await send(message)
+        async def unless_too_large(message) -> None:
+            if left >= 0:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                await _refuse(send, 413, self._too_large())
 
         self._open += 1
         try:
-            await self._app(scope, bounded, noting)
-        except BodyTooLarge:
-            if not began:
-                await _refuse(send, 413, self._too_large())
+            await self._app(scope, bounded, unless_too_large)
         finally:
             self._open -= 1
 

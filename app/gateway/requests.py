@@ -79,6 +79,8 @@ class CompletionRequest(Sampled):
 
     def prompts(self) -> list[dict]:
         """The prompts as a PromptGroup takes them."""
+        if not self.prompt:
+            raise ValueError("prompt is empty; give one token or more")
         several = self.prompt if isinstance(self.prompt, list) and not _is_ids(self.prompt) else [self.prompt]
         return [{"text": one} if isinstance(one, str) else {"token_ids": tuple(one)} for one in several]
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.gateway import answers
@@ -50,6 +51,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     app = FastAPI(title="Tailrace", version=VERSION, description="vLLM's routes, over open sessions of Tailrace")
     app.add_middleware(Doors, config=config)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _other)
     app.add_exception_handler(Exception, _failed)
     _add_generation(app, service)
     _add_model(app, service)
@@ -165,6 +167,10 @@ async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
     place = ".".join(str(part) for part in first["loc"][1:])
     message = first["msg"].removeprefix("Value error, ")
     return JSONResponse(error_body(400, f"{place}: {message}" if place else message), 400)
+
+
+async def _other(_: Request, error: HTTPException) -> JSONResponse:
+    return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code)
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:

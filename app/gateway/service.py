@@ -41,6 +41,7 @@ class GatewayService:
         self._client_of = client_of
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
+        self._loading = asyncio.Lock()
         self._open: Counter[str] = Counter()  # requests by session
         self._renewing: asyncio.Task | None = None
 
@@ -51,10 +52,11 @@ class GatewayService:
 
     async def model(self, wanted: str | None = None) -> ServedModel:
         """The served model. Raises UnknownModel if a request wants another one."""
-        if self._model is None:
-            status = await self.client(Role.OBSERVER).status()
-            prompts = await asyncio.to_thread(Prompts, status.model, status.max_model_len)
-            self._model = ServedModel(Path(status.model).name, status.model, status.max_model_len, prompts)
+        async with self._loading:  # once: transformers cannot be imported by two threads
+            if self._model is None:
+                status = await self.client(Role.OBSERVER).status()
+                prompts = await asyncio.to_thread(Prompts, status.model, status.max_model_len)
+                self._model = ServedModel(Path(status.model).name, status.model, status.max_model_len, prompts)
         if wanted not in (None, self._model.name, self._model.root):
             raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
         return self._model

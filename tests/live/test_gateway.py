@@ -112,7 +112,7 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
         ("/v1/completions", {"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty: not supported"),
         ("/v1/completions", {"prompt": "a", "stream": True}, "stream: not honoured here"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
-        ("/v1/completions", {"prompt": []}, "token_ids is empty"),
+        ("/v1/completions", {"prompt": []}, "prompt is empty"),
         ("/v1/completions", {"prompt": [600_000]}, "600000 is not in the vocabulary"),
         ("/v1/completions", {"prompt": [5] * 600}, "the model's context is 512"),
         ("/v1/chat/completions", {"messages": []}, "messages"),

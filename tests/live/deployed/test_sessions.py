@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.deployments.messages.rollout import ChatMessage, PromptGroup, RolloutBatch, SamplingParams
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd
 
 SAMPLING = SamplingParams(temperature=0.9, top_p=0.95)
@@ -57,11 +57,11 @@ def test_a_sample_in_two_turns_has_the_tokens_that_it_has_in_one(client, split):
 def test_a_cancelled_call_and_a_deadline_end_their_samples(client):
     async def story() -> tuple[SampleEnd, int]:
         async with client.open(seed=1) as session:
-            messages = [ChatMessage(role="user", content="Count to one thousand.").model_dump()]
-            left = asyncio.ensure_future(session.generate(messages=messages, max_tokens=900))
+            long = {"text": "1, 2, 3, 4, 5,", "max_tokens": 900, "sampling": {"temperature": 0.0}}
+            left = asyncio.ensure_future(session.generate(**long))
             await asyncio.sleep(1.0)
             left.cancel()
-            answer = await session.generate(messages=messages, max_tokens=900, deadline_s=2.0)
+            answer = await session.generate(**long, deadline_s=2.0)
             return answer.sample.finish_reason, answer.sample.sample_index
 
     assert asyncio.run(story()) == (SampleEnd.CANCELLED, 1)
