@@ -186,7 +186,7 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """The file as Serve takes it: keys without a value are left out, but null is a value in our `args`, and of our route."""
+    """The file as Serve takes it: keys without a value are left out, but in our `args`, and as our route, null is one."""
     found = file.model_dump(mode="json", exclude_none=True)
     for place, application in enumerate(file.applications):
         if application is file.application:
