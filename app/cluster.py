@@ -186,7 +186,7 @@ def _deploy(file: ServeFile) -> None:
 
 
 def declared(file: ServeFile) -> dict:
-    """The file as Serve takes it: keys without a value are left out, but in our `args`, and as our route, null is one."""
+    """The file as Serve takes it: keys without a value are left out, but null is one in our `args` and as our route."""
     found = file.model_dump(mode="json", exclude_none=True)
     for place, application in enumerate(file.applications):
         if application is file.application:

@@ -1,7 +1,7 @@
 """Seconds of training, rewards and weights, from published figures; each says where it is from or why it is assumed.
 
-Training takes operations / (GPUs * peak * share): 6 a parameter and token for the gradient, 2 for the pass that
-computes logprobs of the rollout's weights. No figure is fitted to a result. Called by the training host.
+Training takes operations / (GPUs * peak * share): 6 a parameter and token for the gradient, and in modes that compute
+old logprobs again 2 for that pass. No figure is fitted to a result. Called by the training host.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ class TrainingFigures(ScenarioModel):
     )
     gradient_ops: Known[int] = Known(value=6, source="operations a parameter and token, forward and backward: 2 + 4")
     logprob_ops: Known[int] = Known(
-        value=2, assumed="one forward pass for old logprobs, as verl makes by default; a reference model would add one"
+        value=2,
+        assumed="one forward pass for old logprobs, as verl makes by default; `tailrace train` makes none: a step has "
+        "one update, and off-policy the rollout's own logprobs are the old ones; a reference model would add one",
     )
     piece_tokens: Known[int] = Known(
         value=4096, assumed="of a GPU, below which a micro-batch would waste it: gradients begin with no fewer tokens"
@@ -58,10 +60,11 @@ class StepCosts:
     reward_sample_s: float
 
     @classmethod
-    def of(cls, scenario: Scenario, figures: TrainingFigures, gpus: int) -> "StepCosts":
-        """`gpus`: of the whole cluster, whose nodes compute rewards."""
+    def of(cls, scenario: Scenario, figures: TrainingFigures, gpus: int, old_logprobs: bool) -> "StepCosts":
+        """`gpus`: of the whole cluster, whose nodes compute rewards. `old_logprobs`: are they computed again."""
         gpu, model = GPUS[scenario.gpu.value], MODELS[scenario.model.value]
-        ops = (figures.gradient_ops.value + figures.logprob_ops.value) * model.active_parameters
+        passes = figures.gradient_ops.value + figures.logprob_ops.value * old_logprobs
+        ops = passes * model.active_parameters
         replica_bytes = model.parameters * model.parameter_bytes / scenario.gpus_per_replica.value
         nodes = max(gpus / scenario.gpus_per_node.value, 1.0)
         return cls(

@@ -21,7 +21,7 @@ class TrainingMode:
     """`ahead`: steps that the rollout may be ahead of training. `streams`: gradients begin before the step has ended,
     in a fixed order. `rounds`: rollout and training begin together and wait for each other. `in_flight`: samples
     continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
-    rewards begin once the rollout has ended."""
+    rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again."""
 
     about: str
     system: System
@@ -32,14 +32,21 @@ class TrainingMode:
     in_flight: bool = False
     own_update: bool = False
     late: bool = False
+    old_logprobs: bool = False
 
 
 TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
 MODES = {
     "verl": TrainingMode(
-        "verl's shape: static groups, no drafts, training waits; all GPUs by turns", VERL, False, late=True
+        "verl's shape: static groups, no drafts, training waits; all GPUs by turns", VERL, False,
+        late=True, old_logprobs=True,
     ),
-    "verl_apart": TrainingMode("the same; training has GPUs of its own", VERL, True, late=True),
+    "verl_no_old_pass": TrainingMode(
+        "the same, with the rollout's own logprobs as the old ones: verl's bypass mode", VERL, False, late=True
+    ),
+    "verl_apart": TrainingMode(
+        "as verl; training has GPUs of its own", VERL, True, late=True, old_logprobs=True
+    ),
     "sync": TrainingMode("rollout, rewards, training and weights in turn; all GPUs by turns", TAILRACE, False),
     "overlap": TrainingMode("on-policy: gradients begin group by group in a fixed order", TAILRACE, True, streams=True),
     "one_step_off": TrainingMode(

@@ -1,0 +1,156 @@
+"""The gateway's requests, names and doors, without a service."""
+
+import asyncio
+
+import pytest
+from pydantic import ValidationError
+
+from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
+from tailrace.app.gateway.doors import Doors, read_tokens
+from tailrace.app.gateway.naming import Naming, index_of
+from tailrace.app.gateway.requests import ChatRequest, CompletionRequest, Sampled, TokensRequest
+from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.session import MAX_INDEX
+
+TOKEN = "a-token-of-24-characters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty: not supported"),
+        ({"stop": ["\n"]}, "stop: stop strings are not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format: structured outputs"),
+        ({"stream": True}, "stream: not honoured"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"some_new_field": 3}, "some_new_field: not honoured here; remove it"),
+    ],
+)
+def test_a_field_that_means_something_and_is_not_honoured_is_refused(fields, reason):
+    with pytest.raises(ValidationError, match=reason):
+        Sampled(**fields)
+
+
+def test_fields_whose_values_mean_nothing_are_taken():
+    """As openai's client, TRL and prime-rl send them."""
+    Sampled(
+        user="me", repetition_penalty=1.0, presence_penalty=0.0, stop=[], stream=False, logit_bias=None, min_tokens=0
+    )
+    TokensRequest(
+        token_ids=[1], cache_salt="v3", priority=0, sampling_params={"skip_special_tokens": False, "logprobs": 1}
+    )
+
+
+def test_sampling_parameters_are_a_group_s():
+    sampling = Sampled(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, stop_token_ids=[7]).sampling()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert sampling.stop_token_ids == (7,) and Sampled().sampling().temperature == 1.0
+    with pytest.raises(ValueError, match="top_p"):
+        Sampled(top_p=2).sampling()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", [{"text": "a"}]),
+        ([1, 2], [{"token_ids": (1, 2)}]),
+        (["a", "b"], [{"text": "a"}, {"text": "b"}]),
+        ([[1], [2, 3]], [{"token_ids": (1,)}, {"token_ids": (2, 3)}]),
+    ],
+)
+def test_a_completion_s_prompt_is_one_or_several(prompt, prompts):
+    assert CompletionRequest(prompt=prompt).prompts() == prompts
+
+
+def test_messages_are_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (prompt,) = ChatRequest(messages=[{"role": "user", "content": parts}]).prompts()
+    assert prompt == {"messages": ({"role": "user", "content": "ab"},)}
+    with pytest.raises(ValueError, match="another type than text"):
+        ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).prompts()
+
+
+def test_names_come_from_headers_then_from_the_seed_then_by_chance():
+    headers = {"x-tailrace-seed": "3", "x-tailrace-step": "4", "x-tailrace-group": "g", "x-tailrace-index": "5"}
+    assert Naming.of(headers, 9) == (3, 4, "g", 5)
+    assert Naming.of({}, 9) == (0, 0, None, 9)
+    assert Naming.of({}, None).index != Naming.of({}, None).index
+    prompt = {"token_ids": (1, 2)}
+    assert Naming.of({}, 9).group_of(prompt) == Naming.of({}, 8).group_of({"token_ids": [1, 2]})
+    assert Naming.of({}, 9).group_of(prompt) != Naming.of({}, 9).group_of({"token_ids": (1, 3)})
+    with pytest.raises(ValueError, match=r"header x-tailrace-step: '-1' is not a number from 0 to"):
+        Naming.of({"x-tailrace-step": "-1"}, None)
+
+
+def test_great_seeds_have_an_index_too():
+    assert index_of(7) == 7
+    assert 0 <= index_of(2**63) < MAX_INDEX and index_of(2**63) != index_of(2**63 + 1)
+
+
+def test_tokens_have_roles(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"# ours\nevaluator {TOKEN}\n\ntrainer {TOKEN[::-1]}\n")
+    assert read_tokens(path) == {TOKEN: Role.EVALUATOR, TOKEN[::-1]: Role.TRAINER}
+    for text, reason in (("", "no token in it"), ("king " + TOKEN, "line 1"), ("trainer short", "16 characters")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            read_tokens(path)
+
+
+def passed(doors: Doors, body: bytes = b"", **headers: str) -> tuple[int, dict]:
+    """The status of one request, and the scope that the routes saw."""
+    sent = []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": "/v1/models", "headers": named}
+    asyncio.run(doors(scope, receive, send))
+    return sent[0]["status"], scope
+
+
+async def answering(scope, receive, send) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_the_door_admits_by_token_size_and_number(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"evaluator {TOKEN}")
+    doors = Doors(answering, GatewayConfig(tokens_file=str(path), max_body_bytes=10))
+    status, scope = passed(doors, authorization=f"Bearer {TOKEN}")
+    assert (status, scope["role"]) == (200, Role.EVALUATOR)
+    assert passed(doors)[0] == passed(doors, authorization=f"Basic {TOKEN}")[0] == 401
+    assert passed(doors, authorization=f"Bearer {TOKEN[:-1]}")[0] == 401
+    assert passed(doors, b"0123456789a", authorization=f"Bearer {TOKEN}")[0] == 413
+    assert passed(doors, authorization=f"Bearer {TOKEN}", content_length="11")[0] == 413
+    doors._open = GatewayConfig().max_open
+    assert passed(doors, authorization=f"Bearer {TOKEN}")[0] == 429
+    assert passed(Doors(answering, GatewayConfig()))[1]["role"] is Role.TRAINER
+
+
+@pytest.mark.parametrize(
+    ("location", "host", "gateway", "reason"),
+    [
+        ("HeadOnly", "127.0.0.1", None, "proxy_location: HeadOnly opens a port that nothing needs"),
+        ("Disabled", "10.0.0.7", None, "http_options.host: 10.0.0.7 is for a gateway"),
+        ("Disabled", "127.0.0.1", {}, "proxy_location: the gateway needs HeadOnly"),
+        ("HeadOnly", "10.0.0.7", {}, "http_options.host: 10.0.0.7 is open to others; set args.tokens_file"),
+        ("HeadOnly", "127.0.0.1", {"app_name": "other"}, "args.app_name is 'other'; the service here is 'tailrace'"),
+    ],
+)
+def test_a_port_is_open_for_a_gateway_alone_and_beyond_loopback_with_tokens_alone(location, host, gateway, reason):
+    application = None if gateway is None else GatewayApplication(args=gateway)
+    with pytest.raises(ValueError, match=reason):
+        check_doors(location, HttpOptions(host=host), application, "tailrace")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_all_interfaces_are_refused(host):
+    with pytest.raises(ValidationError, match="not all interfaces"):
+        HttpOptions(host=host)
