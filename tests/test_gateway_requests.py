@@ -131,7 +131,7 @@ def test_the_door_admits_by_token_size_and_number(tmp_path):
     assert passed(doors, authorization=f"Bearer {TOKEN}", content_length="11")[0] == 413
     doors._open = GatewayConfig().max_open
     assert passed(doors, authorization=f"Bearer {TOKEN}")[0] == 429
-    assert passed(Doors(answering, GatewayConfig()))[1]["role"] is Role.TRAINER
+    assert passed(Doors(answering, GatewayConfig()))[1]["role"] is Role.EVALUATOR
 
 
 @pytest.mark.parametrize(

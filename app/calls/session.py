@@ -44,6 +44,7 @@ class RolloutSession:
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
         self._unread = 0  # submitted samples that `samples` has not given
         self._heartbeat = heartbeat(lambda: calls.renew_session(settings.batch_id))
+        self._is_closed = False
 
     async def generate(self, token_ids: Sequence[int] | None = None, **request) -> SampleAnswer:
         """Generate one sample. A call that is cancelled ends the sample.
@@ -71,8 +72,8 @@ class RolloutSession:
         task.cancelled() or task.exception()  # whether `samples` is read or not
 
     async def samples(self) -> AsyncIterator[SampleAnswer]:
-        """Yields the answers of submitted samples as they end, until there is none left. Raises the errors of
-        `generate` in their places."""
+        """Yields the answers of submitted samples as they end, until there is none left. Raises the error of a sample
+        that has none; another call gives the others."""
         while self._unread:
             task = await self._ended.get()
             self._unread -= 1
@@ -86,6 +87,7 @@ class RolloutSession:
 
     async def close(self) -> None:
         """End the session, and its samples in flight."""
+        self._is_closed = True
         self._heartbeat.stop()
         for task in self._tasks:
             task.cancel()
@@ -113,6 +115,8 @@ class RolloutSession:
         sampling: SamplingParams | Mapping | None = None,
         deadline_s: float | None = None,
     ) -> SampleRequest:
+        if self._is_closed:
+            raise ValueError(f"session {self.settings.batch_id!r} is closed; open another")
         prompt = {"token_ids": token_ids, "text": text, "messages": messages}
         prompt = {name: value for name, value in prompt.items() if value is not None}
         name = prompt_name(prompt) if group is None else group

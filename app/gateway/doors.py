@@ -56,7 +56,7 @@ class Doors:
 
     def _role(self, scope) -> Role | None:
         if self._tokens is None or scope["path"] in OPEN_PATHS:
-            return Role.TRAINER if self._tokens is None else Role.OBSERVER
+            return Role.EVALUATOR if self._tokens is None else Role.OBSERVER
         kind, _, given = _header(scope, b"authorization").partition(b" ")
         known = [role for token, role in self._tokens.items() if hmac.compare_digest(token.encode(), given.strip())]
         return known[0] if known and kind.lower() == b"bearer" else None

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.doors import Doors, error_body
@@ -52,7 +53,8 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     app.add_middleware(Doors, config=config)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _other)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service()):
+        app.add_exception_handler(kind, _failed)
     _add_generation(app, service)
     _add_model(app, service)
     _add_weights(app, service)
@@ -184,8 +186,6 @@ async def _failed(_: Request, error: Exception) -> JSONResponse:
 
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error of the client."""
-    from tailrace.app.calls.resume import lost_service
-
     kinds = (
         (UnknownModel, 404),
         (QuotaExceeded, 429),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.calls.resume import Interrupted
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import Sampled
 from tailrace.deployments.batches.prompts import Prompts
@@ -112,7 +111,7 @@ class GatewayService:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The error inside of a group of errors, or of a call that was made again for too long."""
+    """The first error inside of a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error.cause if isinstance(error, Interrupted) else error
+    return error

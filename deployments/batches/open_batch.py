@@ -25,6 +25,10 @@ MAX_GROUP_SAMPLES = 64
 """Of one group of the core. Their mates' lengths and tokens are known by then, and later ones begin a new group."""
 
 
+MAX_IDLE_GROUPS = 1_024
+"""Of one session: each holds the tokens of its ended samples."""
+
+
 class GroupIdentity(NamedTuple):
     """Properties that samples of one group of the core share."""
 
@@ -170,11 +174,14 @@ class OpenBatch(LiveBatch):
             give(rejected)
 
     def close_idle(self, before_s: float) -> list[GroupSpec]:
-        """Close the groups of which nothing has run since `before_s`. Returns the specs that close them in the core."""
-        idle = [group for group in self._open.values() if not group.running and group.idle_since_s <= before_s]
-        for group in idle:
+        """Close the groups of which nothing has run since `before_s`, and the longest idle of too many. Returns the
+        specs that close them in the core."""
+        idle = sorted((one for one in self._open.values() if not one.running), key=lambda one: one.idle_since_s)
+        many = max(0, len(idle) - MAX_IDLE_GROUPS)
+        found = [one for place, one in enumerate(idle) if place < many or one.idle_since_s <= before_s]
+        for group in found:
             del self._open[group.identity]
-        return [GroupSpec(one.group_id, len(one.identity.token_ids), 0, one.identity.max_tokens) for one in idle]
+        return [GroupSpec(one.group_id, len(one.identity.token_ids), 0, one.identity.max_tokens) for one in found]
 
     def close(self) -> None:
         """It takes no more samples."""

@@ -237,8 +237,9 @@ class RequestBuffer:
 
     def admit(self, event: SamplesSubmitted) -> tuple[list[Group], list[Sample], list[Group]]:
         """Take in a checked event. Returns the new groups, samples added to open groups, and groups closed by it."""
-        batch = self.batches.setdefault(event.batch_id, None) or Batch(event, self._arrivals)
-        self.batches[event.batch_id] = batch
+        if event.batch_id not in self.batches:
+            self.batches[event.batch_id] = Batch(event, self._arrivals)
+        batch = self.batches[event.batch_id]
         new, added, closed = [], [], []
         for spec in event.groups:
             if (group := self._group(spec.group_id)) is None:

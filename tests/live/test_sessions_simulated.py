@@ -14,6 +14,7 @@ from tailrace.app.fuzz.drivers import driver_client
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.run import end_of, plan_of
 from tailrace.app.fuzz.virtual_time import VirtualLoop
+from tailrace.deployments.batches import open_batch, open_sessions
 from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.liveness import LEASE_S
@@ -253,5 +254,31 @@ def test_one_name_has_one_seed(play):
             await session.generate(PROMPT, max_tokens=5)
             with pytest.raises(RolloutRejected, match="session 's' is open with another seed; give another batch_id"):
                 await client.open("s", seed=2).generate(PROMPT, max_tokens=5)
+
+    play(story)
+
+
+def test_a_session_keeps_few_idle_groups(play, monkeypatch):
+    monkeypatch.setattr(open_batch, "MAX_IDLE_GROUPS", 2)
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            for number in range(5):
+                await session.generate((number + 1, 2), max_tokens=3)
+            await asyncio.sleep(2.0)
+            assert cluster.coordinator.rollouts.books()["samples_and_groups"] == 2
+            assert cluster.coordinator.rollouts.books()["batches"] == 1
+            await asyncio.sleep(open_sessions.IDLE_S)
+            assert cluster.coordinator.rollouts.books()["batches"] == 0
+
+    play(story)
+
+
+def test_a_closed_session_takes_no_request(play):
+    async def story(cluster, client):
+        session = client.open("s")
+        await session.close()
+        with pytest.raises(ValueError, match="session 's' is closed; open another"):
+            await session.generate(PROMPT)
 
     play(story)
