@@ -20,7 +20,7 @@ class Strict(BaseModel):
 
 class GatewayConfig(Strict):
     """`tokens_file`: lines of `ROLE TOKEN`, the roles being those of `RolloutClient`. Without one, each caller is an
-    evaluator, who rolls out and changes nothing, and the port has to be on loopback."""
+    evaluator (it rolls out, and changes nothing), and the port has to be on loopback."""
 
     app_name: str = Field("tailrace", description="the service's application")
     tokens_file: str | None = Field(None, description="absolute path of `ROLE TOKEN` lines; null: no token is needed")

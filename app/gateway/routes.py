@@ -9,10 +9,9 @@ from collections.abc import Awaitable
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.exceptions import HTTPException
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import lost_service
@@ -52,7 +51,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     app = FastAPI(title="Tailrace", version=VERSION, description="vLLM's routes, over open sessions of Tailrace")
     app.add_middleware(Doors, config=config)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _other)
+    app.add_exception_handler(StarletteHTTPException, _other)
     for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service()):
         app.add_exception_handler(kind, _failed)
     _add_generation(app, service)
@@ -171,7 +170,7 @@ async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
     return JSONResponse(error_body(400, f"{place}: {message}" if place else message), 400)
 
 
-async def _other(_: Request, error: HTTPException) -> JSONResponse:
+async def _other(_: Request, error: StarletteHTTPException) -> JSONResponse:
     return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code)
 
 
