@@ -121,7 +121,7 @@ def errors_that_are_not_contained(monkeypatch):
 
 
 def batches_that_nobody_checks(monkeypatch):
-    monkeypatch.setattr(deliveries, "checked", lambda message: message)
+    monkeypatch.setattr(deliveries, "checked", lambda kind, message: message)
 
 
 def homes_that_nobody_checks(monkeypatch):
