@@ -18,11 +18,9 @@ TOKEN = "a-token-of-24-characters"
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"repetition_penalty": 1.1}, "repetition_penalty: not supported"),
-        ({"stop": ["\n"]}, "stop: stop strings are not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format: structured outputs"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
         ({"stream": True}, "stream: not honoured"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"some_new_field": 3}, "some_new_field: not honoured here; remove it"),
     ],
 )
@@ -47,6 +45,19 @@ def test_sampling_parameters_are_a_group_s():
     assert sampling.stop_token_ids == (7,) and Sampled().sampling().temperature == 1.0
     with pytest.raises(ValueError, match="top_p"):
         Sampled(top_p=2).sampling()
+
+
+def test_rules_for_tokens_are_a_group_s():
+    given = {"stop": "\n", "logit_bias": {"5": 1}, "repetition_penalty": 1.1, "bad_words": [], "min_tokens": 0}
+    sampling = Sampled(**given, response_format={"type": "json_object"}).sampling()
+    assert (sampling.stop, sampling.logit_bias, sampling.repetition_penalty) == (("\n",), ((5, 1.0),), 1.1)
+    assert sampling.structured_outputs.json_object and not Sampled(stop=[], logit_bias={}).sampling().changes_logits
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    assert Sampled(response_format=schema).sampling().structured_outputs.json_schema == '{"type": "object"}'
+    with pytest.raises(ValueError, match="schema is not there"):
+        Sampled(response_format={"type": "json_schema"}).sampling()
+    with pytest.raises(ValueError, match="remove ignore_eos and min_tokens"):
+        Sampled(structured_outputs={"regex": "a"}, min_tokens=2).sampling()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ ROOMS = (
     "kvpool",
     "deployments",
     "deployments/messages",
+    "deployments/constraints",
     "deployments/context",
     "deployments/draft_index",
     "deployments/staging",

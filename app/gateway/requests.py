@@ -4,7 +4,7 @@ Invariant: no field is ignored that could change a token. Source of names and de
 `entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/scale_out/token_in_token_out/protocol.py`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,12 +19,10 @@ IGNORED = {
 """Fields that change no token, and whose answer is the same here."""
 
 NEUTRAL = {
-    "stop": ("", []), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "repetition_penalty": (1,), "length_penalty": (1,), "use_beam_search": (False,), "ignore_eos": (False,),
-    "min_tokens": (0,), "logit_bias": ({},), "bad_words": ([],), "suffix": ("",), "stream": (False,),
-    "include_stop_str_in_output": (False,), "priority": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
-    "top_logprobs": (0, 1), "allowed_token_ids": ([],), "prompt_logprobs": (0,), "truncate_prompt_tokens": (-1,),
-    "response_format": ({"type": "text"},), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "best_of": (1,), "echo": (False,), "length_penalty": (1,), "use_beam_search": (False,), "suffix": ("",),
+    "stream": (False,), "include_stop_str_in_output": (False,), "priority": (0,), "tools": ([],),
+    "tool_choice": ("none", "auto"), "top_logprobs": (0, 1), "prompt_logprobs": (0,), "truncate_prompt_tokens": (-1,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,),
     "parallel_tool_calls": (True, False), "skip_special_tokens": (True, False), "chat_template_kwargs": ({},),
     "thinking_token_budget": (-1,), "flat_logprobs": (False,),
 }  # fmt: skip
@@ -41,6 +39,22 @@ def unknown_field(given: dict[str, Any]) -> str | None:
     return None
 
 
+class ResponseFormat(BaseModel):
+    """OpenAI's form of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    def form(self) -> dict | None:
+        """The form as StructuredOutputs has it. Raises ValueError if there is no schema."""
+        if self.type == "json_schema":
+            if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
+                raise ValueError("response_format: json_schema.schema is not there; give one")
+            return {"json": schema}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
 class Sampled(BaseModel):
     """Sampling parameters of one request. `seed`: the index of the sample among those of its prompt, see `naming`."""
 
@@ -53,6 +67,17 @@ class Sampled(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _honoured(self):
@@ -62,9 +87,10 @@ class Sampled(BaseModel):
 
     def sampling(self) -> SamplingParams:
         """Raises ValueError for values that no distribution has."""
-        names = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids")
-        given = {name: getattr(self, name) for name in names}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
+        if self.response_format is not None:
+            given["structured_outputs"] = self.response_format.form() or given["structured_outputs"]
+        return SamplingParams(**{name: value for name, value in given.items() if value not in (None, "", [])})
 
 
 class CompletionRequest(Sampled):

@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from tailrace.deployments.batches.prompts import Prepared, Prompts
+from tailrace.deployments.constraints.stop_texts import cut
 from tailrace.deployments.context.history import Answer
 from tailrace.deployments.messages.chunk import ChunkResult, SampleKey
 from tailrace.deployments.messages.context import GroupRef
@@ -70,7 +71,7 @@ class SampleRecord:
         return SampleResult(
             sample_index=self.index,
             token_ids=tuple(token_ids),
-            text=prompts.decode(token_ids),
+            text=self._text(prompts, token_ids),
             logprobs=tuple(joined([part.logprobs for part in self.parts], np.float32)),
             raw_logprobs=tuple(joined([part.raw_logprobs for part in self.parts], np.float32)),
             finish_reason=self.end,
@@ -84,6 +85,11 @@ class SampleRecord:
             close_calls=self._close_calls(),
             **self._drafts(),
         )
+
+    def _text(self, prompts: Prompts, token_ids: list[int]) -> str:
+        """The text before a stop text, if one ended the sample."""
+        stops = self.group.group.sampling.stop if self.end is SampleEnd.STOP else ()
+        return cut(token_ids, stops, prompts.decode)[0] if stops else prompts.decode(token_ids)
 
     def _close_calls(self) -> tuple[int, ...]:
         starts = accumulate((len(part.token_ids) for part in self.parts), initial=0)

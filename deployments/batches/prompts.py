@@ -6,9 +6,11 @@ the model cannot take is a `Rejected` value, never an exception. Called by the c
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from jinja2 import TemplateError
 
+from tailrace.deployments.constraints import form_check
 from tailrace.deployments.context.history import prompt_key
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
@@ -32,6 +34,7 @@ class Prompts:
         self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._vocabulary = len(self._tokenizer)
         self.model, self.max_model_len = model, max_model_len
+        self._form_refusal = lru_cache(256)(form_check.refusal)
 
     def prepare(self, batch: RolloutBatch) -> list[Prepared] | Rejected:
         prepared = []
@@ -55,10 +58,16 @@ class Prompts:
                 reason=f"prompt {group.prompt_id!r} has {len(token_ids)} tokens; the model's context is "
                 f"{self.max_model_len}: shorten it or raise engine.max_model_len"
             )
-        forced = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
-        for field, tokens in (("token_ids", token_ids), *forced):
+        sampling = group.sampling
+        given = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
+        given += [("allowed_token_ids", sampling.allowed_token_ids or ())]
+        given += [("logit_bias", [token for token, _ in sampling.logit_bias])]
+        for field, tokens in (("token_ids", token_ids), *given):
             if (wrong := self.foreign(tokens)) is not None:
                 return Rejected(reason=f"prompt {group.prompt_id!r}: {field}: {wrong} is not in the vocabulary")
+        form = sampling.structured_outputs
+        if form is not None and (reason := self._form_refusal(form)) is not None:
+            return Rejected(reason=f"prompt {group.prompt_id!r}: {reason}")
         key = prompt_key(self.decode(list(token_ids)))
         return Prepared(group, token_ids, min(group.max_tokens, left), key)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tailrace.deployments.constraints.stop_texts import Decode, first_end
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.drafts import DraftReport
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
@@ -30,6 +31,23 @@ class EngineChunk:
     def context(self) -> np.ndarray:
         """Returns the prompt and the answer so far, int32."""
         return np.concatenate([self.chunk.token_ids, np.array(self.token_ids, np.int32)])
+
+    def has_tokens(self, now_s: float, cached_tokens: int) -> None:
+        """Notes its first tokens. `cached_tokens`: of its context, whose KV was found."""
+        if self.first_token_s is None:
+            self.first_token_s, self.cached_tokens = now_s, cached_tokens
+
+    def answer(self) -> list[int]:
+        return self.context()[self.chunk.prompt_tokens :].tolist()
+
+    def until_stop(self, token_ids: list[int], decode: Decode) -> tuple[list[int], bool]:
+        """Returns the new tokens up to the one that completes a stop text, and whether there is one."""
+        sampling = self.chunk.sampling
+        if not sampling.stop or not token_ids:
+            return token_ids, False
+        answer = self.answer()
+        end = first_end(answer + token_ids, len(answer), sampling.stop, sampling.min_tokens, decode)
+        return (token_ids, False) if end is None else (token_ids[: end - len(answer)], True)
 
     def result(self, end: ChunkEnd, record: DrawRecord, tolerance: float, drafts: DraftReport | None) -> ChunkResult:
         """Returns the chunk's result as of now. `record`: of all its tokens. `tolerance`: of close calls."""

@@ -62,14 +62,13 @@ class Stepper:
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
-        self._speeds, self._link = SpeedEstimator(), None
+        self._speeds, self._link, self._drafts = SpeedEstimator(), None, None
         if pool is not None:
             # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
             from tailrace.deployments.engine.pool_client import PoolClient
 
             self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._speeds)
             self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
-        self._drafts = None
         if config.draft.is_ours:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
@@ -80,9 +79,6 @@ class Stepper:
         self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
         self._redraws = Redraws(self._engine, self._requests, pool is not None, self._forget, self._replace)
         self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
-        self._warm_up()
-
-    def _warm_up(self) -> None:
         warmup.warm_up(self)
         if self._drafts is not None:
             warmup.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
@@ -119,10 +115,14 @@ class Stepper:
         """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
         if (running := self._running.get(chunk_id)) is None:
             return
+        self._leave(running, keep_kv)
+        self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
+
+    def _leave(self, running: EngineChunk, keep_kv: bool) -> None:
+        """Ends a chunk's request in vLLM."""
         if self._link is not None and not keep_kv:
             self._link.forgo(running.request_id)
         self._requests.abort(running.request_id)
-        self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         """Runs one engine step. Returns the chunks that ended since the previous one, by chunk id."""
@@ -161,12 +161,13 @@ class Stepper:
             running, made = self._running[output.request_id], output.outputs[0]
             reason = made.finish_reason if output.finished else None
             token_ids, reason = self._redraws.settle(running, made.token_ids, reason, outputs)
+            token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
+            if stopped and reason is None:
+                self._leave(running, keep_kv=False)
             self._take(running, token_ids)
-            if running.first_token_s is None:
-                running.first_token_s = ended_s
-                running.cached_tokens = output.num_cached_tokens
-            if reason is not None:
-                self._finish(output.request_id, reason)
+            running.has_tokens(ended_s, output.num_cached_tokens)
+            if stopped or reason is not None:
+                self._finish(output.request_id, "stop" if stopped else reason)
 
     def _to_verify(self) -> int:
         """Returns the tokens of the next step, drafts included, if every chunk only decodes in it; else 0."""
@@ -190,8 +191,7 @@ class Stepper:
         chunks = self._chunks()
         for running in self._running.values():
             if running.first_token_s is not None:
-                answer = running.context()[running.chunk.prompt_tokens :].tolist()
-                self._work["forks"] = self._forks.branch(running.chunk, answer, chunks)
+                self._work["forks"] = self._forks.branch(running.chunk, running.answer(), chunks)
 
     def _chunks(self) -> dict[str, ChunkRequest]:
         return {chunk_id: running.chunk for chunk_id, running in self._running.items()}

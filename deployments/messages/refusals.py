@@ -6,25 +6,24 @@ Invariant: no field is ignored in silence. Read by the messages of a rollout whe
 
 from collections.abc import Container
 
-PENALTY = "not supported: a token's distribution would depend on earlier tokens, not only on the model; remove it"
-ENDING = "not supported: a sample ends at an end-of-sequence token, one of stop_token_ids or max_tokens; remove it"
-GRAMMAR = "structured outputs are not supported; remove it, and check the answers in the reward function"
+SAMPLING = "give SamplingParams.{} instead"
+GRAMMAR = "give SamplingParams.structured_outputs instead"
 
 REFUSED = {
     "n": "give PromptGroup.samples instead",
     "best_of": "give PromptGroup.samples instead, and choose in the reward function",
     "seed": "give RolloutBatch.seed instead; each sample's key is derived from it",
-    "stop": "stop strings are not supported; give stop_token_ids instead",
-    "stop_strings": "stop strings are not supported; give stop_token_ids instead",
+    "stop": SAMPLING.format("stop"),
+    "stop_strings": SAMPLING.format("stop"),
     "max_new_tokens": "give PromptGroup.max_tokens instead",
     "max_completion_tokens": "give PromptGroup.max_tokens instead",
-    "repetition_penalty": PENALTY,
-    "presence_penalty": PENALTY,
-    "frequency_penalty": PENALTY,
-    "logit_bias": "not supported: logits are the model's own; remove it",
-    "bad_words": "not supported: logits are the model's own; remove it",
-    "min_tokens": ENDING,
-    "ignore_eos": ENDING,
+    "repetition_penalty": SAMPLING.format("repetition_penalty"),
+    "presence_penalty": SAMPLING.format("presence_penalty"),
+    "frequency_penalty": SAMPLING.format("frequency_penalty"),
+    "logit_bias": SAMPLING.format("logit_bias"),
+    "bad_words": SAMPLING.format("bad_words"),
+    "min_tokens": SAMPLING.format("min_tokens"),
+    "ignore_eos": SAMPLING.format("ignore_eos"),
     "structured_outputs": GRAMMAR,
     "guided_decoding": GRAMMAR,
     "response_format": GRAMMAR,

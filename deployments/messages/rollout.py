@@ -1,4 +1,4 @@
-"""Messages between driver and coordinator: pydantic models that are immutable and refuse unknown keys.
+"""Messages between driver and coordinator: prompts in, samples out.
 
 Token positions of a sample's answer begin at 0 with its first generated token. Made by drivers (requests) and by the
 coordinator (results).
@@ -8,9 +8,10 @@ from enum import StrEnum
 from numbers import Integral
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from tailrace.deployments.messages.refusals import refusal
+from tailrace.deployments.messages.message import Message, RequestMessage
+from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd
 
 
@@ -18,47 +19,11 @@ def _text_of_id(value: Any) -> Any:
     return str(int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def _off(value: Any) -> Any:
-    return 0 if isinstance(value, Integral) and value == -1 else value
-
-
 Id = Annotated[str, BeforeValidator(_text_of_id), Field(min_length=1)]
 """A name chosen by the driver. An integer is taken too, and comes back as text."""
 
 
-class Message(BaseModel):
-    """Base of all messages: frozen, and strict about unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RequestMessage(Message):
-    """A message made by drivers. Raises ValueError with a substitute for fields of other servers, see `refusals`.
-
-    A message inside another one is checked again, since `model_copy` checks nothing.
-    """
-
-    model_config = ConfigDict(revalidate_instances="always")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        if (reason := refusal(data, cls.model_fields)) is not None:
-            raise ValueError(reason)
-        return data
-
-
 Request = TypeVar("Request", bound=RequestMessage)
-
-
-class SamplingParams(RequestMessage):
-    """Distribution that tokens are drawn from. The filters apply in the order min_p, top_k, top_p."""
-
-    temperature: float = Field(1.0, ge=0.0, description="divisor of the logits; 0: greedy")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="probability mass kept; 1: off")
-    top_k: Annotated[int, BeforeValidator(_off)] = Field(0, ge=0, description="tokens kept; 0 or -1: off")
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="smallest probability kept, relative to the largest; 0: off")
-    stop_token_ids: tuple[int, ...] = Field((), description="tokens that end a sample, besides end-of-sequence")
 
 
 class ChatMessage(Message):
@@ -91,6 +56,10 @@ class PromptGroup(RequestMessage):
             raise ValueError(f"{given[0]} is empty; a prompt needs one token or more")
         if self.forced_token_ids is not None and len(self.forced_token_ids) != self.samples:
             raise ValueError(f"forced_token_ids has {len(self.forced_token_ids)} entries for {self.samples} samples")
+        if self.forced_token_ids is not None and (self.sampling.stop or self.sampling.ignore_eos):
+            raise ValueError("forced_token_ids: a replay ends after its tokens; remove stop and ignore_eos")
+        if self.sampling.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.sampling.min_tokens}, max_tokens {self.max_tokens}")
         return self
 
 
@@ -171,8 +140,8 @@ class SampleResult(Message):
     verifications: int = Field(0, description="engine steps that emitted tokens of the sample")
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    drafted_by_source: dict[str, int] = {}
-    accepted_by_source: dict[str, int] = {}
+    drafted_by_source: dict[str, int] = Field(default_factory=dict)
+    accepted_by_source: dict[str, int] = Field(default_factory=dict)
     accepted_by_position: tuple[int, ...] = Field(
         (), description="element j: verifications that accepted more than j draft tokens"
     )
@@ -228,5 +197,5 @@ class WeightsLoaded(Message):
     version: int
     digest: str = ""
     replicas: tuple[str, ...]
-    paused_s: dict[str, float] = {}
+    paused_s: dict[str, float] = Field(default_factory=dict)
     staged_s: float = 0.0

@@ -3,9 +3,13 @@
 Called by the stepper, and by its forks, on the engine's thread.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
+from tailrace.deployments.constraints import form_check
 from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
 
@@ -18,7 +22,10 @@ class Requests:
     def __init__(self, engine, tolerance: float = 0.0, redraws: bool = False):
         self._engine, self.tolerance, self.redraws = engine, tolerance, redraws
         self._scheduler = engine.engine_core.engine_core.scheduler
-        self.eos_token_id = engine.get_tokenizer().eos_token_id
+        self.tokenizer = engine.get_tokenizer()
+        self.eos_token_id = self.tokenizer.eos_token_id
+        self._bad_words = lru_cache(256)(self._as_tokens)
+        self._form_refusal = lru_cache(256)(form_check.refusal)
         model = engine.vllm_config.model_config
         self._vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
         self.block_tokens = engine.vllm_config.cache_config.block_size
@@ -42,7 +49,28 @@ class Requests:
         if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
             # Inside a step it would fail all chunks; vLLM itself checks the context only.
             return f"forced has a token outside the vocabulary of {self._vocabulary}"
-        return None
+        return self._sampling_refusal(chunk.sampling)
+
+    def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
+        tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
+        if (wrong := next((token for token in tokens if token >= self._vocabulary), None)) is not None:
+            return f"token {wrong} is outside the vocabulary of {self._vocabulary}"
+        try:
+            self._bad_words(sampling.bad_words)
+        except ValueError as error:
+            return f"bad_words: {str(error).splitlines()[0]}"
+        form = sampling.structured_outputs
+        return None if form is None else self._form_refusal(form)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _as_tokens(self, bad_words: tuple[str, ...]) -> list[list[int]]:
+        from vllm import SamplingParams as VllmParams
+
+        params = VllmParams(bad_words=list(bad_words))
+        params.update_from_tokenizer(self.tokenizer)
+        return params.bad_words_token_ids or []
 
     def add(
         self,
@@ -65,14 +93,18 @@ class Requests:
 
         from tailrace.deployments.vllm_exact.sampler import ARGS_KEY, extra_args
 
+        ends = self.redraws and not private
+        bad_words = self._bad_words(chunk.sampling.bad_words)
+        args = extra_args(chunk, self.eos_token_id, self.tolerance, ends, bad_words)
         params = VllmParams(
             max_tokens=max_tokens,
             temperature=0.0,  # unused: the exact sampler draws, by `extra_args`
             stop_token_ids=list(chunk.sampling.stop_token_ids),  # vLLM adds the model's end-of-sequence tokens
+            ignore_eos=chunk.sampling.ignore_eos,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             skip_reading_prefix_cache=private or None,
-            extra_args={ARGS_KEY: extra_args(chunk, self.eos_token_id, self.tolerance, self.redraws and not private)},
+            extra_args={ARGS_KEY: args},
         )
         if kv is not None:
             params.extra_args["kv_transfer_params"] = kv

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tailrace.deployments.constraints.logit_rules import LogitRules, RuleBook, rule_args
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 
@@ -30,12 +31,16 @@ COLUMNS = {
 }
 
 
-def extra_args(chunk: ChunkRequest, eos_token_id: int, tolerance: float = 0.0, stops: bool = False) -> dict:
+def extra_args(
+    chunk: ChunkRequest, eos_token_id: int, tolerance: float = 0.0, stops: bool = False, bad_words: list | None = None
+) -> dict:
     """Returns a chunk's `SamplingParams.extra_args["tailrace"]`: plain numbers and lists, which may cross processes.
 
-    A draw with a margin below `tolerance` is a close call. `stops`: a step emits no token after one.
+    A draw with a margin below `tolerance` is a close call. `stops`: a step emits no token after one. `bad_words`: those
+    of the sampling parameters, in token ids.
     """
     sampling = chunk.sampling
+    stretch = max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)  # of noise in a logit
     return {
         "key": int(chunk.sample_key),
         "temperature": sampling.temperature,
@@ -45,8 +50,9 @@ def extra_args(chunk: ChunkRequest, eos_token_id: int, tolerance: float = 0.0, s
         "prompt_tokens": chunk.prompt_tokens,
         "forced": None if chunk.forced is None else chunk.forced.tolist(),
         "eos": eos_token_id,
-        "tolerance": tolerance,
+        "tolerance": tolerance * stretch,
         "stops": stops,
+        "rules": rule_args(sampling, bad_words or []),
     }
 
 
@@ -82,6 +88,7 @@ class _Batch:
     replays: dict[int, dict]  # batch index -> arguments
     slots: np.ndarray | None  # None: warm-up
     stops: np.ndarray  # bool[n]: whether a close call ends a request's step
+    rules: dict[int, LogitRules]  # by batch index
 
 
 class ExactSampler:
@@ -93,6 +100,7 @@ class ExactSampler:
         self._runner = model_runner
         self._sample_rows = kernel.sample_rows
         self._batch: _Batch | None = None
+        self._rule_book = RuleBook(model_runner)
         self.records = LogprobStore()
         self._closed: dict[str, int] = {}  # request -> position of the close call that ended its last step
 
@@ -120,7 +128,9 @@ class ExactSampler:
         held = self._runner.input_batch
         if held.num_reqs != count:
             nothing = np.zeros(count, bool)
-            return _Batch([], _columns([WARM_UP] * count), {}, None, nothing), np.zeros(count, np.int64)
+            columns = _columns([WARM_UP] * count)
+            batch = _Batch(states=[], columns=columns, replays={}, slots=None, stops=nothing, rules={})
+            return batch, np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = [self._runner.requests[req_id] for req_id in held.req_ids]
         known = self._batch
@@ -131,7 +141,10 @@ class ExactSampler:
         replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}
         slots = self.records.slots(held.req_ids, positions)
         stops = np.array([a.get("stops", False) for a in args], bool)
-        self._batch = _Batch(states, _columns(args), replays, slots, stops)
+        rules = self._rule_book.of(states, args)
+        self._batch = _Batch(
+            states=states, columns=_columns(args), replays=replays, slots=slots, stops=stops, rules=rules
+        )
         return self._batch, positions
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
@@ -142,7 +155,18 @@ class ExactSampler:
                 if i in batch.replays:
                     forced[row] = forced_token(batch.replays[i], position)
         columns = {name: values[owner] for name, values in batch.columns.items()}
-        return self._sample_rows(logits.float(), columns.pop("key"), positions, **columns, forced=forced)
+        logits, raw = logits.float(), None
+        if batch.rules:
+            rows = np.flatnonzero(np.isin(owner, list(batch.rules)))
+            raw = logits[rows].clone()  # raw logprobs are the model's own
+            held = self._runner.input_batch.token_ids_cpu  # with the drafts of this step
+            for row in rows.tolist():
+                batch.rules[owner[row]].apply(logits[row], held[owner[row], : positions[row]])
+        drawn = self._sample_rows(logits, columns.pop("key"), positions, **columns, forced=forced)
+        if raw is not None:
+            tokens = torch.from_numpy(drawn[0][rows].astype(np.int64)).to(raw.device)
+            drawn[2][rows] = raw.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu().numpy()
+        return drawn
 
 
 class ExactRejectionSampler:

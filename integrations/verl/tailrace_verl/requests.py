@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams
 
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False, "n": 1}
+NEUTRAL = {"n": 1}
 """Values of fields that Tailrace refuses, at which they change nothing."""
 
 LIMITS = ("max_tokens", "max_new_tokens")

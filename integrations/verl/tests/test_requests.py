@@ -38,7 +38,7 @@ def test_without_a_name_the_request_id_and_the_prompt_are_the_key():
 
 
 @pytest.mark.parametrize(
-    "extra", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"seed": 3}, {"stop": ["a"]}, {"top_p": 1.5}]
+    "extra", [{"repetition_penalty": 0.0}, {"prompt_logprobs": 1}, {"seed": 3}, {"stop": [""]}, {"top_p": 1.5}]
 )
 def test_what_is_not_honoured_is_refused_in_one_line(extra):
     with pytest.raises(ValueError, match=next(iter(extra))) as error:

@@ -1,0 +1,98 @@
+"""Sampling parameters: a sample's distribution and its end. Names: vllm.sampling_params.
+
+Invariant: each is a function of the sample's own tokens, so tokens stay independent of chunks, moves and drafts.
+"""
+
+import json
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+
+from tailrace.deployments.messages.message import RequestMessage
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+Bias = Annotated[FiniteFloat, Field(ge=-100.0, le=100.0)]
+Token = Annotated[int, Field(ge=0)]
+
+
+def _off(value: Any) -> Any:
+    return 0 if isinstance(value, Integral) and value == -1 else value
+
+
+def _pairs(value: Any) -> Any:
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _as_json(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, Mapping) else value
+
+
+class StructuredOutputs(RequestMessage):
+    """Form of an answer; exactly one field is given. Kept by vLLM's xgrammar backend."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+    json_schema: Annotated[str, BeforeValidator(_as_json)] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = Field(None, description="in EBNF")
+
+    @model_validator(mode="after")
+    def _one(self):
+        given = [name for name, value in self if value]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of json, json_object, regex, choice, grammar (given: {len(given)})")
+        return self
+
+
+class SamplingParams(RequestMessage):
+    """Distribution that tokens are drawn from, and ends of a sample besides `max_tokens`.
+
+    Logits are changed in vLLM's order: form of the answer, allowed_token_ids, bad_words, min_tokens, logit_bias,
+    penalties; then the temperature and the filters min_p, top_k, top_p.
+    """
+
+    temperature: float = Field(1.0, ge=0.0, description="divisor of the logits; 0: greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="probability mass kept; 1: off")
+    top_k: Annotated[int, BeforeValidator(_off)] = Field(0, ge=0, description="tokens kept; 0 or -1: off")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="smallest probability kept, relative to the largest; 0: off")
+    stop_token_ids: tuple[int, ...] = Field((), description="tokens that end a sample, besides end-of-sequence")
+    stop: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
+        (), max_length=MAX_STOPS, description="texts that end a sample; `SampleResult.text` ends before them"
+    )
+    ignore_eos: bool = Field(False, description="an end-of-sequence token does not end the sample")
+    min_tokens: int = Field(0, ge=0, description="tokens before which nothing ends the sample")
+    bad_words: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="texts that are not made")
+    allowed_token_ids: tuple[Token, ...] | None = Field(None, min_length=1, description="no other token is drawn")
+    logit_bias: Annotated[tuple[tuple[Token, Bias], ...], BeforeValidator(_pairs)] = Field(
+        (), description="added to the logits of these tokens"
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, le=100.0, description="positive logits of tokens that came are divided"
+    )
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="taken off logits of the answer's tokens")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time that they came")
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _check(self):
+        if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in self.stop):
+            raise ValueError(f"stop: a text of 1 to {MAX_STOP_CHARACTERS} characters each")
+        if any(not word.strip() for word in self.bad_words):
+            raise ValueError("bad_words: an empty text")
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError("structured_outputs: the form ends the answer; remove ignore_eos and min_tokens")
+        return self
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a logit may differ from the model's own, before the filters."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        bans = self.bad_words or self.min_tokens or self.allowed_token_ids is not None
+        return bool(penalties or bans or self.logit_bias or self.structured_outputs is not None)

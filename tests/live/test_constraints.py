@@ -1,0 +1,176 @@
+"""Requests' rules for tokens on an engine with drafts: kept, by vLLM's formulas, and independent of chunks."""
+
+import json
+import re
+from queue import Queue
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tailrace.deployments.constraints.form_check import refusal
+from tailrace.deployments.constraints.logit_rules import LogitRules, rule_args
+from tailrace.deployments.constraints.stop_texts import cut, first_end
+from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.sampling import SamplingParams, StructuredOutputs
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.policies.protocol.events import ChunkEnd
+
+pytestmark = pytest.mark.live
+
+TOKENS, EOS = 40, 2
+WORDS = np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FEW = (504, 2365, 355, 260)
+ASKED = {
+    "plain": {},
+    "repetition": {"repetition_penalty": 1.5},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.7},
+    "bias": {"logit_bias": {260: 4.0, 28: -100.0}},
+    "bad_words": {"bad_words": [",", "of the"]},
+    "allowed": {"allowed_token_ids": FEW},
+    "min_tokens": {"min_tokens": 20, "allowed_token_ids": (*FEW, EOS)},
+    "ignore_eos": {"ignore_eos": True, "logit_bias": {EOS: 6.0}},
+    "json": {"structured_outputs": {"json": SCHEMA}},
+    "regex": {"structured_outputs": {"regex": r"[a-f]{3}-[0-9]{4}"}, "temperature": 0.8, "top_p": 0.9},
+    "choice": {"structured_outputs": {"choice": ["a heron", "a hound"]}},
+    "stop": {"stop": [" the", ","]},
+}
+
+
+def chunk(name: str, done=(), max_tokens=TOKENS, **changes) -> ChunkRequest:
+    start = np.tile(WORDS, 2)
+    values = {
+        "chunk_id": f"{name}/{len(done)}",
+        "sample_key": sample_key(3, 0, "rules", 0),
+        "token_ids": np.concatenate([start, np.asarray(done, np.int32)]),
+        "prompt_tokens": len(start),
+        "max_tokens": max_tokens,
+        "sampling": SamplingParams(**ASKED[name]),
+        "weights_version": 0,
+    }
+    return ChunkRequest(**values | changes)
+
+
+def run(engine, *chunks):
+    boxes = [Queue() for _ in chunks]
+    for one, box in zip(chunks, boxes, strict=True):
+        engine.submit(one, box.put)
+    return [box.get(timeout=120) for box in boxes]
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    draft = DraftConfig(method="ngram", draft_tokens=4)
+    engine = EngineRunner(EngineConfig(model=str(model_dir), max_model_len=256, kv_cache_gib=0.1, draft=draft), "ruled")
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def words(model_dir):
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def answers(engine):
+    """All at once, so that ruled and plain rows share steps."""
+    results = run(engine, *(chunk(name) for name in ASKED))
+    for name, result in zip(ASKED, results, strict=True):
+        assert not isinstance(result, Exception), f"{name}: {result}"
+    return dict(zip(ASKED, results, strict=True))
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_chunks_of_7_have_the_tokens_of_the_whole_answer(engine, answers, name):
+    whole, tokens, logprobs, raw = answers[name], [], [], []
+    while len(tokens) < TOKENS:
+        (part,) = run(engine, chunk(name, tokens, min(7, TOKENS - len(tokens))))
+        tokens += part.token_ids.tolist()
+        logprobs += part.logprobs.tolist()
+        raw += part.raw_logprobs.tolist()
+        if part.end is ChunkEnd.STOP:
+            break
+    assert tokens == whole.token_ids.tolist() and part.end is whole.end
+    np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-3)
+    np.testing.assert_allclose(raw, whole.raw_logprobs, atol=1e-3)
+
+
+def test_the_rules_are_kept(answers, words):
+    tokens = {name: answer.token_ids.tolist() for name, answer in answers.items()}
+    texts = {name: words.decode(one, skip_special_tokens=True) for name, one in tokens.items()}
+    assert len({tuple(one) for one in tokens.values()}) == len(tokens), "each rule changes this sample"
+    assert len(set(tokens["penalties"])) > len(set(tokens["plain"]))
+    assert 28 in tokens["plain"] + tokens["repetition"] and 28 not in tokens["bias"]
+    assert "," not in texts["bad_words"] and "of the" not in texts["bad_words"]
+    assert set(tokens["allowed"]) <= set(FEW)
+    assert EOS in tokens["min_tokens"] and tokens["min_tokens"].index(EOS) >= 20
+    assert EOS in tokens["ignore_eos"][:-1] and len(tokens["ignore_eos"]) == TOKENS
+    found = json.loads(texts["json"])
+    assert set(found) == {"name", "age"} and found["age"] <= 99
+    assert re.fullmatch(r"[a-f]{3}-[0-9]{4}", texts["regex"])
+    assert texts["choice"] in ("a heron", "a hound")
+    assert answers["stop"].end is ChunkEnd.STOP
+    text, stop = cut(tokens["stop"], (" the", ","), words.decode)
+    assert stop in (" the", ",") and " the" not in text and "," not in text
+    assert tokens["stop"] == tokens["plain"][: len(tokens["stop"])]
+
+
+def test_raw_logprobs_are_the_model_s_own(answers):
+    """The first token's: the same context for all, and the same token for some."""
+    first = {}
+    for answer in answers.values():
+        first.setdefault(int(answer.token_ids[0]), []).append(answer.raw_logprobs[0])
+    assert any(len(values) > 1 for values in first.values())
+    for values in first.values():
+        np.testing.assert_allclose(values, values[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs: Invalid JSON"),
+        ({"structured_outputs": {"regex": "[a-"}}, "structured_outputs: Failed to transform regex"),
+        ({"allowed_token_ids": (10**6,)}, "token 1000000 is outside the vocabulary"),
+        ({"logit_bias": {10**6: 1.0}}, "token 1000000 is outside the vocabulary"),
+    ],
+)
+def test_rules_that_cannot_be_kept_are_refused_in_one_line(engine, changes, reason):
+    (result,) = run(engine, chunk("plain", sampling=SamplingParams(**changes)))
+    assert isinstance(result, ValueError) and reason in str(result) and "\n" not in str(result)
+
+
+def test_the_formulas_are_vllm_s():
+    from vllm.model_executor.layers.utils import apply_penalties
+
+    context = np.array([3, 5, 5, 9, 5, 3, 7], np.int32)
+    logits = torch.linspace(-2.0, 2.0, 12)
+    expected, prompt, answer = logits.clone()[None], torch.tensor([[3, 5, 5]]), torch.tensor([[9, 5, 3, 7]])
+    apply_penalties(expected, prompt, answer, *(torch.tensor([by]) for by in (0.5, 0.25, 1.5)))
+    asked = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
+    LogitRules(rule_args(asked, []), 3, [2]).apply(logits, context)
+    torch.testing.assert_close(logits, expected[0])
+
+
+def test_a_stop_counts_once_its_last_token_completes_it_and_min_tokens_are_there():
+    pieces = ["ab", "c ", "x", "abc", " y"]
+
+    def decode(ids):
+        return "".join(pieces[i] for i in ids)
+
+    tokens = [0, 1, 2, 3, 4]
+    assert first_end(tokens, 0, ["bc"], 0, decode) == 2 and first_end(tokens, 2, ["bc"], 0, decode) == 4
+    assert first_end(tokens, 0, ["bc"], 3, decode) == 4 and first_end(tokens, 0, ["zz"], 0, decode) is None
+    assert cut(tokens[:2], ["bc"], decode) == ("a", "bc") and cut(tokens[:4], ["bc"], decode) == ("abc xa", "bc")
+
+
+def test_a_form_is_checked_before_it_is_compiled():
+    assert refusal(StructuredOutputs(json=SCHEMA)) is None
+    assert "\n" not in refusal(StructuredOutputs(grammar="root ::= nothing"))
