@@ -28,7 +28,8 @@ from tailrace.deployments.vllm_exact.weight_loading import checked_digest
 SEEDS = 150
 """Of each parser; `--long` tries 30 times as many."""
 
-SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop_token_ids": [2, 3]}
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop_token_ids": [2, 3], "stop": ["a"]}
+SAMPLING |= {"logit_bias": {"5": 1.0}, "bad_words": ["b"], "structured_outputs": {"choice": ["c", "d"]}}
 PROMPTS = [
     {"prompt_id": "a", "text": "hello", "samples": 2, "max_tokens": 8, "sampling": SAMPLING},
     {"messages": [{"role": "user", "content": "hi"}]},

@@ -44,6 +44,7 @@ def test_a_torn_line_is_not_read_and_is_dropped(tmp_path):
         ("task: {}", "train.yaml: task: .*exactly one of name"),
         ("task: {name: gcd}\nsamples: 1", "train.yaml: samples"),
         ("task: {name: gcd}\nsampling: {stop_token_ids: [1]}", "stop_token_ids"),
+        ("task: {name: gcd}\nsampling: {repetition_penalty: 1.2}", "temperature, top_p, top_k and min_p alone"),
         ("task: [", "train.yaml: line 1"),
     ],
 )

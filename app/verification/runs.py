@@ -1,7 +1,8 @@
 """The ways to roll out one workload that must not matter: chunks, moves, crashes, batches, and whatever drafts.
 
-The first run is the reference: no chunks, no moves, no drafts. Each of the others differs in several ways at once, so
-that together they pass through every drafting policy and every source of drafts. Called by app/verification/tokens.py.
+The first run is the reference: no chunks, no moves, no drafts; `plain_rules` is that of runs with rules for tokens.
+Each of the others differs in several ways at once, so that together they pass through every drafting policy and every
+source of drafts. Called by app/verification/tokens.py.
 """
 
 from collections.abc import Awaitable, Callable
@@ -53,6 +54,7 @@ class VerificationRun:
     disturb: Callable[[RolloutClient, str], Awaitable[str]] | None = None
     begin: Callable[[RolloutClient, RolloutBatch], Awaitable[str]] | None = None
     after_an_epoch: bool = False  # another epoch of the same prompts is rolled out first, and drafted from
+    ruled: bool = False  # with rules for tokens; compared with the first run that has them
     ask: Callable[[RolloutClient, RolloutBatch], Awaitable[list[GroupResult]]] | None = None  # None: as one batch
 
 
@@ -91,6 +93,8 @@ RUNS = (
     VerificationRun("replica_killed", chunked(16, "concurrency", "pinned"), TWO, PULLS, kill_a_replica),
     VerificationRun("single_requests", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=one_by_one),
     VerificationRun("two_turns", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=in_two_turns),
+    VerificationRun("plain_rules", WHOLE | {"drafting": "off"}, TWO, (), ruled=True),
+    VerificationRun("moved_rules", chunked(32, "fixed", "round_robin"), TWO, MOVES, ruled=True),
     VerificationRun("coordinator_killed", chunked(23, "fixed"), TWO, disturb=kill_the_coordinator),
     VerificationRun("driver_killed", chunked(23, "fixed"), TWO, begin=kill_another_driver),
     VerificationRun("kv_bits_flipped", chunked(32, "fixed", "round_robin"), TWO, FLIPS, flip_kv_bits),

@@ -29,6 +29,7 @@ from tailrace.app.verification.closeness import (
     work_of,
 )
 from tailrace.app.verification.restarted_head import roll_over_restart
+from tailrace.app.verification.ruled import ruled
 from tailrace.app.verification.runs import RUNS, SHOWN, VerificationRun
 from tailrace.deployments.coordinator.journal import read_journal
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult
@@ -43,7 +44,7 @@ REPORTED_S = 1.5
 
 async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, replicas: int) -> dict:
     """Roll out the workload once on this many replicas. Returns its groups, the note, tokens pulled, and races."""
-    journaled = "races" in run.shows
+    journaled, batch = "races" in run.shows, ruled(batch) if run.ruled else batch
     if journaled:
         await client.journal(True)
     await client.set_policies(Policies(**run.policies))
@@ -199,15 +200,16 @@ def difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np
 
 
 def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
-    """Every run against the first. A run without its purpose shown fails like one that differs.
+    """Every run against the first one, that of runs with rules for tokens or of those without.
 
+    A run without its purpose shown fails like one that differs.
     `tolerance`: of the engines' close calls.
     """
     runs = [run for run in RUNS if run.name in rolled]
-    reference = rolled[runs[0].name]["groups"]
+    references = {run.ruled: rolled[run.name]["groups"] for run in reversed(runs)}
     rows = []
     for run in runs:
-        same, figures = compare(reference, rolled[run.name]["groups"]), figures_of(rolled[run.name])
+        same, figures = compare(references[run.ruled], rolled[run.name]["groups"]), figures_of(rolled[run.name])
         lacks = next(
             (key for key in (*run.shows, *["note"] * bool(run.disturb or run.begin)) if not figures[key]), None
         )
@@ -217,8 +219,8 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
         rows.append({"name": run.name, "drafting": Policies(**run.policies).drafting.type, **same, **figures})
     every = [rolled[run.name]["groups"] for run in runs]
     sure = sureness(every, map(work_in, rolled.values()), tolerance)
-    for row, groups in zip(rows, every, strict=True):
-        row.update(flips(sure["draws_per_logit"], noise_of(reference, groups), tolerance))
+    for run, row, groups in zip(runs, rows, every, strict=True):
+        row.update(flips(sure["draws_per_logit"], noise_of(references[run.ruled], groups), tolerance))
     return {
         "identical": all(row["identical"] for row in rows),
         "tokens": rows[0]["tokens"],

@@ -127,7 +127,8 @@ async def test_a_request_without_a_name_says_so(manager):
 
 async def test_a_field_that_is_not_honoured_is_refused(manager):
     with pytest.raises(ray.exceptions.RayTaskError, match="prompt_logprobs: not supported"):
-        await manager.get_client().generate("r", prompt_ids=PROMPTS[0], sampling_params=SAMPLING | {"prompt_logprobs": 1})
+        extra = {"prompt_logprobs": 1}
+        await manager.get_client().generate("r", prompt_ids=PROMPTS[0], sampling_params=SAMPLING | extra)
 
 
 async def test_control_calls_do_nothing_and_end(manager):
