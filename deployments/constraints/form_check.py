@@ -13,11 +13,12 @@ def params(form: dict):
 def refusal(form: StructuredOutputs) -> str | None:
     """Returns in one line why a form cannot be kept, or None. Loads vLLM: 200 MB, and seconds the first time."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     try:
         asked = params(form.model_dump(mode="json", exclude_none=True))
         validate_xgrammar_grammar(SamplingParams(structured_outputs=asked))
-    except ValueError as error:
+    except (ValueError, VLLMClientError) as error:
         return f"structured_outputs: {str(error).splitlines()[0]}"
     return None

@@ -58,7 +58,7 @@ class Requests:
         try:
             self._bad_words(sampling.bad_words)
         except ValueError as error:
-            return f"bad_words: {str(error).splitlines()[0]}"
+            return str(error)
         form = sampling.structured_outputs
         return None if form is None else self._form_refusal(form)
 
@@ -67,9 +67,13 @@ class Requests:
 
     def _as_tokens(self, bad_words: tuple[str, ...]) -> list[list[int]]:
         from vllm import SamplingParams as VllmParams
+        from vllm.exceptions import VLLMClientError
 
         params = VllmParams(bad_words=list(bad_words))
-        params.update_from_tokenizer(self.tokenizer)
+        try:
+            params.update_from_tokenizer(self.tokenizer)
+        except VLLMClientError as error:
+            raise ValueError(f"bad_words: {str(error).splitlines()[0]}") from error
         return params.bad_words_token_ids or []
 
     def add(

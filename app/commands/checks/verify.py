@@ -90,14 +90,16 @@ def _refuse_options_of_the_other_certificate(context: click.Context, train: bool
 
 
 def _chosen(names: tuple[str, ...]) -> list:
-    """The runs of these names, after the reference; all if none is named."""
+    """The runs of these names, after their references; all if none is named."""
     from tailrace.app.verification.runs import RUNS
 
     known = [run.name for run in RUNS]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise BadInput(f"--runs {unknown}: known: {', '.join(known)}")
-    return [run for run in RUNS if not names or run is RUNS[0] or run.name in names]
+    wanted = [run for run in RUNS if not names or run.name in names]
+    references = [next(run for run in RUNS if run.ruled == ruled) for ruled in {False, *(run.ruled for run in wanted)}]
+    return [run for run in RUNS if run in wanted or run in references]
 
 
 def _update(file, batch, kv_on_update, say) -> dict:
