@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import psutil
+
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
@@ -74,6 +76,14 @@ async def freeze(pids: list[int]) -> None:
         await asyncio.sleep(FROZEN_S)
     finally:
         _signal(pids, signal.SIGCONT)
+
+
+def running(pids: list[int]) -> bool:
+    """Whether they all run: the pool's status still names a process for a moment after it was killed."""
+    try:
+        return all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -193,7 +203,8 @@ async def _moment(client: RolloutClient, batch_id: str, tokens: float, whom: Pid
         if begun and batch is None:
             return None
         view = status.pool
-        if batch and batch.tokens >= tokens and view.status and view.status["keys"] and stores(view) and whom(view):
+        has_kv = view.status and view.status["keys"] and stores(view)
+        if batch and batch.tokens >= tokens and has_kv and whom(view) and running(whom(view)):
             return view
         await asyncio.sleep(0.05)
 

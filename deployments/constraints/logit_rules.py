@@ -78,13 +78,15 @@ class RuleBook:
 
     def of(self, states: list, args: list[dict]) -> dict[int, LogitRules]:
         """Returns the rules of those requests of a batch that have some, by batch index; forgets all others."""
-        kept = {}
-        for state, one in zip(states, args, strict=True):
+        kept, found = {}, {}
+        for i, (state, one) in enumerate(zip(states, args, strict=True)):
             if one.get("rules") is not None:
                 known = self._kept.get(state.req_id)
-                kept[state.req_id] = known if known and known[0] is state else (state, self._made(state, one))
+                if known is None or known[0] is not state:
+                    known = state, self._made(state, one)
+                kept[state.req_id], found[i] = known, known[1]
         self._kept = kept
-        return {i: kept[state.req_id][1] for i, state in enumerate(states) if state.req_id in kept}
+        return found
 
     def _made(self, state, args: dict) -> LogitRules:
         rules, stops = args["rules"], sorted(state.sampling_params.all_stop_token_ids)

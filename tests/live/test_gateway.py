@@ -109,7 +109,7 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty: not supported"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, "greater than 0"),
         ("/v1/completions", {"prompt": "a", "stream": True}, "stream: not honoured here"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
         ("/v1/completions", {"prompt": []}, "prompt is empty"),
@@ -117,7 +117,7 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
         ("/v1/completions", {"prompt": [5] * 600}, "the model's context is 512"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_tokens": 3}}, "min_tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_logprobs": 3}}, "top_logprobs"),
         ("/inference/v1/generate", {"token_ids": [1], "features": {}}, "features: not honoured"),
         ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
         ("/detokenize", {"tokens": [-1]}, "-1 is not in the vocabulary"),

@@ -73,7 +73,9 @@ def runner_of(chunks):
     ids = [c.chunk_id for c in chunks]
     positions = np.array([len(c.token_ids) for c in chunks], np.int32)
     states = {
-        c.chunk_id: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"tailrace": extra_args(c, 2)}))
+        c.chunk_id: SimpleNamespace(
+            req_id=c.chunk_id, sampling_params=SimpleNamespace(extra_args={"tailrace": extra_args(c, 2)})
+        )
         for c in chunks
     }
     batch = SimpleNamespace(req_ids=ids, num_reqs=len(ids), num_tokens_no_spec=positions)
