@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking
@@ -31,6 +32,14 @@ from tailrace.deployments.messages.rollout import (
     SamplingParams,
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+
+
+class Scored(NamedTuple):
+    """`logprobs[i]` is of token i + 1, given those before it; one fewer than there are tokens."""
+
+    logprobs: tuple[float, ...]
+    weights_version: int
+    weights_digest: str
 
 
 class RolloutSession:
@@ -57,6 +66,20 @@ class RolloutSession:
         return await self._calls.generate(self.settings, self._request(token_ids, **request))
 
     generate_blocking = blocking(generate)
+
+    async def score(self, token_ids: Sequence[int], **request) -> Scored:
+        """Logprobs of these tokens, from the second on, under the model's own distribution, by one pass of it.
+
+        `request`: `group`, `deadline_s`, as `generate` has them. The context must have room for one more token. Raises
+        as `generate`, and RolloutRejected if the pass failed or was cancelled.
+        """
+        answer = await self.generate(token_ids, index=0, max_tokens=1, sampling={"prompt_logprobs": True}, **request)
+        sample = answer.sample
+        if not sample.segments:
+            raise RolloutRejected(f"score of {len(token_ids)} tokens: {sample.error or sample.finish_reason}")
+        return Scored(sample.prompt_logprobs, sample.segments[0].weights_version, sample.segments[0].weights_digest)
+
+    score_blocking = blocking(score)
 
     def submit(self, token_ids: Sequence[int] | None = None, **request) -> None:
         """Begin one sample, whose answer `samples` gives. Takes the arguments of `generate`; needs a running loop."""

@@ -171,6 +171,7 @@ class SimulatedStepper:
             computed_tokens=len(chunk.token_ids),
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
+            prompt_logprobs=-np.arange(1, len(chunk.token_ids), dtype=np.float32) if chunk.scores_prompt else None,
         )
         self._ended.append((chunk_id, result))
 

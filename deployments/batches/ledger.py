@@ -82,6 +82,7 @@ class SampleRecord:
             verifications=sum(part.verifications for part in self.parts),
             drafted_tokens=sum(part.drafted_tokens for part in self.parts),
             accepted_tokens=sum(part.accepted_tokens for part in self.parts),
+            prompt_logprobs=self._prompt_logprobs(),
             close_calls=self._close_calls(),
             **self._drafts(),
         )
@@ -90,6 +91,10 @@ class SampleRecord:
         """The text before a stop text, if one ended the sample."""
         stops = self.group.group.sampling.stop if self.end is SampleEnd.STOP else ()
         return cut(token_ids, stops, prompts.decode)[0] if stops else prompts.decode(token_ids)
+
+    def _prompt_logprobs(self) -> tuple[float, ...]:
+        found = (part.prompt_logprobs for part in self.parts if part.prompt_logprobs is not None)
+        return tuple(next(found, np.empty(0, np.float32)).tolist())
 
     def _close_calls(self) -> tuple[int, ...]:
         starts = accumulate((len(part.token_ids) for part in self.parts), initial=0)

@@ -70,7 +70,7 @@ class ChunkRunner:
     def _finished(
         self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digest: str
     ) -> tuple[ChunkFinished, Write]:
-        check_result(start, result)
+        check_result(start, result, len(sample.group.prompt))
         drafts = result.drafts
         event = ChunkFinished(
             now=self._now(),
@@ -92,9 +92,10 @@ class ChunkRunner:
             await self._engines.abort(action.replica_id, action.chunk_id, action.keep_kv)
 
 
-def check_result(start: StartChunk, result: ChunkResult) -> None:
+def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> None:
     """Raises ValueError, one line, if an answer cannot be of this chunk: its tokens must not reach a sample."""
     tokens, problem = result.token_ids, None
+    scored = result.prompt_logprobs
     if result.chunk_id != start.chunk_id:
         problem = f"it is of {result.chunk_id}"
     elif result.weights_version != start.weights_version:
@@ -105,7 +106,9 @@ def check_result(start: StartChunk, result: ChunkResult) -> None:
         problem = f"{len(tokens)} tokens, {len(result.logprobs)} and {len(result.raw_logprobs)} logprobs"
     elif len(tokens) and tokens.min() < 0:
         problem = f"token {tokens.min()}"
-    elif np.isnan(result.logprobs).any() or np.isnan(result.raw_logprobs).any():
+    elif scored is not None and len(scored) != prompt_tokens - 1:
+        problem = f"{len(scored)} logprobs of a prompt of {prompt_tokens} tokens"
+    elif any(np.isnan(some).any() for some in (result.logprobs, result.raw_logprobs, scored) if some is not None):
         problem = "a logprob is not a number: the model's weights are broken"
     if problem is not None:
         raise ValueError(f"chunk {start.chunk_id}: the answer of {start.replica_id} is refused: {problem}")

@@ -26,16 +26,19 @@ class EngineChunk:
     verifications: int = 0  # steps that emitted tokens
     token_ids: list[int] = field(default_factory=list)
     record: DrawRecord = field(default_factory=DrawRecord.none)  # of requests before the present one
+    prompt_logprobs: np.ndarray | None = None
     redrawn: dict[int, DrawRecord] = field(default_factory=dict)  # by place in token_ids
 
     def context(self) -> np.ndarray:
         """Returns the prompt and the answer so far, int32."""
         return np.concatenate([self.chunk.token_ids, np.array(self.token_ids, np.int32)])
 
-    def has_tokens(self, now_s: float, cached_tokens: int) -> None:
-        """Notes its first tokens. `cached_tokens`: of its context, whose KV was found."""
+    def has_tokens(self, now_s: float, output) -> None:
+        """Notes its first tokens. `output`: vLLM's RequestOutput of the step."""
         if self.first_token_s is None:
-            self.first_token_s, self.cached_tokens = now_s, cached_tokens
+            self.first_token_s, self.cached_tokens = now_s, output.num_cached_tokens
+            if self.chunk.scores_prompt:
+                self.prompt_logprobs = np.array(output.prompt_logprobs.logprobs, np.float32)
 
     def answer(self) -> list[int]:
         return self.context()[self.chunk.prompt_tokens :].tolist()
@@ -70,5 +73,6 @@ class EngineChunk:
             drafted_tokens=record.drafted,
             accepted_tokens=record.accepted,
             drafts=drafts,
+            prompt_logprobs=self.prompt_logprobs,
             close_calls=tuple(np.flatnonzero(record.margins < np.float32(tolerance)).tolist()),
         )

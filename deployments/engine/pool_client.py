@@ -42,7 +42,7 @@ class PoolClient:
         plan = chunk.kv or KvPlan(chunk.weights_version, None, save=False)
         return {
             "version": plan.version,
-            "min_pull_tokens": plan.min_pull_tokens,
+            "min_pull_tokens": None if chunk.scores_prompt else plan.min_pull_tokens,
             "save": plan.save,
             "save_prompt": chunk.kv is not None and len(chunk.token_ids) == chunk.prompt_tokens,
         }

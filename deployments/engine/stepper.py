@@ -165,7 +165,7 @@ class Stepper:
             if stopped and reason is None:
                 self._leave(running, keep_kv=False)
             self._take(running, token_ids)
-            running.has_tokens(ended_s, output.num_cached_tokens)
+            running.has_tokens(ended_s, output)
             if stopped or reason is not None:
                 self._finish(output.request_id, "stop" if stopped else reason)
 

@@ -52,6 +52,11 @@ class ChunkRequest:
     traceparent: str | None = None
     keep_trace: bool = False
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its result has `prompt_logprobs`: a sample's first chunk does."""
+        return self.sampling.prompt_logprobs and len(self.token_ids) == self.prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
@@ -77,6 +82,7 @@ class ChunkResult:
     accepted_tokens: int = 0
     drafts: DraftReport | None = None  # None without a draft plan
     close_calls: tuple[int, ...] = ()  # places in token_ids that noise may change, see engine_config
+    prompt_logprobs: np.ndarray | None = None  # float32, of prompt tokens from the second on, if this chunk gives them
 
 
 @dataclass(frozen=True, slots=True)

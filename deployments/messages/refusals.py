@@ -28,7 +28,7 @@ REFUSED = {
     "guided_decoding": GRAMMAR,
     "response_format": GRAMMAR,
     "logprobs": "remove it: every sample comes with logprobs and raw_logprobs of its tokens",
-    "prompt_logprobs": "not supported: only generated tokens have logprobs; remove it",
+    "prompt_logprobs": SAMPLING.format("prompt_logprobs"),
 }
 """Reason of each refusal, in one line."""
 

@@ -92,6 +92,8 @@ class RolloutBatch(BatchSettings):
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise ValueError(f"prompt_id {twice!r} is given twice")
+        if (asking := next((one.prompt_id for one in self.groups if one.sampling.prompt_logprobs), None)) is not None:
+            raise ValueError(f"prompt {asking!r}: a batch gives no prompt_logprobs; ask for them in an open session")
         if (samples := sum(group.samples for group in self.groups)) > MAX_SAMPLES:
             raise ValueError(f"{samples} samples in one batch; at most {MAX_SAMPLES}, give several batches")
         return self
@@ -144,6 +146,9 @@ class SampleResult(Message):
     accepted_by_source: dict[str, int] = Field(default_factory=dict)
     accepted_by_position: tuple[int, ...] = Field(
         (), description="element j: verifications that accepted more than j draft tokens"
+    )
+    prompt_logprobs: tuple[float, ...] = Field(
+        (), description="under the model's own distribution, of the prompt's tokens from the second on, if asked for"
     )
     close_calls: tuple[int, ...] = Field(
         (), description="positions whose two best candidates were closer than the engine's tolerance"

@@ -79,6 +79,7 @@ class SamplingParams(RequestMessage):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="taken off logits of the answer's tokens")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time that they came")
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: bool = Field(False, description="logprobs of the prompt's tokens, too; in open sessions alone")
 
     @model_validator(mode="after")
     def _check(self):

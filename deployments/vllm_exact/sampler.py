@@ -104,6 +104,22 @@ class ExactSampler:
         self.records = LogprobStore()
         self._closed: dict[str, int] = {}  # request -> position of the close call that ended its last step
 
+    @staticmethod
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        """Returns f32[m, V] of logits [m, V]. Called by vLLM, for logprobs of prompts."""
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor):
+        """Returns vLLM's LogprobsTensors of the tokens [m] alone, so `num_logprobs` is 0. Called like the former.
+
+        vLLM's own compiles a kernel when it is called first.
+        """
+        from vllm.v1.outputs import LogprobsTensors
+
+        chosen = logprobs.gather(1, token_ids.long()[:, None])
+        return LogprobsTensors(token_ids.int()[:, None], chosen, (logprobs >= chosen).sum(1, dtype=torch.int32))
+
     def take_closed(self) -> dict[str, int]:
         """Returns, by request, the position of the close call that ended its step; of the steps since the last call."""
         closed, self._closed = self._closed, {}

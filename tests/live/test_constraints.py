@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from queue import Queue
 
 import numpy as np
@@ -101,6 +102,20 @@ def test_chunks_of_7_have_the_tokens_of_the_whole_answer(engine, answers, name):
     assert tokens == whole.token_ids.tolist() and part.end is whole.end
     np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-3)
     np.testing.assert_allclose(raw, whole.raw_logprobs, atol=1e-3)
+
+
+def test_a_pass_over_prompt_and_answer_scores_the_answer_as_it_was_drawn(engine, answers):
+    plain = answers["plain"]
+    context = chunk("plain", plain.token_ids)
+    asked = SamplingParams(prompt_logprobs=True)
+    changes = {"prompt_tokens": len(context.token_ids), "sampling": asked, "max_tokens": 1}
+    (first,) = run(engine, replace(context, chunk_id="score", **changes))
+    scored = run(engine, *(replace(context, chunk_id=f"score/{n}", **changes) for n in range(2)), chunk("plain"))
+    assert first.prompt_logprobs.shape == (len(context.token_ids) - 1,) and scored[2].prompt_logprobs is None
+    for one in (first, *scored[:2]):
+        np.testing.assert_allclose(one.prompt_logprobs[-TOKENS:], plain.raw_logprobs, atol=1e-3)
+    (goes_on,) = run(engine, replace(context, sampling=asked, max_tokens=1))
+    assert goes_on.prompt_logprobs is None, "the first chunk of a sample has them"
 
 
 def test_the_rules_are_kept(answers, words):

@@ -60,6 +60,20 @@ async def whole_batch(client: RolloutClient, batch: RolloutBatch) -> dict:
     return tokens_of([group async for group in client.rollout(batch)])
 
 
+def test_a_score_has_a_logprob_for_each_token_but_the_first_and_a_batch_gives_none(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            scored = await session.score((5, 6, 7, 8))
+            answer = await session.generate((5, 6, 7, 8), max_tokens=8)
+        assert scored.logprobs == (-1, -2, -3) and scored.weights_version == 0 and scored.weights_digest
+        assert answer.sample.prompt_logprobs == ()
+        asked = PromptGroup(prompt_id="p", token_ids=(1, 2), sampling={"prompt_logprobs": True})
+        with pytest.raises(ValueError, match="prompt 'p': a batch gives no prompt_logprobs; ask for them in an open"):
+            RolloutBatch(batch_id="b", groups=(asked,))
+
+    play(story)
+
+
 def test_single_samples_have_the_tokens_of_a_batch(play):
     groups = tuple(PromptGroup(prompt_id=f"p{n}", token_ids=(n + 1, 2), samples=4, max_tokens=90) for n in range(4))
     batch = RolloutBatch(batch_id="b", groups=groups, seed=3, step=2)
