@@ -67,13 +67,10 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     if cores is not None:
         os.sched_setaffinity(0, cores)
 
-    import torch
-
-    if cores is not None:
-        # OMP_NUM_THREADS alone has no effect when torch was loaded before.
-        torch.set_num_threads(max(1, len(cores) // config.tensor_parallel))
     if config.device == "cpu":
         make_llvmlite_scannable()
+    if cores is not None:
+        limit_threads(max(1, len(cores) // config.tensor_parallel))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -87,6 +84,18 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
     if config.draft.is_ours:
         verify_drafts_only(engine)
     return engine
+
+
+def limit_threads(count: int) -> None:
+    """Lets torch and numba compute on `count` threads of this one. OMP_NUM_THREADS is not read by those loaded before.
+
+    numba first: as it starts its threads, it sets OpenMP's number, which is torch's too, to that of all cores.
+    """
+    import numba
+    import torch
+
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(count)
 
 
 def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str, str]:
