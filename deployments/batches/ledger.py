@@ -4,6 +4,7 @@ Invariant (law 1): a chunk is written once, at the position its `StartChunk` nam
 counts tokens, this ledger holds them. Called by the coordinator alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -38,6 +39,7 @@ class SampleRecord:
     finished_s: float = 0.0
     end: SampleEnd | None = None
     error: str | None = None
+    grown: Callable[[], None] | None = None  # called once it has more tokens
 
     def context(self) -> np.ndarray:
         """Prompt and answer so far, int32."""
@@ -64,6 +66,8 @@ class SampleRecord:
         self.kv_names = part.kv_names or self.kv_names
         self.parts.append(replace(part, kv_names=b""))  # else each part would keep the names of its whole context
         self.tokens = end
+        if self.grown is not None:
+            self.grown()
 
     def result(self, prompts: Prompts) -> SampleResult:
         """The ended sample as drivers get it."""
