@@ -5,10 +5,11 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
+from tailrace.app.gateway.chat_requests import ChatRequest
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
 from tailrace.app.gateway.doors import Doors, read_tokens
 from tailrace.app.gateway.naming import Naming, index_of
-from tailrace.app.gateway.requests import ChatRequest, CompletionRequest, Sampled, TokensRequest
+from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.session import MAX_INDEX
 
@@ -20,7 +21,7 @@ TOKEN = "a-token-of-24-characters"
     [
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
-        ({"stream": True}, "stream: not honoured"),
+        ({"watermarking": True}, "watermarking: not honoured"),
         ({"some_new_field": 3}, "some_new_field: not honoured here; remove it"),
     ],
 )
@@ -70,15 +71,16 @@ def test_rules_for_tokens_are_a_group_s():
     ],
 )
 def test_a_completion_s_prompt_is_one_or_several(prompt, prompts):
-    assert CompletionRequest(prompt=prompt).prompts() == prompts
+    assert CompletionRequest(prompt=prompt).prompts(None) == prompts
 
 
 def test_messages_are_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (prompt,) = ChatRequest(messages=[{"role": "user", "content": parts}]).prompts()
-    assert prompt == {"messages": ({"role": "user", "content": "ab"},)}
+    (message,) = ChatRequest(messages=[{"role": "user", "content": parts}]).messages
+    assert message.for_template() == {"role": "user", "content": "a\nb"}
+    (message,) = ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).messages
     with pytest.raises(ValueError, match="another type than text"):
-        ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).prompts()
+        message.for_template()
 
 
 def test_names_come_from_headers_then_from_the_seed_then_by_chance():
