@@ -19,7 +19,6 @@ TOKEN = "a-token-of-24-characters"
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
         ({"watermarking": True}, "watermarking: not honoured"),
         ({"some_new_field": 3}, "some_new_field: not honoured here; remove it"),
@@ -50,13 +49,19 @@ def test_sampling_parameters_are_a_group_s():
 
 def test_rules_for_tokens_are_a_group_s():
     given = {"stop": "\n", "logit_bias": {"5": 1}, "repetition_penalty": 1.1, "bad_words": [], "min_tokens": 0}
-    sampling = Sampled(**given, response_format={"type": "json_object"}).sampling()
+    sampling = CompletionRequest(prompt="a", **given, response_format={"type": "json_object"}).sampling()
     assert (sampling.stop, sampling.logit_bias, sampling.repetition_penalty) == (("\n",), ((5, 1.0),), 1.1)
     assert sampling.structured_outputs.json_object and not Sampled(stop=[], logit_bias={}).sampling().changes_logits
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-    assert Sampled(response_format=schema).sampling().structured_outputs.json_schema == '{"type": "object"}'
+    assert CompletionRequest(prompt="a", response_format=schema).sampling().structured_outputs.json_schema == '{"type": "object"}'
+    tags = {"type": "structural_tag", "format": {"type": "any_text"}}
+    form = CompletionRequest(prompt="a", response_format=tags).sampling().structured_outputs
+    assert form.structural_tag == '{"type": "structural_tag", "format": {"type": "any_text"}}'
+    for wrong in ({"type": "grammar"}, {"type": "text", "schema": {}}):
+        with pytest.raises(ValidationError, match="response_format"):
+            CompletionRequest(prompt="a", response_format=wrong)
     with pytest.raises(ValueError, match="schema is not there"):
-        Sampled(response_format={"type": "json_schema"}).sampling()
+        CompletionRequest(prompt="a", response_format={"type": "json_schema"}).sampling()
     with pytest.raises(ValueError, match="remove ignore_eos and min_tokens"):
         Sampled(structured_outputs={"regex": "a"}, min_tokens=2).sampling()
 

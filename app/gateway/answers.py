@@ -74,7 +74,8 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     found = _answer("gen", "generate", model, choices, answers)
     named = {} if request.request_id is None else {"request_id": request.request_id}
     prompt = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
-    return found | {"request_id": found["id"], "prompt_token_ids": prompt, "prompt_logprobs": None} | named
+    same = {"request_id": found["id"], "output_mode": "tokens", "prompt_logprobs": None}
+    return found | same | {"prompt_token_ids": prompt} | named
 
 
 def models(model: ServedModel) -> dict:

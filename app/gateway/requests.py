@@ -42,14 +42,22 @@ def unknown_field(given: dict[str, Any]) -> str | None:
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's form of an answer."""
+    """OpenAI's form of an answer, or vLLM's structural tags, which have fields of their own."""
 
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text", "json_object", "json_schema"]
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _known(self):
+        if self.type != "structural_tag" and self.model_extra:
+            raise ValueError(f"{min(self.model_extra)}: not honoured here; remove it")
+        return self
 
     def form(self) -> dict | None:
         """The form as StructuredOutputs has it. Raises ValueError if there is no schema."""
+        if self.type == "structural_tag":
+            return {"structural_tag": self.model_dump(exclude_none=True)}
         if self.type == "json_schema":
             if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
                 raise ValueError("response_format: json_schema.schema is not there; give one")
@@ -79,7 +87,6 @@ class Sampled(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     structured_outputs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _honoured(self):
@@ -90,9 +97,12 @@ class Sampled(BaseModel):
     def sampling(self) -> SamplingParams:
         """Raises ValueError for values that no distribution has."""
         given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
-        if self.response_format is not None:
-            given["structured_outputs"] = self.response_format.form() or given["structured_outputs"]
+        given["structured_outputs"] = self.form()
         return SamplingParams(**{name: value for name, value in given.items() if value not in (None, "", [])})
+
+    def form(self) -> dict[str, Any] | None:
+        """The form that the answer must have."""
+        return self.structured_outputs
 
 
 class StreamOptions(BaseModel):
@@ -112,6 +122,11 @@ class Answered(Sampled):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+
+    def form(self) -> dict[str, Any] | None:
+        asked = None if self.response_format is None else self.response_format.form()
+        return asked or self.structured_outputs
 
     @model_validator(mode="after")
     def _streamed(self):

@@ -67,7 +67,7 @@ class RequestedCalls:
         )
         found = [
             {
-                "id": call.id or call_id(name, number),
+                "id": own_id(call.id, name, number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -85,14 +85,17 @@ class RequestedCalls:
             return {}
         calls = [one.model_dump(exclude_none=True) for one in found.tool_calls if self._is_wanted(one.index)]
         for call in calls:
-            if call.get("id", "").startswith(RANDOM_ID):
-                call["id"] = call_id(name, call["index"])
+            if "id" in call:
+                call["id"] = own_id(call["id"], name, call["index"])
         return ({"content": found.content} if found.content else {}) | ({"tool_calls": calls} if calls else {})
 
     def _is_wanted(self, number: int) -> bool:
         return number == 0 or self._asked.parallel_tool_calls is not False
 
 
-def call_id(name: str, number: int) -> str:
-    """The id of a sample's call. The same sample has the same again: some templates put ids into prompts."""
+def own_id(given: str | None, name: str, number: int) -> str:
+    """The id of a sample's call, unless the model gives one. The same sample has the same again: some templates put
+    ids into prompts."""
+    if given and not given.startswith(RANDOM_ID):
+        return given
     return f"call-{blake2b(f'{name}/{number}'.encode(), digest_size=12).hexdigest()}"
