@@ -53,7 +53,10 @@ def test_rules_for_tokens_are_a_group_s():
     assert (sampling.stop, sampling.logit_bias, sampling.repetition_penalty) == (("\n",), ((5, 1.0),), 1.1)
     assert sampling.structured_outputs.json_object and not Sampled(stop=[], logit_bias={}).sampling().changes_logits
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-    assert CompletionRequest(prompt="a", response_format=schema).sampling().structured_outputs.json_schema == '{"type": "object"}'
+    assert (
+        CompletionRequest(prompt="a", response_format=schema).sampling().structured_outputs.json_schema
+        == '{"type": "object"}'
+    )
     tags = {"type": "structural_tag", "format": {"type": "any_text"}}
     form = CompletionRequest(prompt="a", response_format=tags).sampling().structured_outputs
     assert form.structural_tag == '{"type": "structural_tag", "format": {"type": "any_text"}}'
