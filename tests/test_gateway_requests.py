@@ -5,10 +5,11 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
+from tailrace.app.gateway.chat_requests import ChatRequest
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
 from tailrace.app.gateway.doors import Doors, read_tokens
 from tailrace.app.gateway.naming import Naming, index_of
-from tailrace.app.gateway.requests import ChatRequest, CompletionRequest, Sampled, TokensRequest
+from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.session import MAX_INDEX
 
@@ -18,9 +19,8 @@ TOKEN = "a-token-of-24-characters"
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
-        ({"stream": True}, "stream: not honoured"),
+        ({"watermarking": True}, "watermarking: not honoured"),
         ({"some_new_field": 3}, "some_new_field: not honoured here; remove it"),
     ],
 )
@@ -49,13 +49,22 @@ def test_sampling_parameters_are_a_group_s():
 
 def test_rules_for_tokens_are_a_group_s():
     given = {"stop": "\n", "logit_bias": {"5": 1}, "repetition_penalty": 1.1, "bad_words": [], "min_tokens": 0}
-    sampling = Sampled(**given, response_format={"type": "json_object"}).sampling()
+    sampling = CompletionRequest(prompt="a", **given, response_format={"type": "json_object"}).sampling()
     assert (sampling.stop, sampling.logit_bias, sampling.repetition_penalty) == (("\n",), ((5, 1.0),), 1.1)
     assert sampling.structured_outputs.json_object and not Sampled(stop=[], logit_bias={}).sampling().changes_logits
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-    assert Sampled(response_format=schema).sampling().structured_outputs.json_schema == '{"type": "object"}'
+    assert (
+        CompletionRequest(prompt="a", response_format=schema).sampling().structured_outputs.json_schema
+        == '{"type": "object"}'
+    )
+    tags = {"type": "structural_tag", "format": {"type": "any_text"}}
+    form = CompletionRequest(prompt="a", response_format=tags).sampling().structured_outputs
+    assert form.structural_tag == '{"type": "structural_tag", "format": {"type": "any_text"}}'
+    for wrong in ({"type": "grammar"}, {"type": "text", "schema": {}}):
+        with pytest.raises(ValidationError, match="response_format"):
+            CompletionRequest(prompt="a", response_format=wrong)
     with pytest.raises(ValueError, match="schema is not there"):
-        Sampled(response_format={"type": "json_schema"}).sampling()
+        CompletionRequest(prompt="a", response_format={"type": "json_schema"}).sampling()
     with pytest.raises(ValueError, match="remove ignore_eos and min_tokens"):
         Sampled(structured_outputs={"regex": "a"}, min_tokens=2).sampling()
 
@@ -70,15 +79,16 @@ def test_rules_for_tokens_are_a_group_s():
     ],
 )
 def test_a_completion_s_prompt_is_one_or_several(prompt, prompts):
-    assert CompletionRequest(prompt=prompt).prompts() == prompts
+    assert CompletionRequest(prompt=prompt).prompts(None) == prompts
 
 
 def test_messages_are_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (prompt,) = ChatRequest(messages=[{"role": "user", "content": parts}]).prompts()
-    assert prompt == {"messages": ({"role": "user", "content": "ab"},)}
+    (message,) = ChatRequest(messages=[{"role": "user", "content": parts}]).messages
+    assert message.for_template() == {"role": "user", "content": "a\nb"}
+    (message,) = ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).messages
     with pytest.raises(ValueError, match="another type than text"):
-        ChatRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]).prompts()
+        message.for_template()
 
 
 def test_names_come_from_headers_then_from_the_seed_then_by_chance():

@@ -1,4 +1,4 @@
-"""Errors of a client: the service has refused a request. Raised by `app.calls.client` and its calls."""
+"""Errors of a client: a refused request, a stream that broke off. Raised by `app.calls.client` and its calls."""
 
 
 class RolloutRejected(ValueError):
@@ -15,3 +15,7 @@ class WeightsRejected(ValueError):
 
 class PoliciesRejected(ValueError):
     """The policies were not switched. The text says why."""
+
+
+class StreamBroken(ConnectionError):
+    """A stream cannot continue after the tokens that it has given."""

@@ -2,10 +2,9 @@
 
     async with client.open(seed=7, step=3) as session:
         answer = await session.generate(text="2 + 2 =", group="sum", max_tokens=32)     # one sample, once it has ended
-        for _ in range(8):
-            session.submit(messages=[{"role": "user", "content": "Hello"}])             # eight of one group
-        async for answer in session.samples():                                          # as they end
-            ...
+        session.submit(messages=[{"role": "user", "content": "Hello"}])                 # begins one, for `samples`
+        async for answer in session.samples(): ...                                      # as they end
+        async for part in session.stream(text="2 + 2 ="): ...                           # one sample, as its chunks end
 
 Tokens depend on seed, step, group and index alone: they are those of a `RolloutBatch` with such a prompt_id. A request
 without an index is the next one of its group, in the order of the calls.
@@ -15,12 +14,13 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from hashlib import blake2b
 from typing import NamedTuple
 from uuid import uuid4
 
-from tailrace.app.calls.blocking import blocking
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected
+from tailrace.app.calls.blocking import blocking, blocking_iterator
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken
 from tailrace.app.calls.resume import Interrupted, Patience, lost_service
 from tailrace.deployments.messages.roles import NotAdmitted
 from tailrace.deployments.messages.rollout import (
@@ -31,7 +31,7 @@ from tailrace.deployments.messages.rollout import (
     RejectedBy,
     SamplingParams,
 )
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 
 
 class Scored(NamedTuple):
@@ -80,6 +80,19 @@ class RolloutSession:
         return Scored(sample.prompt_logprobs, sample.segments[0].weights_version, sample.segments[0].weights_digest)
 
     score_blocking = blocking(score)
+
+    async def stream(self, token_ids: Sequence[int] | None = None, **request) -> AsyncIterator[SampleTokens]:
+        """Generate one sample. Yields its tokens as its chunks end; the last item has its `answer`.
+
+        Takes the arguments of `generate`. Tokens once given never change. The stream continues after a lost
+        coordinator; it raises StreamBroken if the weights have changed meanwhile, so that other tokens would follow.
+        An iterator that is closed ends the sample.
+        """
+        async with aclosing(self._calls.stream(self.settings, self._request(token_ids, **request))) as parts:
+            async for part in parts:
+                yield part
+
+    stream_blocking = blocking_iterator(stream)
 
     def submit(self, token_ids: Sequence[int] | None = None, **request) -> None:
         """Begin one sample, whose answer `samples` gives. Takes the arguments of `generate`; needs a running loop."""
@@ -200,8 +213,7 @@ class SessionCalls:
     generate_blocking = blocking(generate)
 
     async def _generate_once(self, settings: BatchSettings, request: SampleRequest, resumed: bool) -> SampleAnswer:
-        version = self._weights[0] if self._weights else 0
-        sent = settings.model_copy(update={"min_weights_version": max(settings.min_weights_version, version)})
+        sent = self._sent(settings)
         call = self._handle.generate.remote(self._role, sent, request)
         try:
             answer = await call
@@ -210,10 +222,54 @@ class SessionCalls:
         except asyncio.CancelledError:
             call.cancel()  # else the sample would run to its end without a reader
             raise
+        return await self._taken(answer, sent, resumed)
+
+    async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
+        """One sample of a session as its chunks end; `RolloutSession.stream` makes the request."""
+        patience, given, is_begun = Patience(self._resume_s), [], False
+        while True:
+            try:
+                async with aclosing(self._stream_once(settings, request, is_begun)) as items:
+                    async for item in items:
+                        part = _beyond(given, item)
+                        if part.token_ids or part.answer or not is_begun:
+                            is_begun = True
+                            given += part.token_ids
+                            patience.renew()
+                            yield part
+                        if part.answer:
+                            return
+                raise Interrupted(StreamBroken("the stream ended before the sample"))
+            except Interrupted as lost:
+                await patience.wait(lost)
+
+    stream_blocking = blocking_iterator(stream)
+
+    async def _stream_once(
+        self, settings: BatchSettings, request: SampleRequest, resumed: bool
+    ) -> AsyncIterator[SampleTokens]:
+        sent = self._sent(settings)
+        stream = self._stream.stream_sample.remote(self._role, sent, request)
+        try:
+            async for item in stream:
+                yield await self._taken(item, sent, resumed)
+        except lost_service() as error:
+            raise Interrupted(error) from error
+        finally:
+            stream.cancel()  # else the sample would run to its end without a reader
+
+    def _sent(self, settings: BatchSettings) -> BatchSettings:
+        """The settings as the coordinator gets them: it must not hold older weights than this client's last update."""
+        version = self._weights[0] if self._weights else 0
+        return settings.model_copy(update={"min_weights_version": max(settings.min_weights_version, version)})
+
+    async def _taken(self, answer, sent: BatchSettings, resumed: bool):
+        """The answer itself; raises for a refusal, Interrupted if the call may be made again."""
         if isinstance(answer, NotAdmitted):
             raise PermissionError(answer.reason)
         if not isinstance(answer, Rejected):
             return answer
+        version = self._weights[0] if self._weights else 0
         if answer.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
             await self.update_weights(*self._weights)  # the service was restarted
             raise Interrupted(RolloutRejected(answer.reason))
@@ -236,3 +292,15 @@ class SessionCalls:
         return await self._ask("close_session", session)
 
     close_session_blocking = blocking(close_session)
+
+
+def _beyond(given: list[int], item: SampleTokens) -> SampleTokens:
+    """The part of an item that has not been given. Raises StreamBroken if it has other tokens at positions before."""
+    known = min(len(given) - item.start, len(item.token_ids))
+    whole = item.answer.sample.token_ids[: len(given)] if item.answer else given
+    if known < 0 or tuple(given[item.start : item.start + known]) != item.token_ids[:known] or [*whole] != given:
+        raise StreamBroken(
+            "the coordinator was lost, and the sample has other tokens now: the weights have changed, or it has ended "
+            "early; ask for it again"
+        )
+    return item.beyond(len(given))

@@ -6,13 +6,16 @@ seed, step, group and index that the tokens depend on, and the digests of the we
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from secrets import token_hex
 
+from tailrace.app.gateway.answer_text import text_of
+from tailrace.app.gateway.chats import Chat
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.requests import ChatRequest, CompletionRequest, TokensRequest
+from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import ServedModel
 from tailrace.deployments.messages.rollout import SampleResult
-from tailrace.deployments.messages.session import SampleAnswer
+from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
 
 FINISH = {SampleEnd.STOP: "stop", SampleEnd.LENGTH: "length", SampleEnd.CANCELLED: "abort"}
@@ -23,23 +26,32 @@ def completion(
 ) -> dict:
     choices = []
     for answer in (one for of_prompt in answers for one in of_prompt):
-        sample = answer.sample
-        choice = {"index": len(choices), "text": sample.text, "logprobs": None} | _end(naming, answer)
+        text = text_of(answer.sample, model.prompts, not request.skip_special_tokens)
+        choice = {"index": len(choices), "text": text, "logprobs": None} | end(naming, answer)
         if request.logprobs is not None:
-            choice["logprobs"] = _completion_logprobs(sample, model, bool(request.return_tokens_as_token_ids))
+            choice["logprobs"], _ = completion_logprobs(
+                answer.sample, model, bool(request.return_tokens_as_token_ids), 0
+            )
         choices.append(choice | _ids(request.return_token_ids, answer))
     return _answer("cmpl", "text_completion", model, choices, answers)
 
 
-def chat_completion(
-    request: ChatRequest, model: ServedModel, naming: Naming, answers: list[list[SampleAnswer]]
-) -> dict:
-    choices = []
+def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: list[list[SampleAnswer]]) -> dict:
+    request, choices = chat.request, []
     for answer in answers[0]:
-        message = {"role": "assistant", "content": answer.sample.text}
-        choice = {"index": len(choices), "message": message, "logprobs": None} | _end(naming, answer)
+        sample = answer.sample
+        special = not request.skip_special_tokens if chat.calls is None else chat.calls.special
+        message = {"role": "assistant", "content": text_of(sample, model.prompts, special)}
+        if chat.calls is not None:
+            name = naming.sample({"token_ids": chat.token_ids}, len(choices))
+            message = chat.calls.message(message["content"], sample.token_ids, name)
+        choice = {"index": len(choices), "message": message, "logprobs": None} | end(naming, answer)
+        if message.get("tool_calls"):
+            choice["finish_reason"] = with_calls(choice["finish_reason"], chat)
         if request.logprobs:
-            choice["logprobs"] = {"content": list(_logprob_contents(answer.sample, model))}
+            content = chat_logprobs(sample, model, bool(request.return_tokens_as_token_ids))
+            choice["logprobs"] = {"content": content}
+        chat.keep(message, answer.prompt_token_ids, sample)
         choices.append(choice | _ids(request.return_token_ids, answer))
     found = _answer("chatcmpl", "chat.completion", model, choices, answers)
     if request.return_token_ids:
@@ -47,17 +59,23 @@ def chat_completion(
     return found
 
 
+def with_calls(finish_reason: str, chat: Chat) -> str:
+    """The finish_reason of an answer that calls tools: `stop` if the request chose the one."""
+    return "tool_calls" if finish_reason == "stop" and not chat.calls.is_named else finish_reason
+
+
 def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: list[list[SampleAnswer]]) -> dict:
     choices = []
     for answer in answers[0]:
         choice = {"index": len(choices), "token_ids": list(answer.sample.token_ids), "logprobs": None}
         if request.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": list(_logprob_contents(answer.sample, model))}
-        choices.append(choice | _end(naming, answer))
+            choice["logprobs"] = {"content": chat_logprobs(answer.sample, model, False)}
+        choices.append(choice | end(naming, answer))
     found = _answer("gen", "generate", model, choices, answers)
     named = {} if request.request_id is None else {"request_id": request.request_id}
     prompt = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
-    return found | {"request_id": found["id"], "prompt_token_ids": prompt, "prompt_logprobs": None} | named
+    same = {"request_id": found["id"], "output_mode": "tokens", "prompt_logprobs": None}
+    return found | same | {"prompt_token_ids": prompt} | named
 
 
 def models(model: ServedModel) -> dict:
@@ -75,24 +93,32 @@ def _answer(
 ) -> dict:
     prompt = sum(len(of_prompt[0].prompt_token_ids) for of_prompt in answers)
     made = sum(len(one.sample.token_ids) for of_prompt in answers for one in of_prompt)
-    usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
     return {
         "id": f"{prefix}-{token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": model.name,
         "choices": choices,
-        "usage": usage,
+        "usage": usage(prompt, made),
     }
 
 
-def _end(naming: Naming, answer: SampleAnswer) -> dict:
+def usage(prompt_tokens: int, made_tokens: int) -> dict:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": made_tokens,
+        "total_tokens": prompt_tokens + made_tokens,
+    }
+
+
+def end(naming: Naming, answer: SampleAnswer) -> dict:
+    """The end of a choice, and all that its tokens depend on."""
     sample = answer.sample
     digests = {str(one.weights_version): one.weights_digest for one in sample.segments}
     key = {"seed": naming.seed, "step": naming.step, "group": answer.group, "index": sample.sample_index}
     return {
         "finish_reason": FINISH[sample.finish_reason],
-        "stop_reason": None,
+        "stop_reason": sample.stop_reason,
         "weight_versions": weight_versions(sample),
         "tailrace": key | {"weights_digests": digests},
     }
@@ -116,26 +142,29 @@ def _ids(wanted: bool | None, answer: SampleAnswer) -> dict:
     return {"token_ids": list(answer.sample.token_ids), "prompt_token_ids": list(answer.prompt_token_ids)}
 
 
-def _completion_logprobs(sample: SampleResult, model: ServedModel, as_ids: bool) -> dict:
-    names = [f"token_id:{token}" if as_ids else model.prompts.piece(token) for token in sample.token_ids]
-    offsets = [0]
-    for name in names[:-1]:
-        offsets.append(offsets[-1] + len(name))
-    return {
+def completion_logprobs(
+    piece: SampleResult | SampleTokens, model: ServedModel, as_ids: bool, offset: int
+) -> tuple[dict, int]:
+    """The logprobs of a piece of an answer whose text begins at character `offset`, and where the next one begins."""
+    names = [_name(token, model, as_ids) for token in piece.token_ids]
+    offsets = list(accumulate(map(len, names), initial=offset))
+    found = {
         "tokens": names,
-        "token_logprobs": list(sample.logprobs),
-        "top_logprobs": [{name: logprob} for name, logprob in zip(names, sample.logprobs, strict=True)],
-        "text_offset": offsets[: len(names)],
+        "token_logprobs": list(piece.logprobs),
+        "top_logprobs": [{name: logprob} for name, logprob in zip(names, piece.logprobs, strict=True)],
+        "text_offset": offsets[:-1],
     }
+    return found, offsets[-1]
 
 
-def _logprob_contents(sample: SampleResult, model: ServedModel) -> Iterable[dict]:
-    for token, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
-        piece = model.prompts.piece(token)
-        yield {
-            "token": piece,
-            "token_id": token,
-            "logprob": logprob,
-            "bytes": list(piece.encode()),
-            "top_logprobs": [],
-        }
+def chat_logprobs(piece: SampleResult | SampleTokens, model: ServedModel, as_ids: bool) -> list[dict]:
+    found = []
+    for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
+        text = model.prompts.piece(token)
+        one = {"token": _name(token, model, as_ids), "token_id": token, "logprob": logprob}
+        found.append(one | {"bytes": list(text.encode()), "top_logprobs": []})
+    return found
+
+
+def _name(token: int, model: ServedModel, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else model.prompts.piece(token)

@@ -19,7 +19,7 @@ def build(args: GatewayConfig) -> Application:
     """The application with its defaults; `serve deploy` lays the file's `deployments` over them."""
 
     def service() -> GatewayService:
-        return GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role))
+        return GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role), args)
 
     @serve.deployment(name="Gateway", max_ongoing_requests=args.max_open + 100, ray_actor_options={"num_cpus": 0})
     @serve.ingress(lambda: make_app(service(), args))

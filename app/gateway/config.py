@@ -25,6 +25,12 @@ class GatewayConfig(Strict):
     app_name: str = Field("tailrace", description="the service's application")
     tokens_file: str | None = Field(None, description="absolute path of `ROLE TOKEN` lines; null: no token is needed")
     max_open: int = Field(2_000, ge=1, description="requests at once on one replica; more get 429")
+    tool_parser: str | None = Field(
+        None, description="vLLM's parser of tool calls, by its name, such as hermes; null: no tools"
+    )
+    conversation_tokens: int = Field(
+        4_000_000, ge=0, description="of earlier chats, kept so that their next turns begin with the same token ids"
+    )
     max_body_bytes: int = Field(10 << 20, ge=1, description="of one request; a larger one gets 413")
 
     @field_validator("tokens_file")

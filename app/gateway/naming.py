@@ -36,6 +36,10 @@ class Naming(NamedTuple):
     def group_of(self, prompt: Mapping) -> str:
         return prompt_name(prompt) if self.group is None else self.group
 
+    def sample(self, prompt: Mapping, number: int) -> str:
+        """The name of one of the samples of a prompt."""
+        return f"{self.seed}/{self.step}/{self.group_of(prompt)}/{self.index + number}"
+
     def session(self) -> BatchSettings:
         """The settings of the session that such requests share, on all replicas of the gateway."""
         return BatchSettings(batch_id=f"http-{self.seed}-{self.step}", seed=self.seed, step=self.step)

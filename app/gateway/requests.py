@@ -8,23 +8,25 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.refusals import REFUSED
 from tailrace.deployments.messages.rollout import SamplingParams
 
 IGNORED = {
-    "user", "request_id", "return_token_ids", "detokenize", "output_mode", "cache_salt", "service_tier", "store",
-    "metadata", "safety_identifier", "prompt_cache_key", "stream_options", "routed_experts_prompt_start",
-    "spaces_between_special_tokens", "add_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache",
+    "user", "request_id", "detokenize", "cache_salt", "service_tier", "store",
+    "metadata", "safety_identifier", "prompt_cache_key", "routed_experts_prompt_start", "session_id", "mm_payload",
+    "spaces_between_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache", "stream_interval",
+    "return_mm_kwargs", "return_token_offsets", "truncation_side",
 }  # fmt: skip
 """Fields that change no token, and whose answer is the same here."""
 
 NEUTRAL = {
     "best_of": (1,), "echo": (False,), "length_penalty": (1,), "use_beam_search": (False,), "suffix": ("",),
-    "stream": (False,), "include_stop_str_in_output": (False,), "priority": (0,), "tools": ([],),
-    "tool_choice": ("none", "auto"), "top_logprobs": (0, 1), "prompt_logprobs": (0,), "truncate_prompt_tokens": (-1,),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "parallel_tool_calls": (True, False), "skip_special_tokens": (True, False), "chat_template_kwargs": ({},),
-    "thinking_token_budget": (-1,), "flat_logprobs": (False,),
+    "stream": (False,), "include_stop_str_in_output": (False,), "priority": (0,), "top_logprobs": (0, 1),
+    "prompt_logprobs": (0,), "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,),
+    "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "documents": ([],),
+    "skip_special_tokens": (True, False), "output_mode": ("tokens",), "return_prompt_text": (False,),
+    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "vllm_xargs": ({},),
 }  # fmt: skip
 """Values that ask for nothing, besides null."""
 
@@ -40,14 +42,22 @@ def unknown_field(given: dict[str, Any]) -> str | None:
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's form of an answer."""
+    """OpenAI's form of an answer, or vLLM's structural tags, which have fields of their own."""
 
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text", "json_object", "json_schema"]
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _known(self):
+        if self.type != "structural_tag" and self.model_extra:
+            raise ValueError(f"{min(self.model_extra)}: not honoured here; remove it")
+        return self
 
     def form(self) -> dict | None:
         """The form as StructuredOutputs has it. Raises ValueError if there is no schema."""
+        if self.type == "structural_tag":
+            return {"structural_tag": self.model_dump(exclude_none=True)}
         if self.type == "json_schema":
             if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
                 raise ValueError("response_format: json_schema.schema is not there; give one")
@@ -77,7 +87,6 @@ class Sampled(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     structured_outputs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _honoured(self):
@@ -88,62 +97,67 @@ class Sampled(BaseModel):
     def sampling(self) -> SamplingParams:
         """Raises ValueError for values that no distribution has."""
         given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
-        if self.response_format is not None:
-            given["structured_outputs"] = self.response_format.form() or given["structured_outputs"]
+        given["structured_outputs"] = self.form()
         return SamplingParams(**{name: value for name, value in given.items() if value not in (None, "", [])})
 
+    def form(self) -> dict[str, Any] | None:
+        """The form that the answer must have."""
+        return self.structured_outputs
 
-class CompletionRequest(Sampled):
-    """`/v1/completions`."""
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last event with the tokens of all choices; `continuous_usage_stats`: in every event."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Answered(Sampled):
+    """Fields of completions and chats alike: how the answer is given."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+
+    def form(self) -> dict[str, Any] | None:
+        asked = None if self.response_format is None else self.response_format.form()
+        return asked or self.structured_outputs
+
+    @model_validator(mode="after")
+    def _streamed(self):
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream; remove it or set stream")
+        if self.stop and not self.skip_special_tokens:
+            raise ValueError("skip_special_tokens: stop texts are looked for without special tokens; remove one")
+        return self
+
+    def wants_usage(self, always: bool) -> bool:
+        """Whether a stream's events have the usage: each of them (`always`), or the last."""
+        options = self.stream_options or StreamOptions()
+        return bool(options.continuous_usage_stats if always else options.include_usage)
+
+
+class CompletionRequest(Answered):
+    """`/v1/completions`."""
+
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=1)
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool = True
 
-    def prompts(self) -> list[dict]:
+    def prompts(self, tokenizer: Prompts) -> list[dict]:
         """The prompts as a PromptGroup takes them."""
         if not self.prompt:
             raise ValueError("prompt is empty; give one token or more")
         several = self.prompt if isinstance(self.prompt, list) and not _is_ids(self.prompt) else [self.prompt]
+        if not self.add_special_tokens:
+            several = [tokenizer.encode(one) if isinstance(one, str) else one for one in several]
         return [{"text": one} if isinstance(one, str) else {"token_ids": tuple(one)} for one in several]
-
-
-class TextPart(BaseModel):
-    """A piece of a message's content; only text has a meaning here."""
-
-    type: str
-    text: str | None = None
-
-
-class RequestedMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def as_text(self) -> dict[str, str]:
-        """Raises ValueError if its content is not text alone."""
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        if any(part.type != "text" or part.text is None for part in self.content):
-            raise ValueError("messages: content of another type than text is not honoured here")
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
-
-
-class ChatRequest(Sampled):
-    """`/v1/chat/completions`."""
-
-    model: str | None = None
-    messages: list[RequestedMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    return_token_ids: bool | None = None
-
-    def prompts(self) -> list[dict]:
-        return [{"messages": tuple(message.as_text() for message in self.messages)}]
 
 
 class TokensSampled(Sampled):

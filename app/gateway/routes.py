@@ -5,7 +5,9 @@ Errors have vLLM's form: 400 for a field that is not honoured, 403 for a role wi
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
@@ -16,11 +18,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
+from tailrace.app.gateway.chat_requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.doors import Doors, error_body
+from tailrace.app.gateway.event_stream import EventStream, left
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.requests import ChatRequest, CompletionRequest, TokensRequest
-from tailrace.app.gateway.service import GatewayService, UnknownModel, first_cause
+from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
+from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
+from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
@@ -63,48 +68,73 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
 def _add_generation(app: FastAPI, service: GatewayService) -> None:
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request):
-        return await _made(service, http, request, request.prompts(), request.max_tokens, answers.completion)
+        model = await service.model(request.model)
+        wanted = Wanted(request.prompts(model.prompts), request.n, request.max_tokens, request.sampling())
+        naming = Naming.of(http.headers, request.seed)
+        if request.stream:
+            return await _streamed(service, http, CompletionStream(request, model, naming, wanted))
+        return await _made(service, http, wanted, naming, partial(answers.completion, request, model, naming))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest, http: Request):
+        model, chat = await service.model(request.model), await service.chat(request)
         bound = request.max_completion_tokens or request.max_tokens
-        return await _made(service, http, request, request.prompts(), bound, answers.chat_completion)
+        wanted = Wanted([{"token_ids": chat.token_ids}], request.n, bound, chat.sampling())
+        naming = Naming.of(http.headers, request.seed)
+        if request.stream:
+            return await _streamed(service, http, ChatStream(chat, request, model, naming, wanted))
+        return await _made(service, http, wanted, naming, partial(answers.chat_completion, chat, model, naming))
 
     @app.post("/inference/v1/generate")
     async def generate(request: TokensRequest, http: Request):
-        bound = request.sampling_params.max_tokens or 16  # vLLM's default
+        model, sampled = await service.model(request.model), request.sampling_params
         prompts = [{"token_ids": tuple(request.token_ids)}]
-        return await _made(service, http, request, prompts, bound, answers.tokens)
+        wanted = Wanted(prompts, sampled.n, sampled.max_tokens or 16, sampled.sampling())  # 16: vLLM's default
+        naming = Naming.of(http.headers, sampled.seed)
+        return await _made(service, http, wanted, naming, partial(answers.tokens, request, model, naming))
 
 
-async def _made(service: GatewayService, http: Request, request, prompts: list[dict], bound: int | None, body):
+async def _made(service: GatewayService, http: Request, wanted: Wanted, naming: Naming, body: Callable):
     """Generate, and answer by `body`, unless the client has left."""
-    model = await service.model(request.model)
-    sampled = request.sampling_params if isinstance(request, TokensRequest) else request
-    naming = Naming.of(http.headers, sampled.seed)
-    found = await _unless_gone(http, service.generate(http.scope["role"], sampled, prompts, bound, naming))
+    found = await _unless_gone(http, service.generate(http.scope["role"], wanted, naming))
     if found is None:
         return JSONResponse(error_body(499, "the client has left"), 499)
     if failed := answers.failures(found):
         return JSONResponse(error_body(500, failed[0]), 500)
-    return body(request, model, naming, found)
+    return body(found)
+
+
+async def _streamed(service: GatewayService, http: Request, stream: AnswerStream):
+    """Answer by events. A refusal comes before the first one, with its own status."""
+    parts = service.stream(http.scope["role"], stream.wanted, stream.naming)
+    first = await _unless_gone(http, anext(parts))
+    if first is None:
+        await parts.aclose()
+        return JSONResponse(error_body(499, "the client has left"), 499)
+
+    async def events():
+        async with aclosing(parts):
+            for event in stream.events(*first):
+                yield event
+            async for number, part in parts:
+                for event in stream.events(number, part):
+                    yield event
+            for event in stream.last():
+                yield event
+
+    return EventStream(events(), lambda error: _error_of(error)[0])
 
 
 async def _unless_gone(http: Request, work: Awaitable):
     """The work's result; None if the client leaves first, which cancels it."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(http))
+    watch = asyncio.ensure_future(left(http.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
         watch.cancel()
         task.cancel()
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _add_model(app: FastAPI, service: GatewayService) -> None:
@@ -175,12 +205,18 @@ async def _other(_: Request, error: StarletteHTTPException) -> JSONResponse:
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:
+    body, status = _error_of(error)
+    return JSONResponse(body, status, {"retry-after": "1"} if status in (429, 503) else None)
+
+
+def _error_of(error: Exception) -> tuple[dict, int]:
+    """An exception in vLLM's form, and its status."""
     cause = first_cause(error)
     status = status_of(cause)
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     if isinstance(cause, ValidationError):
         text = cause.errors()[0]["msg"].removeprefix("Value error, ")
-    return JSONResponse(error_body(status, text), status, {"retry-after": "1"} if status in (429, 503) else None)
+    return error_body(status, text), status
 
 
 def status_of(error: BaseException) -> int:

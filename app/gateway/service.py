@@ -6,18 +6,23 @@ Invariant: nothing of a request outlives it here; sessions are the coordinator's
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.conversations import Conversations
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.requests import Sampled
+from tailrace.app.gateway.tool_calls import ToolParser
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.roles import Role
-from tailrace.deployments.messages.rollout import PromptGroup
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 
 
 class ServedModel(NamedTuple):
@@ -27,6 +32,17 @@ class ServedModel(NamedTuple):
     root: str
     max_model_len: int
     prompts: Prompts
+    tool_parser: ToolParser | None = None
+
+
+class Wanted(NamedTuple):
+    """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None: as
+    many as the model's context has room for."""
+
+    prompts: Sequence[Mapping]
+    n: int
+    max_tokens: int | None
+    sampling: SamplingParams
 
 
 class UnknownModel(ValueError):
@@ -36,8 +52,9 @@ class UnknownModel(ValueError):
 class GatewayService:
     """`client_of`: makes the client of a role."""
 
-    def __init__(self, client_of: Callable[[Role], RolloutClient]):
-        self._client_of = client_of
+    def __init__(self, client_of: Callable[[Role], RolloutClient], config: GatewayConfig):
+        self._client_of, self._config = client_of, config
+        self._conversations = Conversations(config.conversation_tokens)
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
         self._loading = asyncio.Lock()
@@ -54,33 +71,72 @@ class GatewayService:
         async with self._loading:  # once: transformers cannot be imported by two threads
             if self._model is None:
                 status = await self.client(Role.OBSERVER).status()
-                prompts = await asyncio.to_thread(Prompts, status.model, status.max_model_len)
-                self._model = ServedModel(Path(status.model).name, status.model, status.max_model_len, prompts)
+                self._model = await asyncio.to_thread(self._load, status.model, status.max_model_len)
         if wanted not in (None, self._model.name, self._model.root):
             raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
         return self._model
 
-    async def generate(
-        self, role: Role, request: Sampled, prompts: Sequence[Mapping], max_tokens: int | None, naming: Naming
-    ) -> list[list[SampleAnswer]]:
-        """The samples of each prompt, `request.n` of each. A call that is cancelled ends them."""
-        bound, sampling = max_tokens or (await self.model()).max_model_len, request.sampling()
-        settings = naming.session()
-        asked = [
+    def _load(self, folder: str, max_model_len: int) -> ServedModel:
+        prompts, name = Prompts(folder, max_model_len), self._config.tool_parser
+        parser = None if name is None else ToolParser(name, prompts.tokenizer)
+        return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
+
+    async def chat(self, request: ChatRequest) -> Chat:
+        """Raises ValueError, one line, if the request cannot be met."""
+        model = await self.model(request.model)
+        return await asyncio.to_thread(Chat, request, model.prompts, self._conversations, model.tool_parser)
+
+    async def generate(self, role: Role, wanted: Wanted, naming: Naming) -> list[list[SampleAnswer]]:
+        """The samples of each prompt. A call that is cancelled ends them."""
+        settings, client = naming.session(), self.client(role)
+        asked = await self._asked(wanted, naming)
+        with self._renewed(settings.batch_id):
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(client.generate(settings, one)) for one in asked]
+        answers = [call.result() for call in calls]
+        return [answers[start : start + wanted.n] for start in range(0, len(answers), wanted.n)]
+
+    async def stream(self, role: Role, wanted: Wanted, naming: Naming) -> AsyncIterator[tuple[int, SampleTokens]]:
+        """The samples' parts as they come, each with the number of its sample. Closing the iterator ends them."""
+        settings, client = naming.session(), self.client(role)
+        asked = await self._asked(wanted, naming)
+        items: asyncio.Queue = asyncio.Queue()
+
+        async def read(number: int, request: SampleRequest) -> None:
+            try:
+                async with aclosing(client.stream(settings, request)) as parts:
+                    async for part in parts:
+                        items.put_nowait((number, part))
+            except Exception as error:  # noqa: BLE001 - goes to the reader of all samples
+                items.put_nowait((number, error))
+
+        with self._renewed(settings.batch_id):
+            readers = [asyncio.ensure_future(read(*one)) for one in enumerate(asked)]
+            try:
+                left = len(readers)
+                while left:
+                    number, part = await items.get()
+                    if isinstance(part, Exception):
+                        raise part
+                    left -= part.answer is not None
+                    yield number, part
+            finally:
+                for reader in readers:
+                    reader.cancel()
+                await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _asked(self, wanted: Wanted, naming: Naming) -> list[SampleRequest]:
+        bound = wanted.max_tokens or (await self.model()).max_model_len
+        return [
             SampleRequest(
                 group=PromptGroup(
-                    prompt_id=naming.group_of(prompt), samples=1, max_tokens=bound, sampling=sampling, **prompt
+                    prompt_id=naming.group_of(prompt), samples=1, max_tokens=bound, sampling=wanted.sampling, **prompt
                 ),
                 index=naming.index + number,
             )
-            for prompt in prompts
-            for number in range(request.n)
+            for prompt in wanted.prompts
+            for number in range(wanted.n)
         ]
-        with self._renewed(settings.batch_id):
-            async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self.client(role).generate(settings, one)) for one in asked]
-        answers = [call.result() for call in calls]
-        return [answers[start : start + request.n] for start in range(0, len(answers), request.n)]
 
     @contextlib.contextmanager
     def _renewed(self, session: str):

@@ -4,6 +4,7 @@ Invariant (law 1): a chunk is written once, at the position its `StartChunk` nam
 counts tokens, this ledger holds them. Called by the coordinator alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -38,6 +39,7 @@ class SampleRecord:
     finished_s: float = 0.0
     end: SampleEnd | None = None
     error: str | None = None
+    grown: Callable[[], None] | None = None  # called once it has more tokens
 
     def context(self) -> np.ndarray:
         """Prompt and answer so far, int32."""
@@ -64,17 +66,21 @@ class SampleRecord:
         self.kv_names = part.kv_names or self.kv_names
         self.parts.append(replace(part, kv_names=b""))  # else each part would keep the names of its whole context
         self.tokens = end
+        if self.grown is not None:
+            self.grown()
 
     def result(self, prompts: Prompts) -> SampleResult:
         """The ended sample as drivers get it."""
         token_ids = joined([part.token_ids for part in self.parts], np.int32)
+        text, stop_reason = self._text(prompts, token_ids)
         return SampleResult(
             sample_index=self.index,
             token_ids=tuple(token_ids),
-            text=self._text(prompts, token_ids),
+            text=text,
             logprobs=tuple(joined([part.logprobs for part in self.parts], np.float32)),
             raw_logprobs=tuple(joined([part.raw_logprobs for part in self.parts], np.float32)),
             finish_reason=self.end,
+            stop_reason=stop_reason,
             error=self.error,
             chunks=len(self.parts),
             segments=tuple(self.segments),
@@ -87,10 +93,16 @@ class SampleRecord:
             **self._drafts(),
         )
 
-    def _text(self, prompts: Prompts, token_ids: list[int]) -> str:
-        """The text before a stop text, if one ended the sample."""
-        stops = self.group.group.sampling.stop if self.end is SampleEnd.STOP else ()
-        return cut(token_ids, stops, prompts.decode)[0] if stops else prompts.decode(token_ids)
+    def _text(self, prompts: Prompts, token_ids: list[int]) -> tuple[str, int | str | None]:
+        """The text before the stop text or token that ended the sample, and that one; None for an end of sequence."""
+        sampling = self.group.group.sampling
+        if self.end is not SampleEnd.STOP:
+            return prompts.decode(token_ids), None
+        text, stop = cut(token_ids, sampling.stop, prompts.decode) if sampling.stop else ("", None)
+        if stop is not None:
+            return text, stop
+        last = token_ids[-1] if token_ids else None
+        return prompts.decode(token_ids[:-1]), last if last in sampling.stop_token_ids else None
 
     def _prompt_logprobs(self) -> tuple[float, ...]:
         found = (part.prompt_logprobs for part in self.parts if part.prompt_logprobs is not None)

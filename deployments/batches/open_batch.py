@@ -109,8 +109,8 @@ class OpenBatch(LiveBatch):
     def take(
         self, new: NewSample, prepared: Prepared, index: int, answered: Callable[[SampleAnswer | Rejected], None],
         now_s: float,
-    ) -> None:  # fmt: skip
-        """The core has taken a planned sample. `answered` is called with its answer, once."""
+    ) -> SampleRecord:  # fmt: skip
+        """The core has taken a planned sample. Returns its record. `answered` is called with its answer, once."""
         group, settings = new.group, self.message
         record = self.groups.get(group.group_id)
         if record is None:
@@ -137,6 +137,7 @@ class OpenBatch(LiveBatch):
         self._answered[new.sample_id] = answered
         samples, _ = self._sizes
         self._sizes = samples + 1, self._names
+        return record.samples[-1]
 
     # ---- samples and groups end ----------------------------------------------------------------------
 

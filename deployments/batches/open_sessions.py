@@ -6,17 +6,19 @@ not depend on the order of requests. Called by `Rollouts` and the coordinator.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.deployments.batches.asked_sample import AskedSample
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.open_batch import GroupIdentity, OpenBatch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.batches.quotas import BatchLoad
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, checked
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.policies.protocol import events as ev
 
 if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
@@ -27,39 +29,23 @@ IDLE_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
-    """A sample that callers wait for. `sample_id`: in the core, once that has taken it."""
-
-    identity: GroupIdentity
-    index: int
-    answer: asyncio.Future
-    waiting: int = 0
-    sample_id: str | None = None
-    is_cancelled: bool = False
-
-    def give(self, answer: SampleAnswer | Rejected) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
-
-
-@dataclass(eq=False, slots=True)
 class OpenSession:
     settings: BatchSettings
     renewed_s: float
     batch: OpenBatch | None = None  # None: nothing of it is in the core
-    asked: dict[tuple[GroupIdentity, int], Asked] = field(default_factory=dict)
+    asked: dict[tuple[GroupIdentity, int], AskedSample] = field(default_factory=dict)
     tokens: int = 0  # max_tokens of all that is asked for
 
     def load(self) -> BatchLoad:
         return BatchLoad(len(self.asked), self.tokens)
 
-    def add(self, asked: Asked) -> None:
+    def add(self, asked: AskedSample) -> None:
         """Count a sample in, until it is answered."""
         self.asked[asked.identity, asked.index] = asked
         self.tokens += asked.identity.max_tokens
         asked.answer.add_done_callback(lambda _: self._remove(asked))
 
-    def _remove(self, asked: Asked) -> None:
+    def _remove(self, asked: AskedSample) -> None:
         del self.asked[asked.identity, asked.index]
         self.tokens -= asked.identity.max_tokens
 
@@ -97,6 +83,24 @@ class OpenSessions:
 
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
         """One sample, once it has ended. A caller that leaves, or whose deadline passes, ends it if it is the last."""
+        asked = await self._asked(settings, request)
+        if isinstance(asked, Rejected):
+            return asked
+        with self._waited_for(asked, request.deadline_s):
+            return await asyncio.shield(asked.answer)
+
+    async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens | Rejected]:
+        """The same sample, its tokens as its chunks end; see `AskedSample.stream`."""
+        asked = await self._asked(settings, request)
+        if isinstance(asked, Rejected):
+            yield asked
+            return
+        with self._waited_for(asked, request.deadline_s):
+            async for item in asked.stream():
+                yield item
+
+    async def _asked(self, settings: BatchSettings, request: SampleRequest) -> AskedSample | Rejected:
+        """The sample of a request, which is made now unless it is in flight."""
         settings, request = checked(BatchSettings, settings), checked(SampleRequest, request)
         for message in (settings, request):
             if isinstance(message, Rejected):
@@ -109,11 +113,7 @@ class OpenSessions:
             if isinstance(given, Rejected):
                 return given
         asked = session.asked.get((GroupIdentity.of(prepared), request.index))
-        if asked is None:
-            asked = self._ask(session, prepared, request)
-        if isinstance(asked, Rejected):
-            return asked
-        return await self._wait(asked, request.deadline_s)
+        return self._ask(session, prepared, request) if asked is None else asked
 
     def _session(self, settings: BatchSettings) -> OpenSession | Rejected:
         name = settings.batch_id
@@ -125,19 +125,21 @@ class OpenSessions:
         session.renewed_s = self._now()
         return session
 
-    def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> Asked | Rejected:
+    def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> AskedSample | Rejected:
         what = f"a sample of session {session.settings.batch_id!r}"
         if (refused := self._quota(what, BatchLoad(1, prepared.max_tokens))) is not None:
             return refused
         identity = GroupIdentity.of(prepared)
-        asked = Asked(identity, request.index, asyncio.get_running_loop().create_future())
+        asked = AskedSample(identity, request.index, asyncio.get_running_loop().create_future())
         session.add(asked)
         task = asyncio.ensure_future(self._submit(session, asked, prepared, request))
         self._submissions.add(task)
         task.add_done_callback(self._submissions.discard)
         return asked
 
-    async def _submit(self, session: OpenSession, asked: Asked, prepared: Prepared, request: SampleRequest) -> None:
+    async def _submit(
+        self, session: OpenSession, asked: AskedSample, prepared: Prepared, request: SampleRequest
+    ) -> None:
         try:
             keys = [prepared.prompt_key]
             past = await self._context.lengths(keys) if self._context is not None else {}
@@ -148,7 +150,9 @@ class OpenSessions:
         if refused is not None:
             asked.give(refused)
 
-    def _give(self, session: OpenSession, asked: Asked, prepared: Prepared, of: int | None, past) -> Rejected | None:
+    def _give(
+        self, session: OpenSession, asked: AskedSample, prepared: Prepared, of: int | None, past
+    ) -> Rejected | None:
         """Give a sample to the core. Returns why it does not take it, or None."""
         if self._sessions.get(session.settings.batch_id) is not session:
             return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
@@ -162,27 +166,30 @@ class OpenSessions:
         if session.batch is not batch:
             session.batch = batch
             self._batches.add(batch)
-        batch.take(new, prepared, asked.index, asked.give, self._now())
+        record = batch.take(new, prepared, asked.index, asked.give, self._now())
         self._batches.add_sample(batch, new.group.group_id, new.sample_id)
-        asked.sample_id = new.sample_id
+        asked.take(new.sample_id, record)
         if asked.is_cancelled:
             self._cancel(asked)
         return None
 
-    async def _wait(self, asked: Asked, deadline_s: float | None) -> SampleAnswer | Rejected:
+    @contextlib.contextmanager
+    def _waited_for(self, asked: AskedSample, deadline_s: float | None):
+        """One more caller waits for it. Its deadline ends the sample, and so does its leaving if it is the last."""
+        timer = None
+        if deadline_s is not None:
+            timer = asyncio.get_running_loop().call_later(deadline_s, self._cancel, asked)
         asked.waiting += 1
         try:
-            async with asyncio.timeout(deadline_s):
-                return await asyncio.shield(asked.answer)
-        except TimeoutError:
-            self._cancel(asked)
-            return await asyncio.shield(asked.answer)
+            yield
         finally:
+            if timer is not None:
+                timer.cancel()
             asked.waiting -= 1
             if not asked.waiting and not asked.answer.done():  # its last caller has left
                 self._cancel(asked)
 
-    def _cancel(self, asked: Asked) -> None:
+    def _cancel(self, asked: AskedSample) -> None:
         asked.is_cancelled = True
         if asked.sample_id is not None and not asked.answer.done():
             self._later(ev.SampleCancelled(self._now(), asked.sample_id))

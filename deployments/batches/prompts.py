@@ -71,8 +71,19 @@ class Prompts:
         key = prompt_key(self.decode(list(token_ids)))
         return Prepared(group, token_ids, min(group.max_tokens, left), key)
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], special: bool = False) -> str:
+        """Text of token ids. `special`: with special tokens, by their names."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not special)
+
+    @property
+    def tokenizer(self):
+        """The tokenizer itself, for vLLM's parsers."""
+        return self._tokenizer
+
+    @property
+    def closing(self) -> str:
+        """The text of the token that ends a sequence; empty if the tokenizer has none."""
+        return self._tokenizer.eos_token or ""
 
     def foreign(self, token_ids: Iterable[int]) -> int | None:
         """The first token that is not in the vocabulary, or None."""
@@ -91,6 +102,10 @@ class Prompts:
             return group.token_ids
         if group.text is not None:
             return tuple(self._tokenizer.encode(group.text))
-        messages = [message.model_dump() for message in group.messages]
-        chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tuple(self.encode(chat))
+        return tuple(self.encode(self.chat([message.model_dump() for message in group.messages])))
+
+    def chat(self, messages: list[dict], add_generation_prompt: bool = True, **template) -> str:
+        """Chat messages as the model's template joins them. `template`: its arguments, such as `tools`."""
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **template
+        )

@@ -26,7 +26,7 @@ from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
@@ -137,6 +137,14 @@ class Coordinator:
     @admits(Role.EVALUATOR)
     async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer | Rejected:
         return await self._rollouts.sessions.generate(settings, request)
+
+    @admits(Role.EVALUATOR)
+    async def stream_sample(
+        self, settings: BatchSettings, request: SampleRequest
+    ) -> AsyncIterator[SampleTokens | Rejected]:
+        async with aclosing(self._rollouts.sessions.stream(settings, request)) as items:
+            async for item in items:
+                yield item
 
     @admits(Role.EVALUATOR)
     async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:

@@ -135,6 +135,7 @@ class SampleResult(Message):
     logprobs: tuple[float, ...]
     raw_logprobs: tuple[float, ...]
     finish_reason: SampleEnd
+    stop_reason: int | str | None = Field(None, description="the stop text or stop token id that ended it")
     error: str | None = None
     chunks: int = 0
     segments: tuple[Segment, ...] = ()

@@ -42,12 +42,14 @@ class StructuredOutputs(RequestMessage):
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = Field(None, description="in EBNF")
+    structural_tag: Annotated[str, BeforeValidator(_as_json)] | None = Field(None, description="xgrammar's, in JSON")
 
     @model_validator(mode="after")
     def _one(self):
         given = [name for name, value in self if value]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of json, json_object, regex, choice, grammar (given: {len(given)})")
+            names = "json, json_object, regex, choice, grammar, structural_tag"
+            raise ValueError(f"give exactly one of {names} (given: {len(given)})")
         return self
 
 

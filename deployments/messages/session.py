@@ -31,6 +31,29 @@ class SampleRequest(RequestMessage):
         return self
 
 
+class SampleTokens(Message):
+    """More tokens of a sample that runs, from answer position `start` on. Tokens that were given never change.
+
+    `logprobs`, `raw_logprobs`: as in SampleResult. `prompt_token_ids`: in the first message of a stream alone, which
+    comes once the sample is taken. `answer`: the whole sample, in the last one alone.
+    """
+
+    prompt_token_ids: tuple[int, ...] | None = None
+    start: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
+    answer: "SampleAnswer | None" = None
+
+    def beyond(self, position: int) -> "SampleTokens":
+        """The same without the tokens before answer position `position`."""
+        cut = max(0, position - self.start)
+        return self.model_copy(
+            update={"start": self.start + cut}
+            | {name: getattr(self, name)[cut:] for name in ("token_ids", "logprobs", "raw_logprobs")}
+        )
+
+
 class SampleAnswer(Message):
     """An ended sample of a session. `group`: the name of its group; `sample.sample_index`: its index there."""
 

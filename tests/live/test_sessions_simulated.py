@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from contextlib import aclosing
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient, RolloutRejected
+from tailrace.app.calls.refused import StreamBroken
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import driver_client
@@ -296,3 +298,95 @@ def test_a_closed_session_takes_no_request(play):
             await session.generate(PROMPT)
 
     play(story)
+
+
+async def streamed(session, **request) -> tuple[list, list[tuple[int, ...]]]:
+    """The parts of a stream, and the tokens of each."""
+    parts = [part async for part in session.stream(PROMPT, group="g", **request)]
+    return parts, [part.token_ids for part in parts if part.token_ids]
+
+
+def in_chunks(tokens: int) -> dict:
+    return {"policies": {"chunking": {"type": "fixed", "chunk_tokens": tokens}}}
+
+
+def test_a_stream_gives_the_tokens_of_the_sample_chunk_by_chunk(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            answer = await session.generate(PROMPT, group="g", index=0, max_tokens=90)
+            parts, pieces = await streamed(session, index=0, max_tokens=90)
+        assert [len(piece) for piece in pieces[:-1]] == [20] * (len(pieces) - 1) and len(pieces) > 1
+        assert sum(pieces, ()) == answer.sample.token_ids == parts[-1].answer.sample.token_ids
+        assert sum((part.logprobs for part in parts), ()) == answer.sample.logprobs
+        assert [part.prompt_token_ids for part in parts] == [PROMPT] + [None] * (len(parts) - 1)
+        assert [part.answer is None for part in parts] == [True] * (len(parts) - 1) + [False]
+        assert [part.start for part in parts[1:-1]] == [20 * n for n in range(len(pieces))]
+
+    play(story, mean_tokens=80, **in_chunks(20))
+
+
+def test_two_streams_and_a_call_of_one_sample_get_the_same_tokens(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            one, other, answer = await asyncio.gather(
+                streamed(session, index=1, max_tokens=90),
+                streamed(session, index=1, max_tokens=90),
+                session.generate(PROMPT, group="g", index=1, max_tokens=90),
+            )
+            (status,) = cluster.coordinator.rollouts.status().batches
+        assert one[1] == other[1] and sum(one[1], ()) == answer.sample.token_ids and status.samples == 1
+
+    play(story, mean_tokens=80, **in_chunks(20))
+
+
+def test_a_stream_outlives_the_coordinator(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            pieces = []
+            async for part in session.stream(PROMPT, group="g", index=0, max_tokens=400):
+                pieces.append(part.token_ids)
+                if len(pieces) == 3:
+                    cluster.kill_coordinator()
+            assert cluster.coordinators == 2 and part.answer.sample.token_ids == sum(pieces, ())
+            alone = await session.generate(PROMPT, group="g", index=0, max_tokens=400)
+        assert sum(pieces, ()) == alone.sample.token_ids and len(pieces) > 5
+
+    play(story, mean_tokens=2_000, **in_chunks(50))
+
+
+def test_a_stream_breaks_rather_than_change_its_tokens(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            with pytest.raises(StreamBroken, match="the weights have changed"):
+                async for part in session.stream(PROMPT, group="g", index=0, max_tokens=400):
+                    if part.start == 50:
+                        cluster.disk.folders["w1"] = "content-1"
+                        await client.update_weights(1, "w1")
+                        cluster.kill_coordinator()
+
+    play(story, mean_tokens=2_000, **in_chunks(50))
+
+
+def test_a_reader_that_leaves_ends_its_sample(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            async with aclosing(session.stream(PROMPT, group="g", max_tokens=10_000)) as parts:
+                async for part in parts:
+                    if part.token_ids:
+                        break
+            await asyncio.sleep(5.0)
+            assert cluster.coordinator.rollouts.books()["running"] == 0
+
+    play(story, mean_tokens=10_000, step_tokens=1, **in_chunks(20))
+
+
+def test_a_stream_ends_at_its_deadline_and_is_refused_as_any_request(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            parts, pieces = await streamed(session, max_tokens=400, deadline_s=4.0)
+            assert parts[-1].answer.sample.finish_reason is SampleEnd.CANCELLED
+            assert sum(pieces, ()) == parts[-1].answer.sample.token_ids
+            with pytest.raises(RolloutRejected, match="the model's context is 512"):
+                await anext(session.stream(tuple(range(1, 600))))
+
+    play(story, mean_tokens=5_000, step_tokens=1, **in_chunks(20))

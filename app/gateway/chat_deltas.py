@@ -1,0 +1,78 @@
+"""The message of one streamed chat answer, piece by piece, and whole as the client puts it together.
+
+Called by `stream_answers`, one object for each choice.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from tailrace.app.gateway.answer_text import stream_text, text_of
+from tailrace.app.gateway.tool_calls import RequestedCalls
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
+
+
+class TextDeltas:
+    """An answer without tools. `special`: with special tokens in its text."""
+
+    def __init__(self, prompts: Prompts, sampling: SamplingParams, special: bool):
+        self._text = stream_text(prompts, sampling, special)
+        self._prompts, self._special = prompts, special
+        self.message: dict = {"role": "assistant", "content": ""}
+        self.calls_tools = False
+
+    def more(self, token_ids: Sequence[int]) -> Iterator[dict]:
+        yield from self._content(self._text.more(token_ids))
+
+    def end(self, sample: SampleResult) -> Iterator[dict]:
+        yield from self._content(self._text.end(text_of(sample, self._prompts, self._special)))
+
+    def _content(self, text: str) -> Iterator[dict]:
+        if text:
+            self.message["content"] += text
+            yield {"content": text}
+
+
+class CallDeltas:
+    """An answer that may call tools: token by token through vLLM's parser, since some of them take no more at once.
+
+    A token goes there with its text, once the next one has come.
+    """
+
+    def __init__(self, prompts: Prompts, sampling: SamplingParams, calls: RequestedCalls, prompt: Sequence[int],
+                 name: str):  # fmt: skip
+        self._prompts, self._calls, self._prompt, self._name = prompts, calls, prompt, name
+        self._text = stream_text(prompts, sampling, calls.special)
+        self._parser = calls.parser()
+        self._last: list[int] = []
+        self.message: dict = {"role": "assistant", "content": "", "tool_calls": []}
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.message["tool_calls"])
+
+    def more(self, token_ids: Sequence[int]) -> Iterator[dict]:
+        for token in token_ids:
+            yield from self._parsed(self._text.more([token]), self._last)
+            self._last = [token]
+
+    def end(self, sample: SampleResult) -> Iterator[dict]:
+        rest = self._text.end(text_of(sample, self._prompts, self._calls.special))
+        yield from self._parsed(rest, self._last, ended=True)
+
+    def _parsed(self, text: str, token_ids: Sequence[int], ended: bool = False) -> Iterator[dict]:
+        if not (text or token_ids or ended):
+            return
+        delta = self._calls.delta(self._parser, text, token_ids, self._prompt, self._name, ended)
+        self.message["content"] += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            self._add(call)
+        if delta:
+            yield delta
+
+    def _add(self, call: dict) -> None:
+        """Put a piece of a call to the others, as clients do."""
+        calls, function = self.message["tool_calls"], call.get("function", {})
+        if call["index"] == len(calls):
+            calls.append({"id": call.get("id"), "type": "function", "function": {"name": "", "arguments": ""}})
+        for part in ("name", "arguments"):
+            calls[call["index"]]["function"][part] += function.get(part) or ""

@@ -1,0 +1,94 @@
+"""From chat requests to prompts in token ids, and from answers to messages.
+
+Invariant: the prompt is that of the model's chat template. Where a conversation only appends to one that was answered
+here, the answer's token ids are those that were generated, and only the messages after it are encoded.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from jinja2 import TemplateError
+
+from tailrace.app.gateway.chat_requests import ChatRequest, RequestedMessage
+from tailrace.app.gateway.conversations import AnsweredTurn, Conversations, digest_after, digest_of
+from tailrace.app.gateway.tool_calls import RequestedCalls, ToolParser
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
+from tailrace.policies.protocol.actions import SampleEnd
+
+
+class Chat:
+    """One chat request. `token_ids`: its prompt. `calls`: how its answers may call tools, or None."""
+
+    def __init__(
+        self, request: ChatRequest, prompts: Prompts, conversations: Conversations, tool_parser: ToolParser | None
+    ):
+        """Raises ValueError, one line, if the request cannot be met."""
+        self.request, self._prompts, self._conversations = request, prompts, conversations
+        self.calls = self._calls(tool_parser)
+        self._messages = [message.for_template() for message in request.messages]
+        normal = (message.normal() for message in request.messages)
+        self._digests = list(accumulate(normal, digest_after, initial=digest_of(request.template())))
+        try:
+            self.token_ids = self._encoded()
+        except TemplateError as error:
+            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+
+    def _calls(self, tool_parser: ToolParser | None) -> RequestedCalls | None:
+        if not self.request.may_call:
+            return None
+        if tool_parser is None:
+            raise ValueError("tools: no tool_parser is set in the gateway's args; set one, or tool_choice to none")
+        if self.request.sampling().structured_outputs is not None:
+            raise ValueError(
+                "tools: not together with another form of the answer; remove one or set tool_choice to none"
+            )
+        return tool_parser.of(self.request)
+
+    def sampling(self) -> SamplingParams:
+        """As the request gives it, with the form that its choice of tools needs."""
+        sampling = self.request.sampling()
+        if self.calls is None or self.calls.form is None:
+            return sampling
+        return SamplingParams(**sampling.model_dump() | {"structured_outputs": self.calls.form})
+
+    # ---- the prompt ----------------------------------------------------------------------------------
+
+    def _encoded(self) -> tuple[int, ...]:
+        request, count = self.request, len(self._messages)
+        text = self._text(count, request.add_generation_prompt, request.continue_final_message)
+        for answered in range(count - 1, 0, -1):
+            if self._messages[answered - 1]["role"] == "assistant":
+                turn = self._conversations.find(self._digests[answered])
+                after = None if turn is None else self._after(answered, turn, text)
+                if after is not None:
+                    return (*turn.token_ids.tolist(), *self._prompts.encode(after))
+        return tuple(self._prompts.encode(text, request.add_special_tokens))
+
+    def _text(self, count: int, generates: bool, continues: bool = False) -> str:
+        """The first messages, as the template joins them."""
+        template = self.request.template() | ({"continue_final_message": True} if continues else {})
+        return self._prompts.chat(self._messages[:count], generates, **template)
+
+    def _after(self, answered: int, turn: AnsweredTurn, text: str) -> str | None:
+        """The text that follows a turn's token ids in `text`; None if that does not begin with the conversation."""
+        before, until = self._text(answered - 1, True), self._text(answered, False)
+        closing = self._prompts.closing if turn.closing is None else self._prompts.piece(turn.closing)
+        at = until.rfind(closing, len(before)) if closing else -1
+        if at < 0 or not until.startswith(before) or not text.startswith(until):
+            return None
+        return text[at + (0 if turn.closing is None else len(closing)) :]
+
+    # ---- the answer ----------------------------------------------------------------------------------
+
+    def keep(self, message: dict, prompt: Sequence[int], sample: SampleResult) -> None:
+        """Keep the token ids of an answer, for requests that append to its message."""
+        ended = sample.finish_reason is SampleEnd.STOP
+        if isinstance(sample.stop_reason, str) or not (ended or sample.finish_reason is SampleEnd.LENGTH):
+            return  # a stop text is not in the message, and its tokens must not be in the next prompt
+        if self.request.continue_final_message or not self.request.add_generation_prompt:
+            return
+        token_ids = np.array([*prompt, *sample.token_ids], np.int32)
+        digest = digest_after(self._digests[-1], RequestedMessage(**message).normal())
+        self._conversations.keep(digest, AnsweredTurn(token_ids, sample.token_ids[-1] if ended else None))

@@ -1,0 +1,64 @@
+"""Token ids of answers that conversations may go back to: a bounded memory by a digest of their messages.
+
+An answer's text, encoded again, may have other tokens than were generated. So a request whose messages begin with an
+earlier conversation gets its token ids as they were. Invariant: this is never needed; a conversation that is forgotten,
+or was answered by another replica, is encoded again. Called by `chats`, from any thread.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+
+class AnsweredTurn(NamedTuple):
+    """A conversation up to an answer. `token_ids`: int32, its prompt and the answer. `closing`: the last of them if it
+    ends the answer, or None."""
+
+    token_ids: np.ndarray
+    closing: int | None
+
+
+class Conversations:
+    """`max_tokens`: of all turns; the longest unused are forgotten."""
+
+    def __init__(self, max_tokens: int):
+        self._left = max_tokens
+        self._turns: OrderedDict[bytes, AnsweredTurn] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, digest: bytes, turn: AnsweredTurn) -> None:
+        with self._lock:
+            self._forget(digest)
+            self._turns[digest] = turn
+            self._left -= len(turn.token_ids)
+            while self._left < 0:
+                self._forget(next(iter(self._turns)))
+
+    def find(self, digest: bytes) -> AnsweredTurn | None:
+        with self._lock:
+            if digest in self._turns:
+                self._turns.move_to_end(digest)
+            return self._turns.get(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        if (turn := self._turns.pop(digest, None)) is not None:
+            self._left += len(turn.token_ids)
+
+
+def digest_of(template: Mapping) -> bytes:
+    """The digest of a conversation without messages. `template`: arguments of the chat template."""
+    return blake2b(_text(template), digest_size=16).digest()
+
+
+def digest_after(digest: bytes, message: Mapping) -> bytes:
+    """The digest of a conversation with one more message."""
+    return blake2b(digest + _text(message), digest_size=16).digest()
+
+
+def _text(value: Mapping) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

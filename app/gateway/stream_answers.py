@@ -1,0 +1,170 @@
+"""Streamed answers as events, in vLLM's forms: pieces of each choice in any order, then the usage.
+
+A choice's last event has its finish_reason, and the fields that whole answers have, too (see `answers`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from secrets import token_hex
+
+from tailrace.app.gateway import answers
+from tailrace.app.gateway.answer_text import stream_text, text_of
+from tailrace.app.gateway.chat_deltas import CallDeltas, TextDeltas
+from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.naming import Naming
+from tailrace.app.gateway.requests import Answered, CompletionRequest
+from tailrace.app.gateway.service import ServedModel, Wanted
+from tailrace.app.gateway.stream_text import StreamText
+from tailrace.deployments.messages.session import SampleTokens
+from tailrace.policies.protocol.actions import SampleEnd
+
+
+class SampleFailed(RuntimeError):
+    """The service has given up a sample."""
+
+
+class AnswerStream:
+    """The events of one request. `prefix`, `kind`: of its id and its object."""
+
+    prefix = kind = ""
+
+    def __init__(self, request: Answered, model: ServedModel, naming: Naming, wanted: Wanted):
+        self.request, self.model, self.naming, self.wanted = request, model, naming, wanted
+        self._same = {
+            "id": f"{self.prefix}-{token_hex(12)}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        self._prompts: dict[int, Sequence[int]] = {}  # token ids by choice
+        self._made: Counter[int] = Counter()  # tokens by choice
+
+    def events(self, number: int, part: SampleTokens) -> Iterator[dict]:
+        """The events of one part of a choice. Raises SampleFailed."""
+        if part.answer is not None and part.answer.sample.finish_reason is SampleEnd.FAILED:
+            raise SampleFailed(part.answer.sample.error or "the sample has failed")
+        self._made[number] += len(part.token_ids)
+        is_first = part.prompt_token_ids is not None
+        if is_first:
+            self._prompts[number] = part.prompt_token_ids
+        for choice in self._begin(number) if is_first else self._choices(number, part):
+            yield self._event({"index": number} | choice)
+
+    def last(self) -> Iterator[dict]:
+        if self.request.wants_usage(always=False):
+            yield self._same | {"choices": [], "usage": self._usage()}
+
+    def _event(self, choice: dict) -> dict:
+        usage = {"usage": self._usage()} if self.request.wants_usage(always=True) else {}
+        return self._same | {"choices": [choice]} | usage
+
+    def _usage(self) -> dict:
+        prompt = sum(len(ids) for number, ids in self._prompts.items() if number % self.wanted.n == 0)
+        return answers.usage(prompt, self._made.total())
+
+    def _begin(self, number: int) -> Iterator[dict]:
+        raise NotImplementedError
+
+    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+        raise NotImplementedError
+
+
+class CompletionStream(AnswerStream):
+    """Events of `/v1/completions`."""
+
+    prefix, kind = "cmpl", "text_completion"
+    request: CompletionRequest
+
+    def __init__(self, *request):
+        super().__init__(*request)
+        self._texts: dict[int, StreamText] = {}
+        self._offsets: Counter[int] = Counter()
+
+    def _begin(self, number: int) -> Iterator[dict]:
+        self._texts[number] = stream_text(
+            self.model.prompts, self.wanted.sampling, not self.request.skip_special_tokens
+        )
+        if self.request.return_token_ids:
+            prompt = list(self._prompts[number])
+            yield {"text": "", "logprobs": None, "finish_reason": None, "prompt_token_ids": prompt, "token_ids": []}
+
+    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+        text, request = self._texts[number], self.request
+        if part.answer is not None:
+            whole = text_of(part.answer.sample, self.model.prompts, not request.skip_special_tokens)
+            yield {"text": text.end(whole), "logprobs": None} | answers.end(self.naming, part.answer)
+            return
+        choice = {"text": text.more(part.token_ids), "logprobs": None, "finish_reason": None}
+        if request.logprobs is not None:
+            choice["logprobs"], self._offsets[number] = answers.completion_logprobs(
+                part, self.model, bool(request.return_tokens_as_token_ids), self._offsets[number]
+            )
+        if request.return_token_ids:
+            choice["token_ids"] = list(part.token_ids)
+        if choice["text"] or request.logprobs is not None or request.return_token_ids:
+            yield choice
+
+
+class ChatStream(AnswerStream):
+    """Events of `/v1/chat/completions`."""
+
+    prefix, kind = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, chat: Chat, *request):
+        super().__init__(*request)
+        self._chat = chat
+        self._deltas: dict[int, TextDeltas | CallDeltas] = {}
+
+    def _event(self, choice: dict) -> dict:
+        prompt = choice.pop("prompt_token_ids", None)
+        return super()._event(choice) | ({} if prompt is None else {"prompt_token_ids": prompt})
+
+    def _begin(self, number: int) -> Iterator[dict]:
+        prompts, sampling, calls = self.model.prompts, self.wanted.sampling, self._chat.calls
+        if calls is None:
+            self._deltas[number] = TextDeltas(prompts, sampling, not self.request.skip_special_tokens)
+        else:
+            name = self.naming.sample(self.wanted.prompts[0], number)
+            self._deltas[number] = CallDeltas(prompts, sampling, calls, self._prompts[number], name)
+        prompt = {"prompt_token_ids": list(self._prompts[number])} if self.request.return_token_ids else {}
+        yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None} | prompt
+
+    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+        deltas = self._deltas[number]
+        if part.answer is None:
+            found, last = list(joined(deltas.more(part.token_ids))), {}
+            if self.request.logprobs:
+                content = answers.chat_logprobs(part, self.model, bool(self.request.return_tokens_as_token_ids))
+                last["logprobs"] = {"content": content}
+            if self.request.return_token_ids:
+                last["token_ids"] = list(part.token_ids)
+        else:
+            found = list(joined(deltas.end(part.answer.sample)))
+            last = answers.end(self.naming, part.answer)
+            if deltas.calls_tools:
+                last["finish_reason"] = answers.with_calls(last["finish_reason"], self._chat)
+            self._chat.keep(deltas.message, self._prompts[number], part.answer.sample)
+        if last and not found:
+            found = [{}]
+        for place, delta in enumerate(found):
+            same = {"delta": delta, "logprobs": None, "finish_reason": None}
+            yield same | (last if place == len(found) - 1 else {})
+
+
+def joined(deltas: Iterator[dict]) -> Iterator[dict]:
+    """Pieces of content that follow each other as one."""
+    content = ""
+    for delta in deltas:
+        if delta.keys() == {"content"}:
+            content += delta["content"]
+            continue
+        if content:
+            yield {"content": content}
+            content = ""
+        yield delta
+    if content:
+        yield {"content": content}
+
+
+StreamOf = Callable[[ServedModel, Naming, Wanted], AnswerStream]

@@ -1,0 +1,101 @@
+"""Calls of tools in answers, found by vLLM's own parsers: in whole answers, and in answers that come token by token.
+
+vLLM is loaded only if the gateway's configuration names a parser. Source: vLLM 0.32, `vllm.parser`, which its server
+uses for the same.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from tailrace.app.gateway.chat_requests import ChatRequest, NamedTool
+
+RANDOM_ID = "chatcmpl-tool-"
+"""How vLLM's own ids of calls begin, unless the model gives them."""
+
+
+class ToolParser:
+    """vLLM's parser `name`, as in its `--tool-call-parser`. Raises ValueError, one line, if there is none or the
+    tokenizer is not of its models."""
+
+    def __init__(self, name: str, tokenizer: Any):
+        from vllm.parser.parser_manager import ParserManager
+        from vllm.tool_parsers import ToolParserManager
+
+        if name not in (known := ToolParserManager.list_registered()):
+            raise ValueError(f"tool_parser: {name!r} is none of vLLM's: {', '.join(known)}")
+        try:
+            self._kind = ParserManager.get_parser(name, enable_auto_tools=True, tokenizer=tokenizer)
+        except TypeError as error:
+            raise ValueError(f"tool_parser: {name!r} is not for this model: {str(error).splitlines()[0]}") from error
+        self._tokenizer = tokenizer
+
+    def of(self, request: ChatRequest) -> "RequestedCalls":
+        return RequestedCalls(self._kind, self._tokenizer, request)
+
+
+class RequestedCalls:
+    """How the answers of one request may call tools.
+
+    `form`: of the answers, as StructuredOutputs takes it, or None. `special`: whether their text has to show special
+    tokens. `is_named`: whether one tool was chosen.
+    """
+
+    def __init__(self, kind: type, tokenizer: Any, request: ChatRequest):
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        fields = {"messages", "tools", "tool_choice", "parallel_tool_calls"}
+        body = request.model_dump(include=fields, exclude_none=True)
+        self._asked = ChatCompletionRequest.model_validate({"tool_choice": "auto"} | body)
+        self._kind, self._tokenizer = kind, tokenizer
+        self._asked = self.parser().adjust_request(self._asked)
+        self.special = not self._asked.skip_special_tokens
+        self.is_named = isinstance(request.tool_choice, NamedTool)
+        given = self._asked.structured_outputs
+        self.form = None
+        if given is not None:
+            self.form = {"structural_tag": given.structural_tag} if given.json is None else {"json": given.json}
+
+    def parser(self) -> Any:
+        """A parser for one answer: it has a state."""
+        return self._kind(self._tokenizer, self._asked.tools, chat_template_kwargs=None, model_config=None)
+
+    def message(self, text: str, token_ids: Sequence[int], name: str) -> dict:
+        """The message of a whole answer. `name`: of its sample; the calls get their ids from it."""
+        _, content, calls = self.parser().parse(
+            text, self._asked, enable_auto_tools=True, model_output_token_ids=token_ids
+        )
+        found = [
+            {
+                "id": own_id(call.id, name, number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls or [])
+            if self._is_wanted(number)
+        ]
+        return {"role": "assistant", "content": content} | ({"tool_calls": found} if found else {})
+
+    def delta(
+        self, parser: Any, text: str, token_ids: Sequence[int], prompt: Sequence[int], name: str, ended: bool
+    ) -> dict:
+        """Returns the piece of a message that more tokens and their text add; it may be empty."""
+        found = parser.parse_delta(text, list(token_ids), self._asked, list(prompt), finished=ended)
+        if found is None:
+            return {}
+        calls = [one.model_dump(exclude_none=True) for one in found.tool_calls if self._is_wanted(one.index)]
+        for call in calls:
+            if "id" in call:
+                call["id"] = own_id(call["id"], name, call["index"])
+        return ({"content": found.content} if found.content else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _is_wanted(self, number: int) -> bool:
+        return number == 0 or self._asked.parallel_tool_calls is not False
+
+
+def own_id(given: str | None, name: str, number: int) -> str:
+    """The id of a sample's call, unless the model gives one. The same sample has the same again: some templates put
+    ids into prompts."""
+    if given and not given.startswith(RANDOM_ID):
+        return given
+    return f"call-{blake2b(f'{name}/{number}'.encode(), digest_size=12).hexdigest()}"

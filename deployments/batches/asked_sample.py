@@ -1,0 +1,73 @@
+"""A sample of an open session that callers wait for: its answer, and its tokens as its chunks end.
+
+Invariant: tokens that a caller has got never change, since a chunk is written once. Called by `OpenSessions`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from tailrace.deployments.batches.ledger import SampleRecord
+from tailrace.deployments.batches.open_batch import GroupIdentity
+from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.deployments.messages.rollout import Rejected
+from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
+
+
+@dataclass(eq=False, slots=True)
+class AskedSample:
+    """`sample_id`, `record`: in the core and in the ledger, once these have taken it. `waiting`: its callers."""
+
+    identity: GroupIdentity
+    index: int
+    answer: asyncio.Future
+    waiting: int = 0
+    sample_id: str | None = None
+    record: SampleRecord | None = None
+    is_cancelled: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, sample_id: str, record: SampleRecord) -> None:
+        """The core has taken it."""
+        self.sample_id, self.record = sample_id, record
+        record.grown = self._notify
+        self._notify()
+
+    def give(self, answer: SampleAnswer | Rejected) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wake all callers that wait now; others look before they wait."""
+        self._changed.set()
+        self._changed.clear()
+
+    async def stream(self) -> AsyncIterator[SampleTokens | Rejected]:
+        """Yields its prompt, then its tokens chunk by chunk, then its answer; or a refusal as the last item."""
+        while self.record is None and not self.answer.done():
+            await self._changed.wait()
+        if self.record is not None:
+            yield SampleTokens(prompt_token_ids=tuple(self.record.group.prompt.tolist()), start=0)
+        given = start = 0
+        while True:
+            parts = self.record.parts if self.record is not None else ()
+            if given < len(parts):
+                yield _tokens(parts[given], start)
+                start += len(parts[given].token_ids)
+                given += 1
+            elif self.answer.done():
+                answer = self.answer.result()
+                yield answer if isinstance(answer, Rejected) else SampleTokens(start=start, answer=answer)
+                return
+            else:
+                await self._changed.wait()
+
+
+def _tokens(part: ChunkResult, start: int) -> SampleTokens:
+    return SampleTokens(
+        start=start,
+        token_ids=tuple(part.token_ids.tolist()),
+        logprobs=tuple(part.logprobs.tolist()),
+        raw_logprobs=tuple(part.raw_logprobs.tolist()),
+    )

@@ -1,0 +1,189 @@
+"""Chats: prompts by the model's own template, turns without encoding answers again, and calls of tools as vLLM's parser
+finds them. No engine runs here."""
+
+import json
+
+import pytest
+
+from tailrace.app.gateway.chat_deltas import CallDeltas
+from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.conversations import Conversations
+from tailrace.app.gateway.tool_calls import ToolParser, own_id
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
+from tailrace.policies.protocol.actions import SampleEnd
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+USER = {"role": "user", "content": "What is there?"}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"a": %d}}\n</tool_call>'
+CALLS = f"I look.\n{CALL % 1}\n{CALL % 20}"
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir) -> Prompts:
+    return Prompts(str(model_dir), 2_048)
+
+
+@pytest.fixture(scope="module")
+def parser(prompts) -> ToolParser:
+    return ToolParser("hermes", prompts.tokenizer)
+
+
+@pytest.fixture
+def chat(prompts):
+    """Makes the chat of a request; all of a test share one memory of conversations."""
+    conversations = Conversations(10_000)
+
+    def make(tool_parser=None, **request) -> Chat:
+        return Chat(ChatRequest(**request), prompts, conversations, tool_parser)
+
+    return make
+
+
+def ended(token_ids, end=SampleEnd.STOP, **fields) -> SampleResult:
+    logprobs = (-1.0,) * len(token_ids)
+    same = {"sample_index": 0, "text": "", "logprobs": logprobs, "raw_logprobs": logprobs, "finish_reason": end}
+    return SampleResult(token_ids=tuple(token_ids), **same, **fields)
+
+
+def test_a_prompt_is_that_of_the_template(chat, prompts):
+    expected = prompts.tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert list(chat(messages=[USER]).token_ids) == expected
+    begun = [USER, {"role": "assistant", "content": "There is"}]
+    more = chat(messages=begun, add_generation_prompt=False, continue_final_message=True)
+    assert prompts.decode(list(more.token_ids), special=True).endswith("<|im_start|>assistant\nThere is")
+
+
+def test_a_later_turn_keeps_the_tokens_of_the_answer(chat, prompts):
+    first = chat(messages=[USER])
+    odd = [*prompts.encode("The"), *prompts.encode("re"), prompts.tokenizer.eos_token_id]  # not as `There` is encoded
+    message = {"role": "assistant", "content": "There"}
+    first.keep(message, first.token_ids, ended(odd))
+    later = [USER, message | {"refusal": None}, {"role": "user", "content": "Where?"}]
+    second = chat(messages=later)
+    again = prompts.encode(prompts.chat([one | {"refusal": None} for one in later]))
+    assert second.token_ids[: len(first.token_ids) + 3] == (*first.token_ids, *odd) and second.token_ids != tuple(again)
+    assert prompts.decode(list(second.token_ids), special=True) == prompts.decode(again, special=True)
+    third = [*later, {"role": "assistant", "content": "Here"}, USER]
+    second.keep(third[3], second.token_ids, ended(prompts.encode("Here"), SampleEnd.LENGTH))
+    whole = chat(messages=third).token_ids
+    assert whole[: len(second.token_ids) + 1] == (*second.token_ids, *prompts.encode("Here"))
+    assert prompts.decode(list(whole), special=True) == prompts.chat(third), "an answer that was cut is closed"
+
+
+@pytest.mark.parametrize(
+    ("change", "end", "stop_reason"),
+    [
+        ({"content": "Other"}, SampleEnd.STOP, None),
+        ({"content": "There"}, SampleEnd.STOP, "!"),
+        ({"content": "There"}, SampleEnd.CANCELLED, None),
+    ],
+)
+def test_another_answer_or_one_that_a_stop_text_ended_is_encoded(chat, prompts, change, end, stop_reason):
+    first = chat(messages=[USER])
+    tokens = [*prompts.encode("The"), *prompts.encode("re"), prompts.tokenizer.eos_token_id]
+    first.keep({"role": "assistant", "content": "There"}, first.token_ids, ended(tokens, end, stop_reason=stop_reason))
+    later = [USER, {"role": "assistant"} | change, USER]
+    assert list(chat(messages=later).token_ids) == prompts.encode(prompts.chat(later))
+
+
+def test_other_tools_or_template_arguments_are_another_conversation(chat, prompts):
+    first = chat(messages=[USER])
+    odd = [*prompts.encode("The"), *prompts.encode("re"), prompts.tokenizer.eos_token_id]
+    message = {"role": "assistant", "content": "There"}
+    first.keep(message, first.token_ids, ended(odd))
+    changed = chat(messages=[USER, message, USER], chat_template_kwargs={"enable_thinking": False})
+    assert list(changed.token_ids) == prompts.encode(prompts.chat([USER, message, USER]))
+
+
+def test_conversations_have_a_bound(prompts):
+    conversations = Conversations(200)
+    chats = [Chat(ChatRequest(messages=[USER | {"content": "x " * n}]), prompts, conversations, None) for n in (80, 90)]
+    message = {"role": "assistant", "content": "a"}
+    for one in chats:
+        one.keep(message, one.token_ids, ended([5, prompts.tokenizer.eos_token_id]))
+    assert len(conversations._turns) == 1 and 0 <= conversations._left < 200
+    Conversations(0).keep(b"", next(iter(conversations._turns.values())))
+
+
+def test_calls_are_found_in_whole_answers_and_in_pieces(chat, parser, prompts):
+    asked = chat(parser, messages=[USER], tools=TOOLS)
+    tokens = [*prompts.encode(CALLS), prompts.tokenizer.eos_token_id]
+    whole = asked.calls.message(CALLS, tokens, "sample")
+    assert whole["content"] == "I look.\n"
+    assert [json.loads(call["function"]["arguments"]) for call in whole["tool_calls"]] == [{"a": 1}, {"a": 20}]
+    assert [call["id"] for call in whole["tool_calls"]] == [own_id(None, "sample", n) for n in (0, 1)]
+    for size in (1, 3, 100):
+        deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+        for start in range(0, len(tokens), size):
+            list(deltas.more(tokens[start : start + size]))
+        list(deltas.end(ended(tokens)))
+        assert deltas.message == whole and deltas.calls_tools
+
+
+def test_an_answer_without_calls_is_content(chat, parser, prompts):
+    asked = chat(parser, messages=[USER], tools=TOOLS)
+    tokens = [*prompts.encode("Nothing <tool"), prompts.tokenizer.eos_token_id]
+    deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+    pieces = [*deltas.more(tokens), *deltas.end(ended(tokens))]
+    assert "".join(piece["content"] for piece in pieces) == "Nothing " and not deltas.calls_tools
+    assert asked.calls.message("Nothing <tool", tokens, "s") == {"role": "assistant", "content": "Nothing <tool"}
+
+
+def test_one_call_at_most_without_parallel_calls(chat, parser, prompts):
+    asked = chat(parser, messages=[USER], tools=TOOLS, parallel_tool_calls=False)
+    tokens = [*prompts.encode(CALLS), prompts.tokenizer.eos_token_id]
+    deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+    list(deltas.more(tokens)), list(deltas.end(ended(tokens)))
+    assert len(asked.calls.message(CALLS, tokens, "s")["tool_calls"]) == len(deltas.message["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_required_call_is_a_form_of_the_answer(chat, parser, prompts, choice):
+    asked = chat(parser, messages=[USER], tools=TOOLS, tool_choice=choice, temperature=0.5)
+    sampling = asked.sampling()
+    assert sampling.temperature == 0.5 and "look" in sampling.structured_outputs.structural_tag
+    assert prompts._form_refusal(sampling.structured_outputs) is None
+    assert asked.calls.is_named == (choice != "required")
+
+
+def test_a_conversation_with_calls_goes_to_the_template_as_objects(chat):
+    call = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "a door", "tool_call_id": "call-1"}]  # fmt: skip
+    _, assistant, tool = ChatRequest(messages=messages).messages
+    assert assistant.for_template()["tool_calls"][0]["function"] == {"name": "look", "arguments": {"a": 1}}
+    assert tool.for_template() == {"role": "tool", "content": "a door", "tool_call_id": "call-1"}
+    assert chat(messages=messages).token_ids
+
+
+@pytest.mark.parametrize(
+    ("request_of", "reason"),
+    [
+        ({"tools": TOOLS}, "no tool_parser is set"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "'other' is not in tools"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"continue_final_message": True}, "set add_generation_prompt to false"),
+        ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template is not the template's"),
+        ({"messages": [USER | {"tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}, "not a JSON object"),
+        ({"messages": [USER | {"audio": {"id": "x"}}]}, "audio: not honoured in a message"),
+        ({"messages": [{"role": "user"}]}, "content is not there"),
+    ],
+)
+def test_a_chat_that_cannot_be_met_is_refused_in_one_line(chat, request_of, reason):
+    with pytest.raises(ValueError, match=reason):
+        chat(**{"messages": [USER]} | request_of)
+
+
+def test_tools_and_another_form_are_refused_and_so_is_an_unknown_parser(chat, parser, prompts):
+    with pytest.raises(ValueError, match="not together with another form"):
+        chat(parser, messages=[USER], tools=TOOLS, response_format={"type": "json_object"})
+    with pytest.raises(ValueError, match="tool_parser: 'none-such' is none of vLLM's: "):
+        ToolParser("none-such", prompts.tokenizer)

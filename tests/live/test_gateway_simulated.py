@@ -1,0 +1,215 @@
+"""The gateway's routes over the simulated cluster: streams, ends and errors, in virtual time."""
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from itertools import chain
+from random import Random
+
+import httpx
+import pytest
+
+from tailrace.app.fuzz.cluster import SimulatedCluster, SimulatedPrompts
+from tailrace.app.fuzz.drivers import driver_client
+from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.run import end_of, plan_of
+from tailrace.app.fuzz.stepper import EOS
+from tailrace.app.fuzz.virtual_time import VirtualLoop
+from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.routes import make_app
+from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.deployments.messages.liveness import LEASE_S
+
+PROMPT = [5, 6, 7]
+CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
+
+
+class ChattingPrompts(SimulatedPrompts):
+    """A chat is its messages' numbers in a row, those of a user after a 3, of an assistant after a 4."""
+
+    closing = str(EOS)
+
+    def chat(self, messages, add_generation_prompt=True, **template) -> str:
+        begin = {"user": 3, "assistant": 4}
+        text = "".join(f"{begin[message['role']]} {message['content']} {EOS} " for message in messages)
+        return text + ("4 " if add_generation_prompt else "")
+
+    def piece(self, token_id: int) -> str:
+        return str(token_id)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs a story with the gateway over a cluster of two replicas, and looks for leftovers after it."""
+
+    def run(story, **sizes):
+        async def whole():
+            size = replace(plan_of(0).size, replicas=2, limits=None, mean_tokens=60, step_tokens=4, step_s=0.1)
+            cluster = SimulatedCluster(
+                replace(size, **(CHUNKS | sizes)), Random(0), LogDisk("sound", tmp_path, Random(0))
+            )
+            service = GatewayService(lambda role: driver_client(cluster), GatewayConfig())
+            service._model = ServedModel("simulated", "simulated", 512, ChattingPrompts())
+            app = make_app(service, GatewayConfig())
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+                await story(cluster, http, app)
+            await asyncio.sleep(2 * LEASE_S)
+            assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}
+
+        loop = VirtualLoop()
+        loop.run_until_complete(whole())
+        end_of(loop)
+
+    return run
+
+
+async def answered(http, path: str, **body) -> dict:
+    answer = await http.post(path, json={"seed": 3} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def events_of(http, path: str, **body) -> list[dict]:
+    answer = await http.post(path, json={"seed": 3, "stream": True} | body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done = answer.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def choices_of(events: list[dict], index: int = 0) -> list[dict]:
+    return [choice for event in events for choice in event["choices"] if choice["index"] == index]
+
+
+def flat(pieces) -> list:
+    return list(chain.from_iterable(pieces))
+
+
+def test_a_streamed_completion_is_the_whole_one_in_pieces(play):
+    async def story(cluster, http, app):
+        asked = {"prompt": PROMPT, "max_tokens": 90, "n": 2, "logprobs": 1, "return_token_ids": True}
+        whole = await answered(http, "/v1/completions", **asked)
+        events = await events_of(http, "/v1/completions", **asked, stream_options={"include_usage": True})
+        assert {(event["id"], event["object"]) for event in events} == {(events[0]["id"], "text_completion")}
+        assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
+        assert not [event for event in events[:-1] if "usage" in event]
+        for expected in whole["choices"]:
+            first, *pieces, last = choices_of(events, expected["index"])
+            assert first["prompt_token_ids"] == PROMPT and len(pieces) > 1
+            assert "".join(one["text"] for one in (*pieces, last)) == expected["text"]
+            assert flat(one["token_ids"] for one in pieces) == expected["token_ids"]
+            for name, values in expected["logprobs"].items():
+                assert flat(one["logprobs"][name] for one in pieces) == values
+            for name in ("finish_reason", "stop_reason", "tailrace", "weight_versions"):
+                assert last[name] == expected[name]
+        order = [choice["index"] for event in events for choice in event["choices"]]
+        assert order != sorted(order), "choices come interleaved"
+
+    play(story, mean_tokens=400)
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(play):
+    async def story(cluster, http, app):
+        asked = {"messages": [{"role": "user", "content": "5 6"}], "max_tokens": 70, "logprobs": True}
+        whole = await answered(http, "/v1/chat/completions", **asked, return_token_ids=True)
+        (expected,) = whole["choices"]
+        options = {"continuous_usage_stats": True}
+        events = await events_of(http, "/v1/chat/completions", **asked, return_token_ids=True, stream_options=options)
+        first, *pieces, last = choices_of(events)
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"] == [3, 5, 6, EOS, 4]
+        text = "".join(one["delta"].get("content", "") for one in (*pieces, last))
+        assert {"role": "assistant", "content": text} == expected["message"]
+        assert flat(one["token_ids"] for one in pieces) == expected["token_ids"]
+        assert flat(one["logprobs"]["content"] for one in pieces) == expected["logprobs"]["content"]
+        assert last["finish_reason"] == expected["finish_reason"]
+        used = [event["usage"]["completion_tokens"] for event in events]
+        assert used == sorted(used) and events[-1]["usage"] == whole["usage"]
+
+    play(story)
+
+
+def test_the_end_of_an_answer_is_named(play):
+    async def story(cluster, http, app):
+        asked = {"prompt": PROMPT, "max_tokens": 300, "return_token_ids": True}
+        (whole,) = (await answered(http, "/v1/completions", **asked))["choices"]
+        assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", None) and whole["token_ids"][-1] == EOS
+        assert whole["text"] == " ".join(map(str, whole["token_ids"][:-1])), "the end of sequence is no text"
+        (cut,) = (await answered(http, "/v1/completions", **asked | {"max_tokens": 5}))["choices"]
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("length", None)
+        assert cut["text"] == " ".join(map(str, cut["token_ids"]))
+        (ended,) = (await answered(http, "/v1/completions", **asked, stop_token_ids=[EOS]))["choices"]
+        assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", EOS)
+
+    play(story)
+
+
+def test_a_refusal_comes_before_the_first_event_and_an_error_midway_is_one(play):
+    async def story(cluster, http, app):
+        body = {"prompt": [1] * 600, "stream": True}
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 400 and "the model's context is 512" in refused.json()["error"]["message"]
+        asked = asyncio.ensure_future(events_of(http, "/v1/completions", prompt=PROMPT, max_tokens=400))
+        await asyncio.sleep(4.0)
+        cluster.coordinator.rollouts._restart_core("test", RuntimeError("a policy's own"))
+        *_, error = await asked
+        assert error["error"]["code"] == 400 and "ended by an error" in error["error"]["message"]
+
+    play(story, mean_tokens=5_000, step_tokens=1)
+
+
+def test_a_client_that_hangs_up_midway_ends_its_samples(play):
+    async def story(cluster, http, app):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "stream": True, "n": 3}).encode()
+        came, leaves = [], asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict:
+            if messages:
+                return messages.pop()
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            came.append(message)
+            if message["type"] == "http.response.body" and len(came) > 3:
+                leaves.set()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        scope["headers"] = [(b"content-type", b"application/json")]
+        await app(scope, receive, send)
+        assert came[0]["status"] == 200 and not came[-1]["body"].endswith(b"[DONE]\n\n")
+        await asyncio.sleep(3.0)
+        assert cluster.coordinator.rollouts.books()["running"] == 0
+
+    play(story, mean_tokens=5_000, step_tokens=1)
+
+
+def test_the_next_turn_goes_on_from_the_tokens_of_the_last_answer(play):
+    async def story(cluster, http, app):
+        asked = {"max_tokens": 300, "return_token_ids": True}
+        messages, before = [{"role": "user", "content": "5 6"}], []
+        for streams in (False, True, False):
+            if streams:
+                events = await events_of(http, "/v1/chat/completions", messages=messages, **asked)
+                choices = choices_of(events)
+                prompt, ids = events[0]["prompt_token_ids"], flat(one.get("token_ids", []) for one in choices)
+                message = {"role": "assistant", "content": "".join(one["delta"].get("content", "") for one in choices)}
+            else:
+                answer = await answered(http, "/v1/chat/completions", messages=messages, **asked)
+                (choice,) = answer["choices"]
+                prompt, ids, message = answer["prompt_token_ids"], choice["token_ids"], choice["message"]
+            messages = [*messages, message | {"refusal": None}, {"role": "user", "content": "8"}]
+            assert ids[-1] == EOS and (not before or prompt == [*before, 3, 8, EOS, 4])
+            before = [*prompt, *ids]
+
+    play(story)
