@@ -1,6 +1,7 @@
-"""`tailrace.http.Client` against a gateway: the tokens and logprobs of `RolloutClient`, also over connections that break."""
+"""`tailrace.http.Client` against a gateway: the tokens of `RolloutClient`, also over connections that break."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 
@@ -44,20 +45,14 @@ class CutWire:
             threading.Thread(target=self._pass, args=(far, near, False), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket, cut: bool) -> None:
-        try:
+        with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
                 if cut:
                     break
-        except OSError:
-            pass
         for end in (source, sink):
-            end.close() if cut else None
-        if not cut:
-            try:
-                sink.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._server.close()
@@ -71,23 +66,12 @@ def light(address):
 
 
 def of(groups) -> dict:
-    """Everything that both clients give."""
-    return {
-        group.prompt_id: (
-            group.prompt_token_ids,
-            [
-                (
-                    one.sample_index,
-                    one.token_ids,
-                    one.text,
-                    one.finish_reason,
-                    [s.weights_digest for s in one.segments][:1],
-                )
-                for one in group.samples
-            ],
-        )
-        for group in groups
-    }
+    """All that both clients give, but for logprobs."""
+    return {group.prompt_id: (group.prompt_token_ids, [facts(one) for one in group.samples]) for group in groups}
+
+
+def facts(one) -> tuple:
+    return one.sample_index, one.token_ids, one.text, one.finish_reason, {part.weights_digest for part in one.segments}
 
 
 def logprobs_of(groups) -> list[float]:
