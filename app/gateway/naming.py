@@ -5,6 +5,7 @@ Tokens depend on weights, prompt, sampling parameters and (seed, step, group, in
 request's `seed`, or drawn here, and the answer says which. Samples of one request have indexes in a row.
 """
 
+import re
 import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -61,6 +62,6 @@ def _number(headers: Mapping[str, str], name: str) -> int | None:
     text = headers.get(HEADERS[name])
     if text is None:
         return None
-    if not text.isdigit() or int(text) > MAX_INDEX:
-        raise ValueError(f"header {HEADERS[name]}: {text!r} is not a number from 0 to {MAX_INDEX}")
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > MAX_INDEX:
+        raise ValueError(f"header {HEADERS[name]}: {text[:20]!r} is not a number from 0 to {MAX_INDEX}")
     return int(text)

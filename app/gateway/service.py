@@ -19,6 +19,9 @@ from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
 
+MAX_SAMPLES = 1_024
+"""Of one request: each costs the gateway 0.1 ms of its event loop before others have their turn."""
+
 
 class ServedModel(NamedTuple):
     """`name`: as requests give it, the folder's last part."""
@@ -64,6 +67,10 @@ class GatewayService:
         self, role: Role, request: Sampled, prompts: Sequence[Mapping], max_tokens: int | None, naming: Naming
     ) -> list[list[SampleAnswer]]:
         """The samples of each prompt, `request.n` of each. A call that is cancelled ends them."""
+        if len(prompts) * request.n > MAX_SAMPLES:
+            raise ValueError(
+                f"prompt: {len(prompts)} prompts, n is {request.n}; a request is for {MAX_SAMPLES} samples"
+            )
         bound, sampling = max_tokens or (await self.model()).max_model_len, request.sampling()
         settings = naming.session()
         asked = [

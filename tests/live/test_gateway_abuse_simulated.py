@@ -122,7 +122,7 @@ def _quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_abuse_leaves_nothing_behind_and_changes_no_token(tmp_path, monkeypatch, seed):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"evaluator {TOKEN}\n")
