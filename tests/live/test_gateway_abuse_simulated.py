@@ -88,26 +88,25 @@ ABSURD = (
 )  # fmt: skip
 
 
+BIG = b"a" * 10_000_000
+MANY = [(f"x-{number}".encode(), b"v" * 50) for number in range(5_000)]
+WRONG_NAMES = ((-1,), ("²",), ("9" * 5_000,), (1, "g", "x"))
+
+
 def abuse(app, draw: Random) -> Caller:
     """A request that is wrong, or whose client is."""
-    index = draw.randrange(12)
-    kind = draw.randrange(8)
-    if kind == 0:
-        return Caller(app, body=normal(), headers=named(index), leave_s=draw.uniform(0.0, 4.0))
-    if kind == 1:  # leaves in the middle of the body
-        return Caller(app, body=normal(), headers=named(index), leave_s=0.5, pause_s=0.2, parts=8)
-    if kind == 2:
-        return Caller(app, body=normal(n=4), headers=named(index), pause_s=draw.uniform(0.0, 9.0))
-    if kind == 3:
-        return Caller(app, body=b"a" * 10_000_000, headers=named(index), parts=draw.choice((1, 50)))
-    if kind == 4:
-        return Caller(app, body=normal(), headers=[bearer(draw.choice(("", "wrong", "é", TOKEN + "x")))])
-    if kind == 5:
-        return Caller(app, body=draw.choice(ABSURD), headers=named(index))
-    if kind == 6:
-        many = [(f"x-{number}".encode(), b"v" * 50) for number in range(5_000)]
-        return Caller(app, body=normal(), headers=many + named(index), leave_s=2.0)
-    return Caller(app, body=normal(), headers=named(*draw.choice(((-1,), ("²",), ("9" * 5_000,), (1, "g", "x")))))
+    names = named(draw.randrange(12))
+    kinds = (
+        {"leave_s": draw.uniform(0.0, 4.0), "headers": names},
+        {"leave_s": 0.5, "pause_s": 0.2, "parts": 8, "headers": names},  # leaves in the middle of the body
+        {"body": normal(n=4), "pause_s": draw.uniform(0.0, 9.0), "headers": names},
+        {"body": BIG, "parts": draw.choice((1, 50)), "headers": names},
+        {"headers": [bearer(draw.choice(("", "wrong", "é", TOKEN + "x")))]},
+        {"body": draw.choice(ABSURD), "headers": names},
+        {"headers": MANY + names, "leave_s": 2.0},
+        {"headers": named(*draw.choice(WRONG_NAMES))},
+    )
+    return Caller(app, **({"body": normal()} | draw.choice(kinds)))
 
 
 def tokens_of(caller: Caller) -> list[list[int]]:
@@ -149,6 +148,10 @@ def test_abuse_leaves_nothing_behind_and_changes_no_token(tmp_path, monkeypatch,
             found = await asyncio.gather(*(abuse(app, draw).ask() for _ in range(draw.randrange(5, 60))))
             statuses.update(one.status for one in found)
         assert await all_of_a_group() == before
+        leaver = await Caller(app, body=normal(), headers=named(99), leave_s=0.3).ask()
+        await asyncio.sleep(0.3)
+        status = await driver_client(cluster).status()
+        assert leaver.status == 499 and status.running + status.waiting == 0
         await asyncio.sleep(2 * LEASE_S)
         assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}
         assert len(asyncio.all_tasks()) == tasks
