@@ -39,6 +39,7 @@ ROOMS = (
     "deployments/batches",
     "deployments/coordinator",
     "app/calls",
+    "app/http",
     "app/gateway",
     "app",
     "app/demo",

@@ -52,11 +52,12 @@ class Taken:
 
 
 class Interrupted(Exception):
-    """A call has broken off, and may be made again. `cause`: the error; `for_s`: at most for this long."""
+    """A call has broken off, and may be made again. `cause`: the error; `for_s`: at most for this long; `pause_s`: not
+    before this pause."""
 
-    def __init__(self, cause: Exception, for_s: float = float("inf")):
+    def __init__(self, cause: Exception, for_s: float = float("inf"), pause_s: float = 0.0):
         super().__init__(str(cause))
-        self.cause, self.for_s = cause, for_s
+        self.cause, self.for_s, self.pause_s = cause, for_s, pause_s
 
 
 class Patience:
@@ -77,7 +78,7 @@ class Patience:
         self._since_s = now if self._since_s is None else self._since_s
         if now - self._since_s >= min(self._resume_s, broken.for_s):
             raise broken.cause
-        await asyncio.sleep(self._pause_s)
+        await asyncio.sleep(max(self._pause_s, broken.pause_s))
         self._pause_s = min(PAUSE_S[1], 2 * self._pause_s)
 
 

@@ -5,6 +5,7 @@ Tokens depend on weights, prompt, sampling parameters and (seed, step, group, in
 request's `seed`, or drawn here, and the answer says which. Samples of one request have indexes in a row.
 """
 
+import re
 import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -28,7 +29,7 @@ class Naming(NamedTuple):
     @classmethod
     def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":
         """Raises ValueError that names the header."""
-        group, index = headers.get(HEADERS["group"]), _number(headers, "index")
+        group, index = _text(headers, "group"), _number(headers, "index")
         if index is None:
             index = secrets.randbelow(MAX_INDEX // 2) if request_seed is None else index_of(request_seed)
         return cls(_number(headers, "seed") or 0, _number(headers, "step") or 0, group, index)
@@ -52,10 +53,19 @@ def index_of(seed: int) -> int:
     return int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest()) % (MAX_INDEX // 2)
 
 
+def _text(headers: Mapping[str, str], name: str) -> str | None:
+    """Of UTF-8 in the header's bytes, which ASGI servers read as Latin-1."""
+    text = headers.get(HEADERS[name])
+    try:
+        return None if text is None else text.encode("latin-1").decode()
+    except ValueError as error:
+        raise ValueError(f"header {HEADERS[name]}: it is not UTF-8") from error
+
+
 def _number(headers: Mapping[str, str], name: str) -> int | None:
     text = headers.get(HEADERS[name])
     if text is None:
         return None
-    if not text.isdigit() or int(text) > MAX_INDEX:
-        raise ValueError(f"header {HEADERS[name]}: {text!r} is not a number from 0 to {MAX_INDEX}")
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > MAX_INDEX:
+        raise ValueError(f"header {HEADERS[name]}: {text[:20]!r} is not a number from 0 to {MAX_INDEX}")
     return int(text)

@@ -24,6 +24,9 @@ from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, SamplingParams
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 
+MAX_SAMPLES = 1_024
+"""Of one request: each costs the gateway 0.1 ms of its event loop before others have their turn."""
+
 
 class ServedModel(NamedTuple):
     """`name`: as requests give it, the folder's last part."""
@@ -126,6 +129,10 @@ class GatewayService:
                 await asyncio.gather(*readers, return_exceptions=True)
 
     async def _asked(self, wanted: Wanted, naming: Naming) -> list[SampleRequest]:
+        if len(wanted.prompts) * wanted.n > MAX_SAMPLES:
+            raise ValueError(
+                f"prompt: {len(wanted.prompts)} prompts, n is {wanted.n}; a request is for {MAX_SAMPLES} samples"
+            )
         bound = wanted.max_tokens or (await self.model()).max_model_len
         return [
             SampleRequest(

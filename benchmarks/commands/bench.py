@@ -11,6 +11,7 @@ import click
 from benchmarks.commands.calibrate import command as calibrate
 from benchmarks.commands.control import command as control
 from benchmarks.commands.decoupled import command as decoupled
+from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.tail import command as tail
@@ -48,6 +49,7 @@ def command():
 command.add_command(calibrate)
 command.add_command(decoupled)
 command.add_command(control)
+command.add_command(http)
 command.add_command(ladder, "ladder")
 command.add_command(tail)
 command.add_command(weights)

@@ -33,3 +33,12 @@ def tiny_model(model_dir, tmp_path_factory) -> Path:
     for name in TOKENIZER:
         shutil.copy(model_dir / name, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def address(tiny_model, tmp_path_factory):
+    """The address of a gateway, and a client by Ray of its service; see `gateway_service`."""
+    from gateway_service import gateway
+
+    with gateway(tiny_model, tmp_path_factory.mktemp("gateway")) as found:
+        yield found

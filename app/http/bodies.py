@@ -1,0 +1,107 @@
+"""Bodies of the gateway's routes: from a group of samples to a request, and from an answer to results.
+
+Invariant: floats travel as the shortest decimals that give them back, so logprobs are exact. An answer over HTTP has
+no `raw_logprobs`, timings, replicas or counts of drafts; those fields keep their defaults.
+"""
+
+from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup, SampleResult, Segment
+from tailrace.deployments.messages.session import SampleAnswer
+from tailrace.policies.protocol.actions import SampleEnd
+
+MAX_SAMPLES_OF_REQUEST = 1_024
+"""The routes' bound of `n`."""
+
+ENDS = {"stop": SampleEnd.STOP, "length": SampleEnd.LENGTH, "abort": SampleEnd.CANCELLED}
+
+NOT_CARRIED = ("priority", "share", "traceparent", "keep_trace")
+"""Settings of a batch or session that no route takes."""
+
+
+def check_carried(settings: BatchSettings) -> None:
+    """Raises ValueError, one line, for settings that would be lost on the way."""
+    for name in NOT_CARRIED:
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            raise ValueError(f"{name}: HTTP does not carry it; remove it, or connect by Ray")
+
+
+def named(settings: BatchSettings, group: str, index: int) -> dict[str, bytes]:
+    """Headers that name the first sample of a request. Raises ValueError for a group that no header can carry."""
+    if group != group.strip() or not group.isprintable():
+        raise ValueError(f"group {group!r}: over HTTP a name has printable characters, and no space at its ends")
+    values = {"seed": settings.seed, "step": settings.step, "group": group, "index": index}
+    return {f"x-tailrace-{name}": str(value).encode() for name, value in values.items()}
+
+
+def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
+    """Route and body for `samples` samples of a group's prompt."""
+    if group.forced_token_ids is not None:
+        raise ValueError("forced_token_ids: HTTP does not carry it; connect by Ray to replay recorded answers")
+    body = group.sampling.model_dump(mode="json", exclude_defaults=True)
+    if "logit_bias" in body:
+        body["logit_bias"] = dict(group.sampling.logit_bias)
+    body |= {"n": samples, "max_tokens": group.max_tokens, "return_token_ids": True}
+    if group.messages is not None:
+        messages = [message.model_dump() for message in group.messages]
+        return "/v1/chat/completions", body | {"messages": messages, "logprobs": True}
+    prompt = list(group.token_ids) if group.text is None else group.text
+    return "/v1/completions", body | {"prompt": prompt, "logprobs": 1, "return_tokens_as_token_ids": True}
+
+
+def answers_of(body: dict, settings: BatchSettings, group: str) -> list[SampleAnswer]:
+    """The samples of an answer. Raises ValueError if another server than a gateway of Tailrace has made it."""
+    try:
+        return [_answer(choice, settings, group) for choice in body["choices"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the answer is not of a gateway of Tailrace: {error!r} in it") from error
+
+
+def failed_answer(settings: BatchSettings, group: PromptGroup, index: int, error: str) -> SampleAnswer:
+    """The answer for a sample that the service has given up."""
+    sample = SampleResult(
+        sample_index=index,
+        token_ids=(),
+        text="",
+        logprobs=(),
+        raw_logprobs=(),
+        finish_reason=SampleEnd.FAILED,
+        error=error,
+    )
+    return _as_answer(settings, group.prompt_id, group.token_ids or (), sample)
+
+
+def _answer(choice: dict, settings: BatchSettings, group: str) -> SampleAnswer:
+    key, logprobs = choice["tailrace"], choice["logprobs"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    content = logprobs.get("content")
+    sample = SampleResult(
+        sample_index=key["index"],
+        token_ids=choice["token_ids"],
+        text=text or "",
+        logprobs=logprobs["token_logprobs"] if content is None else [one["logprob"] for one in content],
+        raw_logprobs=(),
+        finish_reason=ENDS[choice["finish_reason"]],
+        segments=[_segment(span, key["weights_digests"]) for span in choice["weight_versions"]],
+    )
+    return _as_answer(settings, group, choice["prompt_token_ids"], sample)
+
+
+def _segment(span: dict, digests: dict[str, str]) -> Segment:
+    version = span["version"]
+    return Segment(
+        weights_version=int(version),
+        weights_digest=digests.get(version, ""),
+        replica_id="",
+        start=span["start"],
+        end=span["end"],
+    )
+
+
+def _as_answer(settings: BatchSettings, group: str, prompt, sample: SampleResult) -> SampleAnswer:
+    return SampleAnswer(
+        batch_id=settings.batch_id,
+        group=group,
+        prompt_token_ids=prompt,
+        prompt_key="",
+        step=settings.step,
+        sample=sample,
+    )

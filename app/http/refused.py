@@ -1,0 +1,55 @@
+"""Answers of a gateway other than 200, as the errors that `RolloutClient` raises.
+
+Invariant: a call is made again where that may help (429, 503, a lost connection, a proxy's own page), and then alone.
+"""
+
+import httpx
+
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected
+from tailrace.app.calls.resume import Interrupted
+
+MAX_RETRY_AFTER_S = 60.0
+"""Longest pause that an answer may ask for."""
+
+NO_GATEWAY_S = 60.0
+"""Seconds for which an answer in another form than a gateway's is borne: Serve may be starting one."""
+
+LOST = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ProxyError)
+"""Errors of a connection. Other errors of httpx are of the request, and come again."""
+
+
+class GivenUp(RuntimeError):
+    """The service has given up a sample of the request. The text says why."""
+
+
+def lost(url: str, error: httpx.TransportError) -> Interrupted:
+    """Of a connection that broke, or that could not be made."""
+    return Interrupted(ConnectionError(f"{url}: {error or type(error).__name__}"))
+
+
+def error_of(answer: httpx.Response) -> Exception:
+    """The error to raise for an answer."""
+    status, reason = answer.status_code, _reason(answer)
+    if reason is None:
+        text = f"{answer.url}: {status} {answer.reason_phrase}, which is not a gateway's answer"
+        return Interrupted(ConnectionError(text), NO_GATEWAY_S, _pause_s(answer))
+    if status == 429:
+        return Interrupted(QuotaExceeded(reason), pause_s=_pause_s(answer))
+    if status == 503:
+        return Interrupted(ConnectionError(reason), pause_s=_pause_s(answer))
+    kinds = {401: PermissionError, 403: PermissionError, 500: GivenUp}
+    return kinds.get(status, RolloutRejected)(reason)
+
+
+def _reason(answer: httpx.Response) -> str | None:
+    """The message of a gateway's error, or None if another server has made it."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _pause_s(answer: httpx.Response) -> float:
+    """Seconds, by the header Retry-After; 0 where it has none, or a date."""
+    text = answer.headers.get("retry-after", "")
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isdecimal() else 0.0

@@ -1,0 +1,133 @@
+"""The two servers of `tailrace bench http`, each on one engine of the same model and settings: ours, and `vllm serve`.
+
+Invariant: a server has ended before the next one starts. Each is a context that gives its address.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile
+from tailrace.app.errors import Failed
+from tailrace.app.verification.tokens import with_engine
+
+START_S = 300.0
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+"""A model whose steps take a few ms, so that the servers' own work shows."""
+
+NICENESS = {"RAY_worker_niceness": "0"}
+"""Else Ray's processes give way to the load on the same cores. Read as Ray starts."""
+
+
+class EngineShape(NamedTuple):
+    """Settings that both engines have. One core, float32, no CUDA graphs, blocks of 32 tokens."""
+
+    model: Path
+    max_running: int
+    max_model_len: int = 512
+    kv_cache_gib: float = 1.0
+
+
+def tiny_model(demo: Path, folder: Path) -> Path:
+    """A folder with random weights and the demo model's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=49_152, eos_token_id=2, **SHAPE)).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(demo / name, folder)
+    return folder
+
+
+@contextmanager
+def ours(file: ServeFile, shape: EngineShape) -> Iterator[str]:
+    """The service of a file with a gateway, on one replica."""
+    os.environ.update(NICENESS)
+    from tailrace.app.cluster import service
+
+    port = free_port()
+    settings = {"model": str(shape.model), "max_running": shape.max_running, "max_model_len": shape.max_model_len}
+    file = with_engine(file, settings | {"kv_cache_gib": shape.kv_cache_gib, "block_tokens": 32, "cores": 1})
+    engine = file.application.of("Engine").model_copy(update={"num_replicas": 1})
+    others = [one for one in file.application.deployments if one.name != "Engine"]
+    application = file.application.model_copy(update={"deployments": (*others, engine)})
+    gateway = GatewayApplication()
+    changes = {"applications": (application, gateway), "http_options": HttpOptions(port=port)}
+    with service(file.model_copy(update=changes), None):
+        address = f"http://127.0.0.1:{port}"
+        await_health(address)
+        yield address
+
+
+@contextmanager
+def vllm(shape: EngineShape, log: Path) -> Iterator[str]:
+    """`vllm serve`, whose output goes to `log`."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(shape.model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--served-model-name", shape.model.name, "--max-num-seqs", str(shape.max_running)),
+        *("--max-model-len", str(shape.max_model_len), "--block-size", "32", "--disable-uvicorn-access-log"),
+    ]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": f"{shape.kv_cache_gib:g}", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    environment = os.environ | settings | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            await_health(address, lambda: server.poll() is None)
+            yield address
+        finally:
+            end_group(server)
+
+
+def await_health(address: str, alive=lambda: True) -> None:
+    """Returns once the server answers. Raises Failed if it ends before, or takes longer than START_S."""
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and alive():
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    raise Failed(f"no server answers at {address}; the last lines of its log say why")
+
+
+def end_group(server: subprocess.Popen) -> None:
+    """End a server and its engine, which is a process of its own."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, kind)
+        except ProcessLookupError:
+            break
+        try:
+            server.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            continue
+    server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

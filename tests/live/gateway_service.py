@@ -1,0 +1,40 @@
+"""A service of the tiny model with a gateway that wants tokens, for the tests of HTTP."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from waiting import until
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.cluster import service
+from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config
+from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.verification.tokens import with_engine
+
+TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}
+
+
+@contextmanager
+def gateway(model: Path, folder: Path, **limits: int) -> Iterator[tuple[str, RolloutClient]]:
+    """Its address, and a client by Ray. `folder`: for the file of tokens. `limits`: of its GatewayConfig."""
+    tokens = folder / "tokens"
+    tokens.write_text("# of the tests\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512}
+    file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
+    config = GatewayConfig(tokens_file=str(tokens), **({"max_body_bytes": 20_000} | limits))
+    application = GatewayApplication(args=config)
+    changes = {"applications": (file.application, application), "http_options": HttpOptions(port=port)}
+    with service(file.model_copy(update=changes), None) as client:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        yield url, client
+
+
+def caller(url: str, role: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[role]}"}, timeout=120)

@@ -1,0 +1,199 @@
+"""Abuse of a gateway behind Serve's proxy, over real sockets: what it held is given back, and no token changes.
+
+The same over the simulated cluster, where every book can be read: test_gateway_abuse_simulated.py.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from random import Random
+
+import psutil
+import pytest
+from gateway_service import TOKENS, gateway
+from test_gateway_abuse_simulated import ABSURD
+from waiting import until
+
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.http import Client
+
+pytestmark = pytest.mark.long
+
+MAX_OPEN = 60
+GROUPS = (PromptGroup(prompt_id="g", token_ids=(5, 300, 7, 41), samples=12, max_tokens=60),)
+SERVERS = ("ray::ProxyActor", "ray::ServeReplica:gateway", "ray::ServeReplica:tailrace:Coordinator")
+ODD_FORMS = (
+    {"regex": "(a{1,500}b){1,500}"},
+    {"json": json.dumps({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}})},
+    {"json": "[" * 3_000},
+    {"grammar": "root ::= root root"},
+    {"choice": ["a" * 2_000] * 5},
+)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model, tmp_path_factory):
+    with gateway(tiny_model, tmp_path_factory.mktemp("abused"), max_open=MAX_OPEN, max_body_bytes=1 << 20) as found:
+        yield found
+
+
+def completion(**changes) -> bytes:
+    return json.dumps({"prompt": [5, 6, 7], "max_tokens": 200} | changes).encode()
+
+
+def http(body: bytes, token: str = TOKENS["evaluator"], size: int | None = None, more: str = "") -> bytes:
+    """The bytes of a request. `size`: its content-length, if it is to be wrong."""
+    lines = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n{more}"
+    return f"{lines}content-length: {len(body) if size is None else size}\r\n\r\n".encode() + body
+
+
+class Wire:
+    """One raw connection, which is broken off at the end."""
+
+    def __init__(self, url: str):
+        self._port = int(url.rpartition(":")[2])
+
+    async def __aenter__(self):
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 12)
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        self.writer.transport.abort()
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def status(self) -> str:
+        """Of the answer; empty if there is none."""
+        return (await asyncio.wait_for(self.reader.readline(), 60)).decode()[9:12]
+
+
+async def leaves(url: str, draw: Random) -> str:
+    async with Wire(url) as wire:
+        await wire.send(http(completion(n=draw.choice((1, 8)))))
+        await asyncio.sleep(draw.uniform(0.0, 0.6))
+    return "left"
+
+
+async def leaves_in_the_body(url: str, draw: Random) -> str:
+    async with Wire(url) as wire:
+        await wire.send(http(completion()[:20], size=5_000))
+        await asyncio.sleep(draw.uniform(0.0, 0.4))
+    return "left"
+
+
+async def reads_slowly(url: str, draw: Random) -> str:
+    async with Wire(url) as wire:
+        await wire.send(http(completion(n=40, logprobs=1, return_token_ids=True)))
+        for _ in range(draw.randrange(5, 40)):
+            if not await wire.reader.read(100):
+                break
+            await asyncio.sleep(0.05)
+    return "slow"
+
+
+async def never_ends_its_headers(url: str, draw: Random) -> str:
+    async with Wire(url) as wire:
+        await wire.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
+        for number in range(draw.randrange(1, 8)):
+            await asyncio.sleep(0.2)
+            await wire.send(f"x-{number}: a\r\n".encode())
+    return "left"
+
+
+async def sends_ten_megabytes(url: str, draw: Random) -> str:
+    async with Wire(url) as wire:
+        body = b"a" * 10_000_000
+        if draw.random() < 0.5:
+            head = http(b"", size=0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+            body = head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        else:
+            body = http(body)
+        with contextlib.suppress(ConnectionError):
+            await wire.send(body)
+            return await wire.status()
+    return "closed"
+
+
+async def asks(url: str, data: bytes) -> str:
+    async with Wire(url) as wire:
+        with contextlib.suppress(ConnectionError):
+            await wire.send(data)
+            return await wire.status()
+    return "closed"
+
+
+async def asks_absurdly(url: str, draw: Random) -> str:
+    return await asks(url, http(draw.choice(ABSURD)))
+
+
+async def asks_for_an_odd_form(url: str, draw: Random) -> str:
+    return await asks(url, http(completion(structured_outputs=draw.choice(ODD_FORMS), max_tokens=4)))
+
+
+async def has_a_wrong_token(url: str, draw: Random) -> str:
+    return await asks(url, http(completion(), token=draw.choice(("", "wrong", TOKENS["observer"]))))
+
+
+async def has_thousands_of_headers(url: str, draw: Random) -> str:
+    return await asks(url, http(completion(max_tokens=2), more="".join(f"x-{n}: a\r\n" for n in range(5_000))))
+
+
+async def speaks_another_protocol(url: str, draw: Random) -> str:
+    return await asks(url, draw.randbytes(300) + b"\r\n\r\n")
+
+
+ABUSES = (
+    leaves, leaves_in_the_body, reads_slowly, never_ends_its_headers, sends_ten_megabytes, asks_absurdly,
+    asks_for_an_odd_form, has_a_wrong_token, has_thousands_of_headers, speaks_another_protocol,
+)  # fmt: skip
+
+
+async def abused(url: str, rounds: int) -> dict[str, Counter]:
+    """What came of each abuse, `rounds` times a few of each at once."""
+    draw, found = Random(5), {each.__name__: Counter() for each in ABUSES}
+    for _ in range(rounds):
+        calls = [(each, each(url, draw)) for each in ABUSES for _ in range(4)]
+        for (each, _), result in zip(calls, await asyncio.gather(*(call for _, call in calls)), strict=True):
+            found[each.__name__][result] += 1
+    return found
+
+
+def held() -> dict[str, tuple[int, int]]:
+    """Open files and threads of each server of this test's cluster."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            name = (process.cmdline() or [""])[0]
+            if name.startswith(SERVERS):
+                found[name] = process.num_fds(), process.num_threads()
+    assert len(found) == len(SERVERS), found
+    return found
+
+
+def test_abuse_is_borne(served):
+    url, service = served
+    client = Client(url, TOKENS["evaluator"])
+    batch = RolloutBatch(batch_id="before", groups=GROUPS, seed=3)
+
+    def tokens() -> list[tuple[int, ...]]:
+        (group,) = client.rollout_blocking(batch)
+        return [sample.token_ids for sample in group.samples]
+
+    asyncio.run(abused(url, 1))  # pools and caches of the servers have their sizes by then
+    expected = tokens()
+    (by_ray,) = service.rollout_blocking(batch)
+    assert expected == [sample.token_ids for sample in by_ray.samples]
+    before = held()
+    found = asyncio.run(abused(url, 8))
+    print({name: dict(counts) for name, counts in found.items()})
+    until(lambda: (status := service.status_blocking()).running + status.waiting == 0)
+    assert tokens() == expected
+    until(lambda: all(now <= then + 3 for name in before for now, then in zip(held()[name], before[name], strict=True)))
+    assert service.status_blocking().contained == {}
+    assert set(found["asks_absurdly"]) <= {"400", "404", "422", "429"}
+    assert set(found["has_a_wrong_token"]) <= {"401", "403", "429"}
+    assert set(found["sends_ten_megabytes"]) <= {"413", "429", "closed"}
+    client.close()

@@ -1,0 +1,329 @@
+"""The HTTP client over a scripted gateway: requests, results, errors, and what it asks again."""
+
+import asyncio
+import inspect
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+from test_imports import ROOT
+
+from tailrace.app.calls import resume
+from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.gateway.naming import Naming
+from tailrace.app.gateway.requests import ChatRequest, CompletionRequest
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
+from tailrace.http import Client
+from tailrace.policies.protocol.actions import SampleEnd
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch):
+    monkeypatch.setattr(resume, "PAUSE_S", (0.001, 0.002))
+
+
+class Gateway:
+    """A gateway whose tokens are [seed, step, index, version]. `script`: answers that come before that, or errors."""
+
+    def __init__(self):
+        self.seen: list[tuple[str, dict, dict]] = []
+        self.script: list[httpx.Response | Exception] = []
+        self.version, self.sources = 0, []
+
+    def client(self, **settings) -> Client:
+        return Client("http://gateway", "a-token", transport=httpx.MockTransport(self._answer), **settings)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or b"null")
+        self.seen.append((request.url.path, body, dict(request.headers)))
+        assert request.headers["authorization"] == "Bearer a-token"
+        if self.script:
+            scripted = self.script.pop(0)
+            if isinstance(scripted, Exception):
+                raise scripted
+            return scripted
+        if request.url.path == "/weight_info":
+            return httpx.Response(200, json={"weight_version": str(self.version), "weights_digest": "d"})
+        if request.url.path == "/update_weights":
+            self.version = body["version"]
+            self.sources.append(body["weight_dir"])
+            return httpx.Response(200, json={"message": "", "weight_version": str(self.version)})
+        return httpx.Response(200, json={"choices": self._choices(body, request.headers)})
+
+    def _choices(self, body: dict, headers: httpx.Headers) -> list[dict]:
+        naming = Naming.of({key: value.encode().decode("latin-1") for key, value in headers.items()}, None)
+        named = {"seed": naming.seed, "step": naming.step, "group": naming.group}
+        version = str(self.version)
+        return [
+            {
+                "text": f"text {naming.index + number}",
+                "finish_reason": "length",
+                "weight_versions": [{"version": version, "start": 0, "end": 4}],
+                "tailrace": named | {"index": naming.index + number, "weights_digests": {version: "d"}},
+                "token_ids": [naming.seed, naming.step, naming.index + number, self.version],
+                "prompt_token_ids": [1, 2],
+                "logprobs": {"token_logprobs": [-0.1, -0.2, -1 / 3, -1e-7]},
+            }
+            for number in range(body["n"])
+        ]
+
+
+@pytest.fixture
+def gateway():
+    return Gateway()
+
+
+def refusal(status: int, message: str = "no", **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": message, "code": status}}, headers=headers)
+
+
+def batch(samples: int = 3, **settings) -> RolloutBatch:
+    groups = tuple(PromptGroup(prompt_id=f"p{n}", token_ids=(n, 2), samples=samples, max_tokens=4) for n in range(2))
+    return RolloutBatch(**({"batch_id": "b", "groups": groups, "seed": 7, "step": 3} | settings))
+
+
+def test_it_loads_httpx_and_pydantic_alone():
+    """In a fresh interpreter: no Ray, torch, vLLM or numpy."""
+    code = """
+import sys
+import httpx, pydantic
+pydantic.create_model("Any", value=(int, pydantic.Field(ge=0)))
+known = {name.partition(".")[0] for name in sys.modules} | set(sys.stdlib_module_names)
+import tailrace.http
+import tailrace
+tailrace.RolloutBatch, tailrace.PromptGroup
+found = {name.partition(".")[0] for name in sys.modules} - known - {"tailrace"}
+found = sorted(name for name in found if not name.startswith("_"))
+sys.exit(f"loads {found}" if found else 0)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_call_has_a_blocking_twin_and_the_arguments_of_rollout_client():
+    calls = {name for name, member in inspect.getmembers(Client, is_call) if name[0] != "_"}
+    assert {"rollout", "generate", "update_weights", "weight_info", "server_info", "tokenize"} <= calls
+    assert all(hasattr(Client, f"{name}_blocking") for name in calls)
+    for name in ("open", "rollout", "generate", "cancel_samples", "close_session"):
+        assert inspect.signature(getattr(Client, name)) == inspect.signature(getattr(RolloutClient, name))
+    ours, theirs = (inspect.signature(one.update_weights).parameters for one in (Client, RolloutClient))
+    assert list(ours) == [name for name in theirs if name != "digest"]  # no route takes it
+
+
+def is_call(member) -> bool:
+    return inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+
+
+def test_a_batch_comes_as_groups_in_one_request_each(gateway):
+    groups = {group.prompt_id: group for group in gateway.client().rollout_blocking(batch())}
+    assert sorted(groups) == ["p0", "p1"] and len(gateway.seen) == 2
+    group = groups["p1"]
+    assert (group.batch_id, group.step, group.prompt_token_ids) == ("b", 3, (1, 2))
+    assert [sample.token_ids for sample in group.samples] == [(7, 3, index, 0) for index in range(3)]
+    assert group.samples[2].logprobs == (-0.1, -0.2, -1 / 3, -1e-7) and group.samples[2].text == "text 2"
+    assert group.samples[0].finish_reason is SampleEnd.LENGTH
+    (segment,) = group.samples[0].segments
+    assert (segment.weights_version, segment.weights_digest, segment.end) == (0, "d", 4)
+
+
+def test_a_group_of_more_samples_than_a_request_takes_is_asked_for_in_parts(gateway):
+    (group, _) = gateway.client().rollout_blocking(batch(samples=2_500))
+    assert [sample.sample_index for sample in group.samples] == list(range(2_500))
+    assert sorted(body["n"] for _, body, _ in gateway.seen) == [452, 452, 1_024, 1_024, 1_024, 1_024]
+
+
+def test_a_session_s_samples_come_as_they_end(gateway):
+    client = gateway.client()
+
+    async def story():
+        async with client.open(seed=5) as session:
+            one = await session.generate(text="2 + 2 =", group="süm", index=4, max_tokens=8)
+            for _ in range(3):
+                session.submit(messages=[{"role": "user", "content": "Hello"}], of=3)
+            return one, [answer async for answer in session.samples()]
+
+    one, others = asyncio.run(story())
+    assert one.group == "süm" and one.sample.token_ids == (5, 0, 4, 0)
+    assert sorted(answer.sample.sample_index for answer in others) == [0, 1, 2]
+    paths = [path for path, _, _ in gateway.seen]
+    assert paths == ["/v1/completions"] + 3 * ["/v1/chat/completions"]
+    assert client.open(seed=5).generate_blocking((1, 2)).sample.token_ids == (5, 0, 0, 0)
+
+
+def test_bodies_are_what_the_routes_take_for_the_same_group(gateway):
+    sampling = SamplingParams(
+        temperature=0.5, top_k=4, stop=("\n", "b"), logit_bias={5: 1.5, 7: -2}, repetition_penalty=1.1,
+        bad_words=("a b",), allowed_token_ids=(5, 7), structured_outputs={"json": {"type": "object"}},
+    )  # fmt: skip
+    session = gateway.client().open()
+    session.generate_blocking(text="a", sampling=sampling, max_tokens=9)
+    session.generate_blocking(messages=[{"role": "user", "content": "a"}], sampling=sampling, max_tokens=9)
+    session.generate_blocking((4, 5))
+    (_, text, _), (_, chat, _), (_, plain, _) = gateway.seen
+    assert CompletionRequest(**text).sampling() == ChatRequest(**chat).sampling() == sampling
+    assert CompletionRequest(**plain).sampling() == SamplingParams()
+    assert CompletionRequest(**text).prompts() == [{"text": "a"}]
+    assert CompletionRequest(**plain).prompts() == [{"token_ids": (4, 5)}]
+    assert ChatRequest(**chat).prompts() == [{"messages": ({"role": "user", "content": "a"},)}]
+    assert text["max_tokens"] == chat["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        httpx.ReadError("cut"),
+        httpx.ConnectError("refused"),
+        httpx.RemoteProtocolError("half an answer"),
+        refusal(429, "full", **{"retry-after": "0"}),
+        refusal(503, "away"),
+        httpx.Response(502, text="<html>a proxy's page</html>"),
+        httpx.Response(404, text="no such path yet"),
+    ],
+)
+def test_a_request_that_may_help_again_is_asked_again_under_the_same_name(gateway, trouble):
+    gateway.script = [trouble, trouble]
+    (first, *_) = gateway.client().rollout_blocking(batch(groups=batch().groups[:1]))
+    assert [sample.token_ids[2] for sample in first.samples] == [0, 1, 2]
+    assert len(gateway.seen) == 3 and len({json.dumps(body) for _, body, _ in gateway.seen}) == 1
+    assert {headers["x-tailrace-group"] for _, _, headers in gateway.seen} == {"p0"}
+
+
+def test_retry_after_is_kept(gateway, monkeypatch):
+    slept = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(resume.asyncio, "sleep", noted)
+    gateway.script = [refusal(429, **{"retry-after": text}) for text in ("3", "86400", "Wed, 21 Oct 2015 07:28:00 GMT")]
+    gateway.client().open().generate_blocking((1, 2))
+    assert slept == [3.0, 60.0, 0.002]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda: refusal(400, "prompt is empty"), RolloutRejected),
+        (lambda: refusal(404, "model 'x' is not served"), RolloutRejected),
+        (lambda: refusal(413, "the body has more"), RolloutRejected),
+        (lambda: refusal(401, "give one"), PermissionError),
+        (lambda: refusal(403, "needs role evaluator"), PermissionError),
+        (lambda: refusal(429, "quota"), QuotaExceeded),
+        (lambda: refusal(503, "away"), ConnectionError),
+        (lambda: httpx.Response(502, text="a page"), ConnectionError),
+        (lambda: httpx.ReadError("cut"), ConnectionError),
+        (lambda: httpx.Response(200, json={"choices": [{"text": ""}]}), ValueError),
+        (lambda: httpx.Response(200, text="a page"), ValueError),
+    ],
+)
+def test_errors_are_those_of_rollout_client(gateway, answer: Callable, error):
+    gateway.script = [answer()]
+    with pytest.raises(error) as found:
+        list(gateway.client(resume_s=0).rollout_blocking(batch(groups=batch().groups[:1])))
+    assert "\n" not in str(found.value)
+    gateway.script = [answer()]
+    with pytest.raises(error):
+        gateway.client(resume_s=0).open().generate_blocking((1, 2))
+
+
+def test_a_sample_that_is_given_up_is_one_failed_sample(gateway):
+    gateway.script = [refusal(500, "the engine died"), refusal(500, "the engine died")]
+    (group,) = gateway.client(max_open=1).rollout_blocking(batch(groups=batch().groups[:1]))
+    assert [sample.finish_reason for sample in group.samples].count(SampleEnd.FAILED) == 1
+    (failed,) = [sample for sample in group.samples if sample.finish_reason is SampleEnd.FAILED]
+    assert failed.error == "the engine died" and failed.token_ids == ()
+    assert {sample.sample_index for sample in group.samples} == {0, 1, 2}
+
+
+def test_what_http_does_not_carry_is_refused_in_one_line(gateway):
+    client = gateway.client()
+    for settings in ({"priority": 1}, {"share": 2.0}, {"keep_trace": True}, {"traceparent": "00-1-2-01"}):
+        with pytest.raises(ValueError, match="HTTP does not carry it"):
+            client.open(**settings)
+        with pytest.raises(ValueError, match="HTTP does not carry it"):
+            list(client.rollout_blocking(batch(**settings)))
+    forced = PromptGroup(prompt_id="f", token_ids=(1,), samples=1, forced_token_ids=((1,),))
+    for group, reason in ((forced, "forced_token_ids"), (PromptGroup(prompt_id="a\nb", text="a"), "printable")):
+        with pytest.raises(ValueError, match=reason):
+            list(client.rollout_blocking(batch(groups=(group,))))
+    session = client.open()
+    with pytest.raises(ValueError, match="deadline_s"):
+        session.generate_blocking((1,), deadline_s=3)
+    with pytest.raises(NotImplementedError, match="cancel the calls"):
+        session.cancel_blocking()
+    assert gateway.seen == []
+    with pytest.raises(ValueError, match="give http://"):
+        Client("gateway:8000")
+    with pytest.raises(ValueError, match="one word"):
+        Client("http://gateway", "a b")
+
+
+def test_weights_are_those_that_are_asked_for(gateway):
+    client = gateway.client()
+    with pytest.raises(RolloutRejected, match="weights_version 7 is asked for, and the service holds 0"):
+        list(client.rollout_blocking(batch(weights_version=7)))
+    with pytest.raises(RolloutRejected, match="holds weights 0, and 2 or higher"):
+        client.open(min_weights_version=2).generate_blocking((1,))
+    loaded = client.update_weights_blocking(7, "/weights/7")
+    assert (loaded.version, loaded.digest) == (7, "d")
+    assert len(list(client.rollout_blocking(batch(weights_version=7)))) == 2
+    gateway.version = 0  # restarted, on the weights of its configuration
+    groups = list(client.rollout_blocking(batch()))
+    assert {sample.token_ids[3] for group in groups for sample in group.samples} == {7}
+    gateway.version = 0
+    assert client.open(weights_version=7).generate_blocking((1,)).sample.token_ids[3] == 7
+    assert set(gateway.sources) == {"/weights/7"}
+    gateway.script = [refusal(400, "no such folder")]
+    with pytest.raises(WeightsRejected, match="no such folder"):
+        client.update_weights_blocking(8, "/nowhere")
+
+
+def test_closing_an_iterator_or_the_client_ends_what_is_open():
+    entered, ended, hold = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    async def answer(request):
+        entered.release()
+        try:
+            await asyncio.sleep(0 if hold.is_set() else 3_600)
+        finally:
+            ended.release()
+        return httpx.Response(200, json={"choices": []})
+
+    async def leave(client):
+        call = asyncio.ensure_future(client.open().generate((1,)))
+        await asyncio.to_thread(entered.acquire)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    before = threading.active_count()
+    client = Client("http://gateway", transport=httpx.MockTransport(answer))
+    asyncio.run(leave(client))
+    assert ended.acquire(timeout=10)
+
+    async def closed_meanwhile():
+        call = asyncio.ensure_future(client.open().generate((1,)))
+        await asyncio.to_thread(entered.acquire)
+        client.close()
+        await asyncio.gather(call, return_exceptions=True)
+        return call
+
+    assert asyncio.run(closed_meanwhile()).cancelled() and ended.acquire(timeout=10)
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        client.weight_info_blocking()
+
+
+def test_a_client_that_is_forgotten_leaves_no_thread(gateway):
+    before = threading.active_count()
+    client = gateway.client()
+    client.weight_info_blocking()
+    assert threading.active_count() == before + 1
+    del client
+    assert threading.active_count() == before
