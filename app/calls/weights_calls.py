@@ -38,7 +38,7 @@ class StagedWeights:
 
 
 class WeightsCalls:
-    """`_app_name`, `_handle`, `_role`, `status` and `update_weights` are the client's."""
+    """`_app_name`, `_handle`, `_role`, `_ask`, `status` and `update_weights` are the client's."""
 
     async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
         """Copy tensors into this node's shared memory. They may change as soon as this returns.
@@ -83,6 +83,28 @@ class WeightsCalls:
         return await self.commit_weights(await self.stage_weights(version, tensors))
 
     send_weights_blocking = blocking(send_weights)
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Have no chunk start until `resume`. Weights may be updated meanwhile, and need no pause.
+
+        `mode`, as vLLM's: samples in flight wait (`keep`), end before this returns (`wait`), or end with their tokens
+        so far (`abort`). It holds for all drivers, and changes no token. A new coordinator is not paused.
+        """
+        await self._ask("pause", mode)
+
+    pause_blocking = blocking(pause)
+
+    async def resume(self) -> None:
+        """End a pause, if there is one."""
+        await self._ask("resume")
+
+    resume_blocking = blocking(resume)
+
+    async def cancel_all(self) -> int:
+        """End every sample in flight, of all drivers, with its tokens so far. Returns their number."""
+        return await self._ask("cancel_all")
+
+    cancel_all_blocking = blocking(cancel_all)
 
     async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
         """One phase of a transfer by vLLM's own engines: `init`, `start`, `part`, `finish`. For `WeightsReceiver`.

@@ -33,10 +33,12 @@ def _reported(report: EngineStats | None) -> dict:
     return {name: getattr(report, name) for name in kept}
 
 
-def waits_for(table: ReplicaTable, batches: bool, problem: str | None) -> str | None:
-    """Reason why no chunk can run, or None if chunks can."""
+def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: bool) -> str | None:
+    """Reason why no chunk can run, or None if chunks can. `held`: the service is paused."""
     if not batches or table.ready():
         return None
+    if held:
+        return "a resume: the service is paused"
     aside = [
         f"{view.replica_id} is set aside: {why}" for view in table.views() if (why := table.aside(view.replica_id))
     ]
