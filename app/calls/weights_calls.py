@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tailrace.app.calls.blocking import blocking
 from tailrace.deployments.messages.roles import NotAdmitted
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
-from tailrace.deployments.staging.slots import Slots, service_name
+from tailrace.deployments.staging.slots import Slots, memory_source, service_name
 from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
 
 Tensors = Mapping[str, object] | Iterable[tuple[str, object]]
@@ -107,7 +107,7 @@ class WeightsCalls:
     cancel_all_blocking = blocking(cancel_all)
 
     async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
-        """One phase of a transfer by vLLM's own engines: `init`, `start`, `part`, `finish`. For `WeightsReceiver`.
+        """One phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`, `shutdown`.
 
         `info`: vLLM's. Engines need `vllm_args: {weight_transfer_config: {backend: nccl}}`, or `ipc`. Returns the
         source to give to `update_weights` after `finish`. Raises ValueError, one line; the present weights then stay.
@@ -120,6 +120,21 @@ class WeightsCalls:
         return answer
 
     transfer_weights_blocking = blocking(transfer_weights)
+
+    async def finish_transfer(self, version: int | None = None) -> WeightsLoaded:
+        """The phase `finish`, and the commit under `version`, by default the next one. Raises ValueError, one line."""
+        source = await self.transfer_weights("finish")
+        staged = memory_source(source)
+        return await self.update_weights(staged.version if version is None else version, source, staged.digest)
+
+    async def rename_weights(self, version: str) -> WeightsLoaded:
+        """The present weights under a higher number; under the present one nothing changes. Raises ValueError."""
+        status = await self.status()
+        if not version.isdecimal():
+            raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
+        if not status.weights_source:
+            raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
+        return await self.update_weights(int(version), status.weights_source, status.weights_digest)
 
 
 def _staged(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:

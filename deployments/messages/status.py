@@ -21,6 +21,9 @@ class ReplicaStatus(Message):
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
     node_id: str = ""
     cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
+    dtype: str = ""  # see EngineStats, as the next two
+    ranks: int = 1
+    weight_transfer: str = ""
 
 
 class ReplicasChanged(Message):
