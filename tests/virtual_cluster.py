@@ -21,7 +21,8 @@ def play(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -> None:
         size = replace(size, **({"policies": {}} | sizes))
         cluster = SimulatedCluster(size, Random(0), LogDisk("sound", folder, Random(0)))
         client = driver_client(cluster)
-        await client.status()  # it is up
+        while len((await client.status()).replicas) < size.replicas:
+            await asyncio.sleep(0.1)
         await story(cluster, client)
         await asyncio.sleep(2 * LEASE_S)
         assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}

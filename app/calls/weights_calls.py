@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tailrace.app.calls.blocking import blocking
-from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
 from tailrace.deployments.staging.slots import Slots, memory_source, service_name
 from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
@@ -47,21 +47,30 @@ class WeightsCalls:
         a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if memory lacks
         room or others are being staged. Staged weights are committed by `commit_weights`, or given up by `drop`.
         """
-        import ray
-
-        from tailrace.deployments.staging.keeper import keep_slots
-
         status = await self.status()
-        cluster = ray.get_runtime_context().gcs_address
-        slots = Slots(service_name(self._app_name, cluster))
+        slots = Slots(self._slots_name())
         served = status.weights_version, status.weights_digest
-        keeping = asyncio.create_task(asyncio.to_thread(keep_slots, slots.service, self._app_name))
+        keeping = asyncio.create_task(self.own_slots())
         try:
-            return await asyncio.to_thread(_staged, slots, version, served, tensors)
+            return await asyncio.to_thread(staged_in, slots, version, served, tensors)
         finally:
             await keeping
 
     stage_weights_blocking = blocking(stage_weights)
+
+    async def own_slots(self) -> str:
+        """The name of the service's slots in this node's shared memory, which end with the service from now on."""
+        from tailrace.deployments.staging.keeper import keep_slots
+
+        if not self._role.includes(Role.TRAINER):
+            raise PermissionError(f"own_slots needs role trainer, and this client is {self._role.value}")
+        await asyncio.to_thread(keep_slots, self._slots_name(), self._app_name)
+        return self._slots_name()
+
+    def _slots_name(self) -> str:
+        import ray
+
+        return service_name(self._app_name, ray.get_runtime_context().gcs_address)
 
     async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
         """Have every replica check and load staged weights. Samples in flight continue under them.
@@ -137,7 +146,8 @@ class WeightsCalls:
         return await self.update_weights(int(version), status.weights_source, status.weights_digest)
 
 
-def _staged(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
+def staged_in(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
+    """Tensors, copied into a slot of this node. `served`: version and digest of the present weights."""
     began_s = time.monotonic()
     stage = Stage(slots, version, served, bytes_of(tensors))
     try:
