@@ -1,6 +1,7 @@
 """The gateway's requests, names and doors, without a service."""
 
 import asyncio
+from base64 import b64encode
 
 import pytest
 from pydantic import ValidationError
@@ -148,6 +149,9 @@ def test_the_door_admits_by_token_size_and_number(tmp_path):
     assert (status, scope["role"]) == (200, Role.EVALUATOR)
     assert passed(doors)[0] == passed(doors, authorization=f"Basic {TOKEN}")[0] == 401
     assert passed(doors, authorization=f"Bearer {TOKEN[:-1]}")[0] == 401
+    basic = b64encode(f"evaluator:{TOKEN}".encode()).decode()  # of http://evaluator:TOKEN@HOST
+    assert passed(doors, authorization=f"Basic {basic}")[1]["role"] is Role.EVALUATOR
+    assert passed(doors, authorization=f"Digest {basic}")[0] == 401
     assert passed(doors, b"0123456789a", authorization=f"Bearer {TOKEN}")[0] == 413
     assert passed(doors, authorization=f"Bearer {TOKEN}", content_length="11")[0] == 413
     doors._open = GatewayConfig().max_open

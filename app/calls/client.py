@@ -253,9 +253,12 @@ class RolloutClient(SessionCalls, WeightsCalls):
 
     reserve_blocking = blocking(reserve)
 
-    async def reset_caches(self) -> None:
-        """Drop the KV of ended chunks on every replica. For benchmarks, between batches."""
-        await self._ask("reset_caches")
+    async def reset_caches(self) -> bool:
+        """Drop the KV of ended chunks on every replica. Returns False if one keeps it, since chunks run there.
+
+        For benchmarks, between batches.
+        """
+        return await self._ask("reset_caches")
 
     reset_caches_blocking = blocking(reset_caches)
 

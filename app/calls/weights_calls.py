@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tailrace.app.calls.blocking import blocking
-from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
-from tailrace.deployments.staging.slots import Slots, service_name
+from tailrace.deployments.staging.slots import Slots, memory_source, service_name
 from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
 
 Tensors = Mapping[str, object] | Iterable[tuple[str, object]]
@@ -38,7 +38,7 @@ class StagedWeights:
 
 
 class WeightsCalls:
-    """`_app_name`, `_handle`, `_role`, `status` and `update_weights` are the client's."""
+    """`_app_name`, `_handle`, `_role`, `_ask`, `status` and `update_weights` are the client's."""
 
     async def stage_weights(self, version: int, tensors: Tensors) -> StagedWeights:
         """Copy tensors into this node's shared memory. They may change as soon as this returns.
@@ -47,21 +47,30 @@ class WeightsCalls:
         a mapping or (name, tensor) pairs. `version`: see `update_weights`. Raises ValueError, one line, if memory lacks
         room or others are being staged. Staged weights are committed by `commit_weights`, or given up by `drop`.
         """
-        import ray
-
-        from tailrace.deployments.staging.keeper import keep_slots
-
         status = await self.status()
-        cluster = ray.get_runtime_context().gcs_address
-        slots = Slots(service_name(self._app_name, cluster))
+        slots = Slots(self._slots_name())
         served = status.weights_version, status.weights_digest
-        keeping = asyncio.create_task(asyncio.to_thread(keep_slots, slots.service, self._app_name))
+        keeping = asyncio.create_task(self.own_slots())
         try:
-            return await asyncio.to_thread(_staged, slots, version, served, tensors)
+            return await asyncio.to_thread(staged_in, slots, version, served, tensors)
         finally:
             await keeping
 
     stage_weights_blocking = blocking(stage_weights)
+
+    async def own_slots(self) -> str:
+        """The name of the service's slots in this node's shared memory, which end with the service from now on."""
+        from tailrace.deployments.staging.keeper import keep_slots
+
+        if not self._role.includes(Role.TRAINER):
+            raise PermissionError(f"own_slots needs role trainer, and this client is {self._role.value}")
+        await asyncio.to_thread(keep_slots, self._slots_name(), self._app_name)
+        return self._slots_name()
+
+    def _slots_name(self) -> str:
+        import ray
+
+        return service_name(self._app_name, ray.get_runtime_context().gcs_address)
 
     async def commit_weights(self, staged: StagedWeights) -> WeightsLoaded:
         """Have every replica check and load staged weights. Samples in flight continue under them.
@@ -84,8 +93,30 @@ class WeightsCalls:
 
     send_weights_blocking = blocking(send_weights)
 
+    async def pause(self, mode: str = "keep") -> None:
+        """Have no chunk start until `resume`. Weights may be updated meanwhile, and need no pause.
+
+        `mode`, as vLLM's: samples in flight wait (`keep`), end before this returns (`wait`), or end with their tokens
+        so far (`abort`). It holds for all drivers, and changes no token. A new coordinator is not paused.
+        """
+        await self._ask("pause", mode)
+
+    pause_blocking = blocking(pause)
+
+    async def resume(self) -> None:
+        """End a pause, if there is one."""
+        await self._ask("resume")
+
+    resume_blocking = blocking(resume)
+
+    async def cancel_all(self) -> int:
+        """End every sample in flight, of all drivers, with its tokens so far. Returns their number."""
+        return await self._ask("cancel_all")
+
+    cancel_all_blocking = blocking(cancel_all)
+
     async def transfer_weights(self, phase: str, info: dict | list | None = None) -> str:
-        """One phase of a transfer by vLLM's own engines: `init`, `start`, `part`, `finish`. For `WeightsReceiver`.
+        """One phase of an update as vLLM's trainer engines drive it: `init`, `start`, `part`, `finish`, `shutdown`.
 
         `info`: vLLM's. Engines need `vllm_args: {weight_transfer_config: {backend: nccl}}`, or `ipc`. Returns the
         source to give to `update_weights` after `finish`. Raises ValueError, one line; the present weights then stay.
@@ -99,8 +130,24 @@ class WeightsCalls:
 
     transfer_weights_blocking = blocking(transfer_weights)
 
+    async def finish_transfer(self, version: int | None = None) -> WeightsLoaded:
+        """The phase `finish`, and the commit under `version`, by default the next one. Raises ValueError, one line."""
+        source = await self.transfer_weights("finish")
+        staged = memory_source(source)
+        return await self.update_weights(staged.version if version is None else version, source, staged.digest)
 
-def _staged(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
+    async def rename_weights(self, version: str) -> WeightsLoaded:
+        """The present weights under a higher number; under the present one nothing changes. Raises ValueError."""
+        status = await self.status()
+        if not version.isdecimal():
+            raise ValueError(f"weight version {version!r}: give a number, {status.weights_version} or above")
+        if not status.weights_source:
+            raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
+        return await self.update_weights(int(version), status.weights_source, status.weights_digest)
+
+
+def staged_in(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:
+    """Tensors, copied into a slot of this node. `served`: version and digest of the present weights."""
     began_s = time.monotonic()
     stage = Stage(slots, version, served, bytes_of(tensors))
     try:

@@ -5,7 +5,9 @@ Invariant: a request that is refused here reaches no route. `scope["role"]` is t
 
 import hmac
 import json
+from base64 import b64decode
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tailrace.app.gateway.config import GatewayConfig
@@ -29,6 +31,17 @@ def read_tokens(path: Path) -> dict[str, Role]:
     if not found:
         raise ValueError(f"{path}: there is no token in it; give lines of `ROLE TOKEN`")
     return found
+
+
+def token_of(header: bytes) -> bytes:
+    """The token of `Bearer TOKEN`; or of `Basic`, which clients send by themselves that have `http://ROLE:TOKEN@HOST`
+    for an address. Empty if there is none."""
+    kind, _, given = header.partition(b" ")
+    if kind.lower() == b"bearer":
+        return given.strip()
+    with suppress(ValueError):
+        return b64decode(given, validate=True).partition(b":")[2] if kind.lower() == b"basic" else b""
+    return b""
 
 
 class Doors:
@@ -57,9 +70,9 @@ class Doors:
     def _role(self, scope) -> Role | None:
         if self._tokens is None or scope["path"] in OPEN_PATHS:
             return Role.EVALUATOR if self._tokens is None else Role.OBSERVER
-        kind, _, given = _header(scope, b"authorization").partition(b" ")
-        known = [role for token, role in self._tokens.items() if hmac.compare_digest(token.encode(), given.strip())]
-        return known[0] if known and kind.lower() == b"bearer" else None
+        given = token_of(_header(scope, b"authorization"))
+        known = [role for token, role in self._tokens.items() if hmac.compare_digest(token.encode(), given)]
+        return known[0] if known else None
 
     async def _pass(self, scope, receive, send) -> None:
         left = self._config.max_body_bytes

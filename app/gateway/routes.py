@@ -20,6 +20,7 @@ from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.chat_requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors, error_body
 from tailrace.app.gateway.event_stream import EventStream, left
 from tailrace.app.gateway.naming import Naming
@@ -44,14 +45,6 @@ class Detokenized(BaseModel):
     tokens: list[int]
 
 
-class WeightsFolder(BaseModel):
-    """prime-rl's form: a folder of safetensors. `version`: by default the next one."""
-
-    model_config = ConfigDict(extra="forbid")
-    weight_dir: str
-    version: int | None = None
-
-
 def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     app = FastAPI(title="Tailrace", version=VERSION, description="vLLM's routes, over open sessions of Tailrace")
     app.add_middleware(Doors, config=config)
@@ -61,7 +54,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
         app.add_exception_handler(kind, _failed)
     _add_generation(app, service)
     _add_model(app, service)
-    _add_weights(app, service)
+    add_control(app, service)
     return app
 
 
@@ -162,35 +155,7 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     @app.get("/health")
     async def health():
         status = await service.client(Role.OBSERVER).status()
-        return JSONResponse({}, 200 if any(one.ready for one in status.replicas) else 503)
-
-    @app.get("/server_info")
-    async def server_info():
-        status, model = await service.client(Role.OBSERVER).status(), await service.model()
-        return {
-            "tailrace": VERSION,
-            "model": model.root,
-            "max_model_len": model.max_model_len,
-            "logprobs_mode": "processed_logprobs",
-            "weights_version": status.weights_version,
-            "replicas": len(status.replicas),
-        }
-
-    @app.get("/get_world_size")
-    async def get_world_size():
-        return {"world_size": len((await service.client(Role.OBSERVER).status()).replicas)}
-
-
-def _add_weights(app: FastAPI, service: GatewayService) -> None:
-    @app.post("/update_weights")
-    async def update_weights(request: WeightsFolder, http: Request):
-        loaded = await service.update_weights(http.scope["role"], request.weight_dir, request.version)
-        return {"message": f"weights {loaded} are loaded", "weight_version": str(loaded)}
-
-    @app.get("/weight_info")
-    async def weight_info():
-        status = await service.client(Role.OBSERVER).status()
-        return {"weight_version": str(status.weights_version), "weights_digest": status.weights_digest}
+        return JSONResponse({}, 200 if status.paused or any(one.ready for one in status.replicas) else 503)
 
 
 async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:

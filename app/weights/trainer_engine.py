@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.weights.receiver import MEMORY
+from tailrace.deployments.messages.transfer import MEMORY
 
 
 @dataclass

@@ -235,6 +235,11 @@ class Deliveries:
         delivery = self._open.get(batch_id)
         return delivery is not None and self._cancel(delivery)
 
+    def cancel_all(self) -> None:
+        """End all batches, see `cancel`."""
+        for delivery in self._open.values():
+            self._cancel(delivery)
+
     def expire(self) -> int:
         """Close the batches whose drivers are gone. Returns their number."""
         gone = [name for name, one in self._open.items() if self._now() > one.renewed_s + LEASE_S]

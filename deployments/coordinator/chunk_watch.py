@@ -40,6 +40,10 @@ class ChunkWatch:
     def __len__(self):
         return len(self._calls)
 
+    def running(self) -> list[tuple[str, str]]:
+        """(chunk id, replica id) of each call."""
+        return [(chunk_id, call.replica_id) for chunk_id, call in self._calls.items()]
+
     async def finish(self, chunk_id: str, replica_id: str, answer: Awaitable[ChunkResult]) -> ChunkResult:
         """Returns the answer. Raises ChunkError, one line, once the chunk is given up."""
         deadline = asyncio.timeout(None)

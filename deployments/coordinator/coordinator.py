@@ -23,6 +23,7 @@ from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
+from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
@@ -214,8 +215,20 @@ class Coordinator:
         return await self._rollouts.take_spans(trace_id)
 
     @admits(Role.TRAINER)
-    async def reset_caches(self) -> None:
-        await self._rollouts.reset_caches()
+    async def reset_caches(self) -> bool:
+        return await self._rollouts.reset_caches()
+
+    @admits(Role.TRAINER)
+    async def pause(self, mode: str) -> None:
+        await self._rollouts.pause.begin(PauseMode(mode))
+
+    @admits(Role.TRAINER)
+    async def resume(self) -> None:
+        self._rollouts.pause.end()
+
+    @admits(Role.TRAINER)
+    async def cancel_all(self) -> int:
+        return self._rollouts.cancel_all()
 
     def ended_loops(self) -> list[asyncio.Task]:
         """The loops that have ended, each by an exception; none of a healthy coordinator."""

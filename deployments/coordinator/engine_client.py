@@ -78,9 +78,9 @@ class EngineClient:
             return []
         return [span for answer in answers if isinstance(answer, list) for span in answer]
 
-    async def reset_caches(self) -> None:
-        """Every replica forgets the KV of chunks that have ended."""
-        await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S)
+    async def reset_caches(self) -> bool:
+        """Every replica forgets the KV of chunks that have ended. Returns False if one does not, since chunks run."""
+        return all(answer is True for answer in await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S))
 
     async def _call(self, replica_id: str, method: str, *arguments):
         try:

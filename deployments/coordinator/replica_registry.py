@@ -5,6 +5,8 @@ report asked for before a replica was lost never brings it back (law 8: a view i
 `Rollouts`.
 """
 
+from dataclasses import replace
+
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.policies.protocol.events import Event, ReplicaJoined, ReplicaLeft, ReplicaMeasured, TokensStreamed
 
@@ -27,6 +29,13 @@ class ReplicaRegistry:
         self._lost_at[replica_id] = now
         for known in (self.joined, self.reports, self.observed_at, self._missed):
             known.pop(replica_id, None)
+
+    def rejoin(self, weights_version: int, now: float) -> list[Event]:
+        """All replicas join under another weights version, until their next reports."""
+        self.joined = {
+            name: replace(event, now=now, weights_version=weights_version) for name, event in self.joined.items()
+        }
+        return list(self.joined.values())
 
     def observe(self, reports: list[EngineStats], asked_at: float, now: float) -> list[Event]:
         """The events that follow from the answers to a poll sent at `asked_at`."""

@@ -24,6 +24,7 @@ from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
+from tailrace.deployments.coordinator.pause import Pause
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.status import replica_statuses, waits_for
@@ -86,6 +87,7 @@ class Rollouts:
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
         self._wake, self._looked, self._exchanged = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._load_ended = asyncio.Event()  # of weights, on a replica
+        self._turned = asyncio.Event()
         self._at_door: list[str] = []  # batches that wait for a change of the core
         self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
         self._batches = LiveBatches(
@@ -111,6 +113,20 @@ class Rollouts:
         self.deliveries.session_loads = self.sessions.loads
         self._tasks: set[asyncio.Task] = set()
         self._calls: dict[str, asyncio.Task] = {}  # of running chunks, by chunk id
+        self.pause = Pause(
+            runner=self._chunk_runner,
+            registry=self._registry,
+            weights=self._weights,
+            calls=self._calls,
+            in_flight=lambda: self._core.counts()["waiting"] + self._core.counts()["running"],
+            cancel_all=self.cancel_all,
+            turn=self._turn,
+            later=self._tell,
+            spawn=self._spawn,
+            poll=self._load_ended.set,
+            open_door=self._exchanged.set,
+            now=self.now,
+        )
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
 
     def now(self) -> float:
@@ -147,6 +163,14 @@ class Rollouts:
             self._tell(ev.BatchCancelled(self.now(), core_id))
         return bool(core_ids)
 
+    def cancel_all(self) -> int:
+        """End every sample in flight with its tokens so far. Returns their number."""
+        counts = self._core.counts()
+        for session in self.sessions.loads():
+            self.sessions.cancel(session, None, None)
+        self.deliveries.cancel_all()
+        return counts["waiting"] + counts["running"]
+
     def reserve(self, replicas: int) -> None:
         """Want `replicas` or more until the next batch has come. Raises ValueError unless that is an integer >= 0."""
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
@@ -175,7 +199,8 @@ class Rollouts:
             batches=self._batches.statuses(streamed),
             replicas=replica_statuses(self._core.replicas, self._registry.reports),
             observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
-            waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem),
+            waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.pause.held),
+            paused=self.pause.is_on,
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
             weights_digest=self._weights.digest,
@@ -204,9 +229,12 @@ class Rollouts:
         """The spans of a trace that was to be kept, from here and from every replica."""
         return self._telemetry.take(trace_id) + await self._engines.take_spans(trace_id)
 
-    async def reset_caches(self) -> None:
-        """Every replica forgets the KV of chunks that have ended: a benchmark's runs must not help each other."""
-        await self._engines.reset_caches()
+    async def reset_caches(self) -> bool:
+        """Every replica forgets the KV of chunks that have ended: a benchmark's runs must not help each other.
+
+        Returns False if one keeps it, since chunks run there.
+        """
+        return await self._engines.reset_caches()
 
     # ---- the loops ---------------------------------------------------------------------------------
 
@@ -224,6 +252,12 @@ class Rollouts:
                 self._act(self._core.decide(ev.Tick(self.now())))
             except Exception as error:  # noqa: BLE001 - of a policy, or a defect: the core's books may be half written
                 self._restart_core("turn", error)
+            self._turned.set()
+
+    async def _turn(self) -> None:
+        """Returns once a turn of `run` has ended."""
+        self._turned.clear()
+        await self._turned.wait()
 
     async def poll(self) -> None:
         """Poll the replicas, for ever."""
@@ -421,10 +455,11 @@ class Rollouts:
 
     async def _pass_door(self, batch_id: str, passes: Callable[[], bool]) -> None:
         """Wait until a change that is due has been made: the batches before it end, and no other one begins meanwhile.
+        So with a pause that waits for the batches in flight.
 
         `passes`: whether it may come at once, as more groups of a batch that runs.
         """
-        while self.core_holder.due and self._batches and not passes():
+        while ((self.core_holder.due and self._batches) or self.pause.draining) and not passes():
             self._at_door.append(batch_id)
             self._exchanged.clear()
             try:

@@ -29,14 +29,16 @@ def _reported(report: EngineStats | None) -> dict:
     """Fields of ReplicaStatus that a replica reports itself; none before its first report."""
     if report is None:
         return {"preemptions": 0}
-    kept = ("preemptions", "work", "step_cost", "node_id", "cores")
+    kept = ("preemptions", "work", "step_cost", "node_id", "cores", "dtype", "ranks", "weight_transfer")
     return {name: getattr(report, name) for name in kept}
 
 
-def waits_for(table: ReplicaTable, batches: bool, problem: str | None) -> str | None:
-    """Reason why no chunk can run, or None if chunks can."""
+def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: bool) -> str | None:
+    """Reason why no chunk can run, or None if chunks can. `held`: the service is paused."""
     if not batches or table.ready():
         return None
+    if held:
+        return "a resume: the service is paused"
     aside = [
         f"{view.replica_id} is set aside: {why}" for view in table.views() if (why := table.aside(view.replica_id))
     ]

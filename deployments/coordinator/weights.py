@@ -29,7 +29,8 @@ MAX_DIGESTS = 1024
 """Versions whose digests are kept, the newest; a sample lasts for a few updates."""
 
 OTHER_WEIGHTS = -1
-"""Version under which a replica joins that holds the wanted version with another content: nothing starts there."""
+"""Version under which a replica joins where nothing is to start: it holds the wanted version with another content, or
+the service is paused."""
 
 PAUSE_S = (0.5, 30.0)
 """Shortest and longest pause before a replica whose load has failed is asked again."""
@@ -46,6 +47,7 @@ class Weights:
         """`before`: awaited before other weights are wanted."""
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
+        self.held = False  # the service is paused: no replica is used
         self.problem: str | None = None  # why the last load of a replica failed
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._engines, self._before = engines, before
@@ -146,10 +148,11 @@ class Weights:
     def known(self, report: EngineStats) -> EngineStats:
         """The report as the core is to take it: a content that is not the wanted one is no version of ours.
 
-        Until the wanted weights are confirmed no replica is used, since the core still has the version before.
+        Until the wanted weights are confirmed no replica is used, since the core still has the version before; nor is
+        one while the service is paused.
         """
         other = report.weights_version == self.version and report.weights_digest != self.digest
-        if other or not self.is_confirmed:
+        if other or self.held or not self.is_confirmed:
             return replace(report, weights_version=OTHER_WEIGHTS)
         return report
 

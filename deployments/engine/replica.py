@@ -174,6 +174,9 @@ class Engine:
             started_at=self._started_at,
             pool_problem=self._pool_problem,
             weights_pause_s=self._runner.weights_pause_s,
+            dtype=self._config.dtype,
+            ranks=self._config.tensor_parallel,
+            weight_transfer=self._config.weight_transfer,
         )
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:

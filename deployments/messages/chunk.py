@@ -107,6 +107,9 @@ class EngineStats:
     node_id: str = ""
     cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
     started_at: float = 0.0  # unix seconds
+    dtype: str = ""  # of its weights in memory
+    ranks: int = 1  # workers of its engine
+    weight_transfer: str = ""  # the transfer engine of vLLM that its workers have; empty: none
     key_prefixes: tuple[str, ...] = ()  # a block of KV is kept under each of them, followed by `@` and its name in hex
     token_bytes: int = 0  # KV of one token, over all ranks
     pool_problem: str = ""  # why this replica runs without the pool that it should have

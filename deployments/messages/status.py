@@ -21,6 +21,9 @@ class ReplicaStatus(Message):
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
     node_id: str = ""
     cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
+    dtype: str = ""  # see EngineStats, as the next two
+    ranks: int = 1
+    weight_transfer: str = ""
 
 
 class ReplicasChanged(Message):
@@ -78,4 +81,5 @@ class ServiceStatus(Message):
     at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
+    paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND

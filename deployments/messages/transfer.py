@@ -1,8 +1,11 @@
-"""One phase of a transfer of weights by vLLM's own engines (`nccl`, `ipc`), from the trainer to every worker."""
+"""One phase of a transfer of weights as vLLM's trainer engines drive it: by its own (`nccl`, `ipc`), or by memory."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+MEMORY = "tailrace_memory"
+"""Our transfer engine's name: the trainer stages its weights whole in shared memory, and gives their source."""
 
 
 class TransferPhase(StrEnum):
@@ -13,6 +16,7 @@ class TransferPhase(StrEnum):
     PART = "part"  # receive tensors, apart from the model
     FINISH = "finish"  # of one replica of each node: into the node's slot
     DROP = "drop"  # of the other replicas
+    SHUTDOWN = "shutdown"  # workers leave the trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,3 +55,9 @@ class EngineConfig(BaseModel):
     )
     draft: DraftConfig = DraftConfig()
     vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")
+
+    @property
+    def weight_transfer(self) -> str:
+        """Returns the name of the workers' transfer engine, see vLLM's `WeightTransferConfig`; empty: there is none."""
+        found = self.vllm_args.get("weight_transfer_config") or {}
+        return found.get("backend", "") if isinstance(found, dict) else getattr(found, "backend", "")

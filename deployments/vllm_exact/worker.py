@@ -49,6 +49,8 @@ class ExactWorker:
                 self._received = ReceivedWeights()
             case TransferPhase.PART:
                 self._receive(transfer.info)
+            case TransferPhase.SHUTDOWN:
+                self.shutdown_weight_transfer_engine()
             case TransferPhase.FINISH if self.rank == 0:
                 return self._received.stage(transfer.service, transfer.version, transfer.served)
         return ""

@@ -122,13 +122,14 @@ def test_received_weights_change_the_model_at_the_commit_alone(engine, other):
     assert tokens(engine, 2) == from_memory != before
     with pytest.raises(ValueError, match="no tensor was received"):
         take(engine, TransferPhase.FINISH)
+    assert take(engine, TransferPhase.SHUTDOWN) == ""
 
 
 class Replicas:
     """Engines by name; each notes the transfers that it takes."""
 
     def __init__(self, *names, sources=()):
-        self.reports = {name: SimpleNamespace(node_id=f"node-{name[0]}") for name in names}
+        self.reports = {name: SimpleNamespace(node_id=f"node-{name[0]}", weight_transfer="ipc") for name in names}
         self.taken, self.sources, self.fails = [], dict(sources), ""
 
     async def transfer_weights(self, name, transfer):
@@ -149,6 +150,11 @@ def phases(replicas, *wanted):
 
 def test_each_replica_has_its_ranks_and_each_node_one_writer():
     replicas = Replicas("a1", "a2", "b1", sources={"a1": "memory:x", "b1": "memory:x"})
+    assert phases(replicas, ("init", {"master_address": "h"})).reason == (
+        "a1 has no transfer engine nccl: give its engine vllm_args: {weight_transfer_config: {backend: nccl}}"
+    )
+    for report in replicas.reports.values():
+        report.weight_transfer = "nccl"
     info = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 7}
     assert phases(replicas, ("init", info), ("start", None), ("finish", None)) == "memory:x"
     assert [t.info["rank_offset"] for _, t in replicas.taken[:3]] == [1, 3, 5]
@@ -172,7 +178,10 @@ def test_a_transfer_without_all_its_replicas_is_refused_before_it_hangs():
 
 def test_a_failed_phase_names_the_replica_and_two_contents_are_refused():
     replicas = Replicas("a1", "b1", sources={"a1": "memory:x", "b1": "memory:y"})
-    assert "different weights: memory:x, memory:y" in phases(replicas, ("init", {}), ("finish", None)).reason
+    assert (
+        "different weights: memory:x, memory:y"
+        in phases(replicas, ("init", {}), ("start", None), ("finish", None)).reason
+    )
     replicas.fails = "b1"
     assert (
         phases(replicas, ("init", {})).reason == "init of a weight transfer failed on b1: RuntimeError: out of memory"

@@ -1,0 +1,210 @@
+"""Routes by which trainers steer a service: pauses, updates of weights, caches. vLLM 0.32's dialect, and prime-rl's.
+
+Invariant: an update is committed whole, by `/finish_weight_update` or by a folder in `/update_weights`; one that fails
+or breaks off before leaves the service as it was. Routes that are not served are refused with the reason. Source of
+names and forms: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints/serve/{dev,lora}`.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Query, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from tailrace.app.gateway.doors import error_body
+from tailrace.app.gateway.service import GatewayService
+from tailrace.app.gateway.vllm_config import vllm_config
+from tailrace.deployments.coordinator.pause import PauseMode
+from tailrace.deployments.coordinator.weight_transfer import backend_of, named_in_memory
+from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.transfer import MEMORY
+from tailrace.deployments.staging.slots import memory_source, slot_of
+
+NO_LORA = "adapters of LoRA are not served; merge them and send all weights, as docs/http.md shows"
+REFUSED = {
+    "/load_lora_adapter": NO_LORA,
+    "/v1/load_lora_adapter": NO_LORA,
+    "/v1/unload_lora_adapter": NO_LORA,
+    "/skyrl/v1/load_lora_adapter": NO_LORA,
+    "/collective_rpc": "no method of a worker is called by name; docs/http.md has the routes for weights",
+    "/start_draft_weight_update": "weights of draft models do not come by HTTP; restart the drafter on another folder",
+    "/fetch_weights": "deltas of checkpoints are not read; give all weights in a folder, to /update_weights",
+    "/sleep": "the engines keep their memory; give replicas back by the limits of docs/elastic.md",
+    "/wake_up": "the engines do not sleep",
+}
+
+
+class WeightsUpdate(BaseModel):
+    """prime-rl's form: `weight_dir`, a folder of safetensors, and `version`, by default the next one. Or vLLM's form:
+    `update_info`, of the trainer's transfer engine, between `/start_weight_update` and `/finish_weight_update`."""
+
+    model_config = ConfigDict(extra="forbid")
+    weight_dir: str | None = None
+    version: int | None = None
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self):
+        if self.update_info is None and self.weight_dir is None:
+            raise ValueError("give weight_dir, a folder, or update_info; prime-rl: weight_broadcast.type filesystem")
+        if self.update_info is not None and (self.weight_dir, self.version) != (None, None):
+            raise ValueError("give weight_dir and version, or update_info; not both")
+        return self
+
+
+class UpdateStart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    is_checkpoint_format: bool = True
+
+    @model_validator(mode="after")
+    def _checkpoint(self):
+        if not self.is_checkpoint_format:
+            raise ValueError("is_checkpoint_format: tensors come under the names of a saved folder; give true")
+        return self
+
+
+class UpdateFinish(BaseModel):
+    """`weight_version`: a number above the present one; by default the next one."""
+
+    model_config = ConfigDict(extra="forbid")
+    weight_version: str | None = None
+
+
+def add_control(app: FastAPI, service: GatewayService) -> None:
+    _add_pauses(app, service)
+    _add_weights(app, service)
+    _add_phases(app, service)
+    _add_info(app, service)
+    for path, reason in REFUSED.items():
+        app.add_api_route(path, _refusing(f"{path}: {reason}"), methods=["POST"], summary="Refused, with the reason")
+
+
+def _refusing(reason: str):
+    async def refused():
+        return JSONResponse(error_body(400, reason), 400)
+
+    return refused
+
+
+def _add_pauses(app: FastAPI, service: GatewayService) -> None:
+    @app.post("/pause")
+    async def pause(
+        http: Request,
+        mode: Annotated[PauseMode, Query()] = PauseMode.ABORT,
+        clear_cache: Annotated[bool, Query(description="drop the KV of ended chunks; not with keep")] = True,
+    ):
+        client = service.client(http.scope["role"])
+        await client.pause(mode)
+        if clear_cache and mode is not PauseMode.KEEP:
+            await client.reset_caches()
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume(http: Request):
+        await service.client(http.scope["role"]).resume()
+        return {"status": "resumed"}
+
+    @app.get("/is_paused")
+    async def is_paused():
+        return {"is_paused": (await service.client(Role.OBSERVER).status()).paused}
+
+    @app.post("/abort_requests")
+    async def abort_requests(http: Request, request_ids: Annotated[list[str] | None, Body(embed=True)] = None):
+        if request_ids:
+            raise ValueError("request_ids: one request ends when its client hangs up; give none here, to end all")
+        return {"status": "aborted", "aborted": await service.client(http.scope["role"]).cancel_all()}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(http: Request, reset_external: Annotated[bool, Query()] = False):
+        """Drop the KV of ended chunks, and with `reset_external` the pool's. `success` is false while chunks run."""
+        client = service.client(http.scope["role"])
+        if reset_external:
+            await client.drain_pool()
+        return {"success": await client.reset_caches()}
+
+
+def _add_weights(app: FastAPI, service: GatewayService) -> None:
+    @app.post("/update_weights")
+    async def update_weights(update: WeightsUpdate, http: Request):
+        role = http.scope["role"]
+        if update.update_info is None:
+            loaded = await service.update_weights(role, update.weight_dir, update.version)
+            return {"message": f"weights {loaded} are loaded", "weight_version": str(loaded)}
+        if "source" in update.update_info:
+            _check_here(update.update_info)
+        await service.client(role).transfer_weights("part", update.update_info)
+        return {"message": "Weights updated"}
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(http: Request, new_version: Annotated[str, Body(embed=True)]):
+        loaded = await service.client(http.scope["role"]).rename_weights(new_version)
+        return {"success": True, "new_version": str(loaded.version)}
+
+    @app.get("/weight_info")
+    async def weight_info():
+        status = await service.client(Role.OBSERVER).status()
+        return {"weight_version": str(status.weights_version), "weights_digest": status.weights_digest}
+
+    @app.post("/weight_slots")
+    async def weight_slots(http: Request):
+        """The name of the slots in this machine's shared memory where a trainer stages weights for `update_info`."""
+        return {"slots": await service.client(http.scope["role"]).own_slots()}
+
+
+def _check_here(info: dict[str, Any]) -> None:
+    """Raises ValueError if weights in memory are not on the gateway's machine: replicas would look there in vain."""
+    source = named_in_memory(info)
+    if slot_of(memory_source(source)) is None:
+        raise ValueError(f"update_info: {source} is not in this machine's memory; stage it here, or give a weight_dir")
+
+
+def _add_phases(app: FastAPI, service: GatewayService) -> None:
+    @app.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(http: Request, init_info: Annotated[dict[str, Any], Body(embed=True)]):
+        if backend_of(init_info)[0] == "ipc":
+            raise ValueError(
+                "init_info: IPC's handles come pickled over HTTP, and nothing is unpickled here; use "
+                f"RayVLLMWeightSyncClient, or {MEMORY} on one machine (docs/http.md)"
+            )
+        await service.client(http.scope["role"]).transfer_weights("init", init_info)
+        return {"message": "Weight transfer initialized"}
+
+    @app.post("/shutdown_weight_transfer_engine")
+    async def shutdown_weight_transfer_engine(http: Request):
+        await service.client(http.scope["role"]).transfer_weights("shutdown")
+        return {"message": "Weight transfer shut down"}
+
+    @app.post("/start_weight_update")
+    async def start_weight_update(http: Request, start: UpdateStart | None = None):
+        await service.client(http.scope["role"]).transfer_weights("start")
+        return {"message": "Weight update started"}
+
+    @app.post("/finish_weight_update")
+    async def finish_weight_update(http: Request, finish: UpdateFinish | None = None):
+        version = None if finish is None else finish.weight_version
+        if version is not None and not version.isdecimal():
+            raise ValueError(f"weight_version: {version!r} is not a number; versions are, and only grow")
+        client = service.client(http.scope["role"])
+        loaded = await client.finish_transfer(None if version is None else int(version))
+        return {"message": "Weight update finished", "weight_version": str(loaded.version)}
+
+
+def _add_info(app: FastAPI, service: GatewayService) -> None:
+    @app.get("/server_info")
+    async def server_info():
+        status, model = await service.client(Role.OBSERVER).status(), await service.model()
+        return {
+            "tailrace": app.version,
+            "model": model.root,
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "weights_version": status.weights_version,
+            "replicas": len(status.replicas),
+            "vllm_config": vllm_config(model, status),
+        }
+
+    @app.get("/get_world_size")
+    async def get_world_size(include_dp: Annotated[bool, Query()] = True):
+        """Workers of all replicas, or of one without `include_dp`."""
+        ranks = [one.ranks for one in (await service.client(Role.OBSERVER).status()).replicas]
+        return {"world_size": sum(ranks) if include_dp else max(ranks, default=1)}

@@ -1,0 +1,55 @@
+"""Stories on the simulated cluster, in virtual time: two replicas, the real coordinator, sessions and client."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+
+def play(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -> None:
+    """Runs `story(cluster, client)`, and looks for leftovers after it. Needs Ray, so it is for live tests."""
+    from tailrace.app.fuzz.cluster import SimulatedCluster
+    from tailrace.app.fuzz.drivers import driver_client
+    from tailrace.app.fuzz.log_disk import LogDisk
+    from tailrace.app.fuzz.run import end_of, plan_of
+    from tailrace.app.fuzz.virtual_time import VirtualLoop
+    from tailrace.deployments.messages.liveness import LEASE_S
+
+    async def whole() -> None:
+        size = replace(plan_of(0).size, replicas=2, limits=None, mean_tokens=200, step_tokens=4, step_s=0.1)
+        size = replace(size, **({"policies": {}} | sizes))
+        cluster = SimulatedCluster(size, Random(0), LogDisk("sound", folder, Random(0)))
+        client = driver_client(cluster)
+        while len((await client.status()).replicas) < size.replicas:
+            await asyncio.sleep(0.1)
+        await story(cluster, client)
+        await asyncio.sleep(2 * LEASE_S)
+        assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}
+
+    loop = VirtualLoop()
+    loop.run_until_complete(whole())
+    end_of(loop)
+
+
+def steps(cluster) -> list[int]:
+    """Steps of each replica so far."""
+    return [replica.stepper.stats().steps for replica in cluster.replicas.values()]
+
+
+async def under_way(cluster, coroutine) -> asyncio.Task:
+    """The task of work whose samples run."""
+    task = asyncio.ensure_future(coroutine)
+    while not cluster.coordinator.rollouts.status().running:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(2.0)
+    return task
+
+
+async def quiet(cluster, seconds: float = 30.0) -> None:
+    """Nothing runs in a paused cluster, and nothing is made for a while."""
+    status = cluster.coordinator.rollouts.status()
+    assert status.paused and status.running == 0
+    before = steps(cluster)
+    await asyncio.sleep(seconds)
+    assert steps(cluster) == before
