@@ -135,6 +135,10 @@ class SampleResult(Message):
     finish_reason: SampleEnd
     error: str | None = None
     chunks: int = 0
+    cached_tokens: int = Field(0, description="context tokens whose KV was found, over its chunks")
+    computed_tokens: int = Field(
+        0, description="context tokens whose KV was computed, over its chunks; prompt included"
+    )
     segments: tuple[Segment, ...] = ()
     timings: Timings = Timings()
     verifications: int = Field(0, description="engine steps that emitted tokens of the sample")
