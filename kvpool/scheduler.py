@@ -33,6 +33,7 @@ class Traffic:
     min_pull_tokens: int | None
     save: bool
     save_prompt: bool
+    save_stopped: bool = False  # also after a stop token
     asked_s: float | None = None
     answer: Future | None = None
     hit_tokens: int | None = None
@@ -157,7 +158,8 @@ class PoolScheduler(MooncakeStoreScheduler):
         blocks = min(request.num_computed_tokens // self._block_size, len(block_ids[0]))
         traffic.names = tuple(self._names(request.block_hashes, traffic.version)[:blocks])
         loading = request.request_id in self._pinned_loads  # its tokens are not there yet
-        stopped = request.status is RequestStatus.FINISHED_STOPPED  # a stop token: it is not continued
+        # A stop token: it is not continued, unless by a further turn.
+        stopped = request.status is RequestStatus.FINISHED_STOPPED and not traffic.save_stopped
         if not (traffic.save and blocks) or stopped or loading:
             return
         if time.monotonic() < self._paused_until_s:

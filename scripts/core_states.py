@@ -26,6 +26,7 @@ TABLE = (
     ("running", "SampleCancelled", "", "running", "AbortChunk"),
     ("running", "WeightsChanged", "", "running", "AbortChunk; ReleaseKv of the old version"),
     ("running", "ChunkFinished", "stop token or length reached", "ended", "EndSample(stop or length)"),
+    ("running", "ChunkFinished", "stop token or length reached, another turn may come", "held", "EndTurn"),
     ("running", "ChunkFinished", "tokens remain", "waiting", ""),
     ("running", "ChunkFinished", "tokens remain, batch or sample cancelled", "ended", "EndSample(cancelled)"),
     ("running", "ChunkFinished", "a copy was first, or another copy continues", "running", ""),
@@ -43,6 +44,12 @@ TABLE = (
     ("running", "ReplicaLeft", "fewer than 5 replicas in a row failed or left", "waiting", ""),
     ("running", "ReplicaLeft", "the fifth replica in a row", "ended", "EndSample(failed)"),
     ("running", "ReplicaLeft", "fewer than 5 replicas, batch or sample cancelled", "ended", "EndSample(cancelled)"),
+    ("held", "SampleReturned", "", "waiting", ""),
+    ("held", "Tick", "no further turn in `hold_s`", "ended", "EndSample(as its last turn)"),
+    ("held", "BatchCancelled", "", "ended", "EndSample(as its last turn)"),
+    ("held", "SampleCancelled", "", "ended", "EndSample(as its last turn)"),
+    ("held", "WeightsChanged", "", "held", "ReleaseKv of the old version"),
+    ("held", "KvLost", "", "held", ""),
 )
 
 

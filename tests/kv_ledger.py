@@ -37,6 +37,7 @@ class KvLedger:
     specs: dict[str, ev.GroupSpec] = field(default_factory=dict)  # by sample_id
     known: dict[str, int] = field(default_factory=dict)  # samples by group
     tokens: dict[str, int] = field(default_factory=dict)  # generated, by sample_id
+    outside: dict[str, int] = field(default_factory=dict)  # tokens between turns, by sample_id
     first: dict[str, int] = field(default_factory=dict)  # version of the first token, by sample_id
     held: dict[str, tuple[int, int]] = field(default_factory=dict)  # sample_id -> tokens stored last, their version
     groups: set[str] = field(default_factory=set)  # that ever stored
@@ -57,7 +58,8 @@ class KvLedger:
         return max(0, self.held.get(sample_id, (0, 0))[0] - self.specs[sample_id].prompt_tokens)
 
     def context_tokens(self, sample_id: str) -> int:
-        return self.specs[sample_id].prompt_tokens + self.tokens.get(sample_id, 0)
+        between = self.outside.get(sample_id, 0)
+        return self.specs[sample_id].prompt_tokens + between + self.tokens.get(sample_id, 0)
 
     def too_full_by(self) -> float:
         """Tokens to give up at the next tick: from above 90 % of the pool down to 80 %; 0 without a new report."""
@@ -79,15 +81,15 @@ class KvLedger:
                 self.running = {i: start for i, start in self.running.items() if start.replica_id != replica_id}
             case ev.ChunkFailed(chunk_id=chunk_id):
                 del self.running[chunk_id]
+            case ev.SampleReturned(sample_id=sample_id):
+                self.outside[sample_id] = self.outside.get(sample_id, 0) + event.outside_tokens
             case ev.ChunkFinished():
                 self._finished(event)
             case ev.WeightsChanged(version=version):
                 self.version = version
                 self._outdate(list(self.held))
-            case ev.KvLost(sample_ids=None):
-                self.held, self.groups = {}, set()
-            case ev.KvLost(sample_ids=sample_ids):
-                self.held = {i: held for i, held in self.held.items() if i not in sample_ids}
+            case ev.KvLost():
+                self._lost(event.sample_ids)
             case ev.PoolReported() if event.observed_at >= self.reported_at:
                 self.report, self.reported_at = event, event.observed_at
             case ev.Tick(now=now):
@@ -96,6 +98,11 @@ class KvLedger:
                 self.report = None
         for action in actions:
             self._act(action)
+
+    def _lost(self, sample_ids: tuple[str, ...] | None) -> None:
+        if sample_ids is None:
+            self.held, self.groups = {}, set()
+        self.held = {i: held for i, held in self.held.items() if i not in (sample_ids or ())}
 
     def _finished(self, event: ev.ChunkFinished) -> None:
         start = self.running.pop(event.chunk_id)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
 
-from kv_ledger import KvLedger, new_samples
+from kv_ledger import KvLedger, begun_tokens, new_samples
 
 from tailrace.policies.core.fit_queue import STEP_TOKENS
 from tailrace.policies.core.request_buffer import Batch, Sample, State
@@ -19,7 +19,15 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol import views
-from tailrace.policies.protocol.actions import Action, Prefetch, ReleaseCause, ReleaseKv, SetReplicas, StartChunk
+from tailrace.policies.protocol.actions import (
+    Action,
+    EndTurn,
+    Prefetch,
+    ReleaseCause,
+    ReleaseKv,
+    SetReplicas,
+    StartChunk,
+)
 from tailrace.policies.protocol.events import IllegalEvent
 
 ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first")
@@ -50,13 +58,19 @@ class Ledger:
     version: int = 0
     replicas: dict[str, Books] = field(default_factory=dict)
     running: dict[str, StartChunk] = field(default_factory=dict)
-    specs: dict[str, ev.GroupSpec] = field(default_factory=dict)  # by sample_id
+    specs: dict[str, ev.GroupSpec] = field(default_factory=dict)  # by sample_id; as of its present turn
     known: dict[str, int] = field(default_factory=dict)  # samples by group
+    tokens: dict[str, int] = field(default_factory=dict)  # generated, by sample_id
 
     def note(self, event: ev.Event | ev.Tick, actions: tuple[Action, ...]) -> None:
         match event:
             case ev.SamplesSubmitted():
                 self.specs |= new_samples(event, self.known)
+                self.tokens |= begun_tokens(event)
+            case ev.SampleReturned(sample_id=sample_id):
+                spec, made = self.specs[sample_id], self.tokens.get(sample_id, 0)
+                sizes = spec.prompt_tokens + event.outside_tokens, made + event.max_tokens
+                self.specs[sample_id] = replace(spec, prompt_tokens=sizes[0], max_tokens=sizes[1])
             case ev.ReplicaJoined(replica_id=replica_id, weights_version=version):
                 self.replicas.setdefault(replica_id, Books(event, version)).version = version
             case ev.ReplicaLeft(replica_id=replica_id):
@@ -65,6 +79,8 @@ class Ledger:
             case ev.WeightsChanged(version=version):
                 self.version = version
             case ev.ChunkFinished(chunk_id=chunk_id) | ev.ChunkFailed(chunk_id=chunk_id):
+                sample_id, new = self.running[chunk_id].sample_id, getattr(event, "new_tokens", 0)
+                self.tokens[sample_id] = self.tokens.get(sample_id, 0) + new
                 del self.replicas[self.running.pop(chunk_id).replica_id].blocks[chunk_id]
         for start in actions:
             if isinstance(start, StartChunk):
@@ -98,6 +114,7 @@ class Player:
         self._operations = operations or _OPERATIONS
         self.play, self.ledger = Play(RolloutCore(policies, limits=limits)), Ledger()
         self.wanted = limits.max if limits else 1_000  # replicas that the core asked for last
+        self.held: set[str] = set()  # samples whose turn has ended, as a shell was told
         self.kv = KvLedger(keeps=name_of(policies.kv_on_update) == "keep")
         self.data, self.at, self.now, self.batches, self.joins = data, 0, 0.0, 0, 0
 
@@ -116,6 +133,7 @@ class Player:
             # A replica that this decision opens again may take chunks at once: another one closes in its place.
             closing -= {i for i in closing if self.play.core.replicas.stays(i)}
             self.play.closed += [str(a) for a in actions if isinstance(a, StartChunk) and a.replica_id in closing]
+            self.held |= {a.sample_id for a in actions if isinstance(a, EndTurn)}
             self.wanted = next((a.replicas for a in actions if isinstance(a, SetReplicas)), self.wanted)
         else:
             self.play.core.observe(event)
@@ -159,6 +177,21 @@ class Player:
         groups = tuple(self.opened(self.group(f"b{self.batches}.{i}")) for i in range(self.take(3)))
         self.reveal(groups)
         self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups, *self.rank(), open=True))
+
+    def hold(self):
+        """As `open`, of samples that are held after their turns."""
+        self.batches += 1
+        groups = (self.opened(self.group(f"b{self.batches}.{i}")) for i in range(1 + self.take(2)))
+        groups = tuple(replace(spec, hold_s=self.pick((3.0, 20.0))) for spec in groups)
+        self.reveal(groups)
+        self.feed(ev.SamplesSubmitted(self.now, f"b{self.batches}", groups, *self.rank(), open=True))
+
+    def come_back(self):
+        samples = self.play.core._buffer.samples
+        if held := sorted(i for i in self.held if i in samples and samples[i].state is State.HELD):
+            sizes = self.pick((0, 1, 20, 90)), self.pick((1, 5, 64))
+            self.held.remove(sample_id := self.pick(held))
+            self.feed(ev.SampleReturned(self.now, sample_id, *sizes, self.pick((0.0, 3.0, 20.0))))
 
     def opened(self, spec: ev.GroupSpec) -> ev.GroupSpec:
         return replace(spec, open=self.pick((True, True, False)))
@@ -305,7 +338,7 @@ class Player:
         self.feed(ev.ReplicaJoined(self.now, "last", 16, 64, 4, 0, self.ledger.version))
         for replica_id in sorted(self.ledger.replicas):
             self.feed(rejoined(self.ledger.replicas[replica_id].join, self.now, self.ledger.version))
-        tokens = sum(spec.max_tokens for spec in self.ledger.specs.values())
+        tokens = sum(spec.max_tokens for spec in self.ledger.specs.values())  # of held ones, those of all turns
         for _ in range(2 + tokens):  # far more than any rollout takes: a chunk has a token at least
             self.now += 1000.0  # pauses after failures are over
             self.feed(ev.Tick(self.now))
@@ -325,7 +358,7 @@ class Player:
         waiting = {
             sample_id: self.key(sample)
             for sample_id, sample in self.play.core._buffer.samples.items()
-            if sample.state is State.WAITING
+            if sample.state in (State.WAITING, State.HELD)
             and self.kv.own_tokens(sample_id)
             and not self.play.core._failures.is_paused(sample)
         }
@@ -387,6 +420,9 @@ _OPERATIONS = (
 OPEN_BATCHES = (*_OPERATIONS, *("open",) * 3, *("add",) * 6, *("cancel_one",) * 2)
 """With open batches, too. Plays kept as bytes were made without."""
 
+TURNS = (*OPEN_BATCHES, *("hold",) * 3, *("come_back",) * 6)
+"""With samples of several turns, too."""
+
 
 def rejoined(join: ev.ReplicaJoined, now: float, version: int) -> ev.ReplicaJoined:
     sizes = (join.block_tokens, join.kv_capacity_blocks, join.max_running, join.draft_tokens)
@@ -403,6 +439,8 @@ def illegal_events(now: float, ledger: Ledger, closed: list[str], samples: list[
         ev.ReplicaLeft(now, "nobody", "late"),
         ev.BatchCancelled(now, "nobody"),
         ev.SampleCancelled(now, "nobody#0"),
+        ev.SampleReturned(now, "nobody#0", 0, 1),
+        ev.SamplesSubmitted(now, "new", (replace(fine, hold_s=-1.0),)),
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 1, 1, open=True),)),
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, -1, 1),)),
         ev.WeightsChanged(now, ledger.version - 1),
@@ -434,6 +472,7 @@ def illegal_events(now: float, ledger: Ledger, closed: list[str], samples: list[
             ev.ChunkFinished(*made, 1, free, version + 1),
             ev.ChunkFinished(*made, 0, free, version, -1),
             ev.ChunkFinished(*made, 0, free, version, 1 + ledger.specs[start.sample_id].prompt_tokens + start.start),
+            ev.SampleReturned(now, start.sample_id, 0, 1),
             ev.ReplicaMeasured(now, start.replica_id, 0.0, 1.0, 0.0, 0.0, 0.0, now),
             ev.ReplicaMeasured(now, start.replica_id, 1.0, -1.0, 0.0, 0.0, 0.0, now),
             ev.ReplicaMeasured(now, start.replica_id, 1.0, 1.0, 0.0, float("nan"), 0.0, now),

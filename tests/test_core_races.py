@@ -150,7 +150,7 @@ def test_the_laws_hold_while_copies_race(data, tail):
         play.step()
     play.run_out()
     assert sorted(play.ended) == sorted(f"b{i}#{j}" for i in range(play.submitted) for j in (0, 1))
-    assert play.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert play.core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
     assert not play.core._running.copies and all(
         v.kv_free_tokens == v.kv_capacity_tokens for v in play.core.replicas.views()
     )
@@ -169,7 +169,7 @@ def test_free_replicas_race_with_methods_that_the_sample_has_not():
         original = started[copy.copy_of]
         assert (copy.start, copy.max_tokens) == (original.start, original.max_tokens)
         assert copy.replica_id != original.replica_id
-    assert core.counts() == {"waiting": 0, "running": 2, "batches": 1}
+    assert core.counts() == {"waiting": 0, "running": 2, "held": 0, "batches": 1}
 
 
 @pytest.mark.parametrize("winner", ["g#0:0", "g#0:0~model"])
@@ -238,7 +238,7 @@ def test_a_cancelled_batch_ends_its_races():
         finish(core, chunk_id, 1, ev.ChunkEnd.ABORTED)
     actions = core.decide(ev.Tick(2.0))
     assert [a.end for a in actions if isinstance(a, EndSample)] == [SampleEnd.CANCELLED] * 2
-    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
 
 
 def test_a_winner_s_replica_is_where_its_sample_ran_last():

@@ -108,7 +108,7 @@ def test_a_paused_sample_is_cancelled_with_its_batch():
     game.core.observe(ev.BatchCancelled(game.now, "b"))
     game.play(4.0, lambda start: True)
     assert game.ends["g#0"].end is SampleEnd.CANCELLED
-    assert game.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert game.core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
 
 
 def test_a_replica_is_set_aside_for_a_sample_that_has_succeeded_elsewhere_since():

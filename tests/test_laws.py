@@ -19,9 +19,9 @@ from rollout_machine import (
     CHUNKS,
     FAIRNESS,
     KV_ON_UPDATE,
-    OPEN_BATCHES,
     ORDERINGS,
     PLACEMENTS,
+    TURNS,
     Ledger,
     Play,
     digest,
@@ -33,7 +33,7 @@ from rollout_machine import (
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol import views
-from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, SampleEnd, StartChunk
+from tailrace.policies.protocol.actions import AbortChunk, EmitGroup, EndSample, EndTurn, SampleEnd, StartChunk
 from tailrace.policies.protocol.events import IllegalEvent
 
 COMBINATIONS = [*product(ORDERINGS, PLACEMENTS)]
@@ -45,9 +45,7 @@ def played_by(ordering: str, placement: str, data: bytes) -> Play:
     """The first two bytes choose chunking, fairness and what becomes of KV on updates; the others are the play."""
     chunk_tokens, kv_on_update = CHUNKS[data[0] % len(CHUNKS)], KV_ON_UPDATE[data[1] % len(KV_ON_UPDATE)]
     fairness = FAIRNESS[data[0] // len(CHUNKS) % len(FAIRNESS)]
-    return play(
-        policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness), data[2:], operations=OPEN_BATCHES
-    )
+    return play(policies_of(ordering, placement, chunk_tokens, kv_on_update, fairness), data[2:], operations=TURNS)
 
 
 def law(test):
@@ -121,11 +119,11 @@ def test_tokens_only_grow_and_never_beyond_the_sample_s_own_bound(played):
 def test_nothing_is_left_when_everything_has_run_out(played):
     """Law 1, conservation: of memory. A service that runs for weeks may keep nothing of what has ended."""
     core = played.core
-    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
     assert not (
         core._buffer.batches or core._buffer.samples or core._running.chunks or core._outbox or core._unassigned
     )
-    assert not (core._kv._held or core._kv._groups)
+    assert not (core._kv._held or core._kv._groups or core._held or core._held._due)
     assert not len(core._waiting) and not core._waiting._lengths
     sets = [queues for batches in core._waiting._queues.values() for queues in batches.values()]
     assert not any(queue._live for queues in sets for queue in queues)
@@ -237,6 +235,30 @@ def test_reserved_kv_never_exceeds_a_replica(played):
         for replica_id, blocks in after.items():
             join = ledger.replicas[replica_id].join
             assert sum(blocks) <= join.kv_capacity_blocks and len(blocks) <= join.max_running
+
+
+@law
+def test_a_turn_ends_where_it_may_and_its_sample_returns_or_ends_once(played):
+    """Between two turns a sample has no chunk, and it ends as its last turn did when its time is over."""
+    held, hold_s = {}, {}
+    for event, actions, ledger in walk(played):
+        if isinstance(event, ev.SamplesSubmitted):
+            hold_s |= {i: spec.hold_s for i, spec in new_samples(event, dict(ledger.known)).items()}
+        if isinstance(event, ev.SampleReturned):
+            del held[event.sample_id]
+            hold_s[event.sample_id] = event.hold_s
+        for action in actions:
+            if isinstance(action, EndTurn):
+                assert action.end in (SampleEnd.STOP, SampleEnd.LENGTH) and action.reason
+                assert action.sample_id not in {start.sample_id for start in ledger.running.values()}
+                held[action.sample_id] = event.now + hold_s[action.sample_id], action.end
+            elif isinstance(action, StartChunk):
+                assert action.sample_id not in held
+            elif isinstance(action, EndSample) and action.sample_id in held:
+                assert action.end is held.pop(action.sample_id)[1] and "no further turn" in action.reason
+        if isinstance(event, ev.Tick):
+            assert not [until_s for until_s, _ in held.values() if until_s < event.now - 1.0]
+    assert not held
 
 
 @law

@@ -100,7 +100,7 @@ def test_the_users_own_policies_roll_out_like_the_built_in_ones(data):
     )
     assert isinstance(policies.ordering, LastComeFirst)
     played = play(policies, data)
-    assert played.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert played.core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
     assert not (played.starved or played.changed or played.stale)
 
 

@@ -173,7 +173,7 @@ def test_group_static_keeps_a_group_on_its_replica_and_moves_all_of_it_when_that
             finish(core, start)
         starts = [action for action in tick(core) if isinstance(action, StartChunk)]
     assert went == {"g0": {"a"}, "g1": {"a"}, "g2": {"c"}}
-    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
 
 
 def test_group_static_binds_a_group_anew_as_a_whole_though_no_replica_was_ready_when_its_own_left():
@@ -210,7 +210,7 @@ def test_two_batches_live_side_by_side_and_end_apart():
     one, two = tick(core)
     finish(core, two)
     assert [a.batch_id for a in tick(core) if isinstance(a, EmitGroup)] == ["two"]
-    assert core.is_running(one.chunk_id) and core.counts() == {"waiting": 0, "running": 1, "batches": 1}
+    assert core.is_running(one.chunk_id) and core.counts() == {"waiting": 0, "running": 1, "held": 0, "batches": 1}
 
 
 def begun(*samples: tuple[int, int, bool], group_id: str = "g") -> ev.GroupSpec:
@@ -236,7 +236,7 @@ def test_a_sample_that_had_ended_before_ends_at_once():
     assert start.sample_id == "g#1"
     finish(core, start)
     assert [type(action) for action in tick(core)] == [EndSample, EmitGroup]
-    assert core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)

@@ -229,7 +229,7 @@ def test_the_laws_hold_while_replicas_come_and_go(name, data, chunk_tokens, orde
     assert not (played.starved or played.changed or played.stale or played.evicted or played.closed)
     submitted = [event for event, _ in played.steps if isinstance(event, ev.SamplesSubmitted)]
     assert len(played.actions(EndSample)) == sum(spec.samples for event in submitted for spec in event.groups)
-    assert played.core.counts() == {"waiting": 0, "running": 0, "batches": 0}
+    assert played.core.counts() == {"waiting": 0, "running": 0, "held": 0, "batches": 0}
     assert not len(played.core._unassigned)
     running, there = {}, []
     for event, actions in played.steps:

@@ -6,8 +6,8 @@
         async for answer in session.samples(): ...                                      # as they end
         async for part in session.stream(text="2 + 2 ="): ...                           # one sample, as its chunks end
 
-Tokens depend on seed, step, group and index alone: they are those of a `RolloutBatch` with such a prompt_id. A request
-without an index is the next one of its group, in the order of the calls.
+Tokens depend on seed, step, group, index and turn alone: they are those of a `RolloutBatch` with such a prompt_id. A
+request without an index is the next one of its group, in the order of the calls.
 """
 
 import asyncio
@@ -62,6 +62,10 @@ class RolloutSession:
         group, by default the next; `of`: samples that the group will have, if known. `max_tokens` and `sampling` are as
         in a PromptGroup. `deadline_s`: seconds after which the sample ends, cancelled, with its tokens so far. Raises
         RolloutRejected with the reason, and ValueError for bad arguments.
+
+        Several turns of one sample: the prompt of a later one begins with the earlier prompt and its answer's tokens,
+        under the same group and index. `turn`: its number, which enters the key of its tokens. `hold_s`: seconds for
+        which the sample's KV is held for its next turn, 0 after the last one.
         """
         return await self._calls.generate(self.settings, self._request(token_ids, **request))
 
@@ -150,6 +154,8 @@ class RolloutSession:
         max_tokens: int = 256,
         sampling: SamplingParams | Mapping | None = None,
         deadline_s: float | None = None,
+        turn: int = 0,
+        hold_s: float = 0.0,
     ) -> SampleRequest:
         if self._is_closed:
             raise ValueError(f"session {self.settings.batch_id!r} is closed; open another")
@@ -160,7 +166,12 @@ class RolloutSession:
             prompt_id=name, samples=1, max_tokens=max_tokens, sampling=sampling or SamplingParams(), **prompt
         )
         request = SampleRequest(
-            group=asked, index=self._counts[name] if index is None else index, of=of, deadline_s=deadline_s
+            group=asked,
+            index=self._counts[name] if index is None else index,
+            of=of,
+            deadline_s=deadline_s,
+            turn=turn,
+            hold_s=hold_s,
         )
         self._counts[name] += 1
         return request

@@ -227,7 +227,8 @@ class SimulatedDriver:
             raise Wrong(f"{where}: {len(tokens)} tokens, {len(sample.logprobs)} logprobs, segments {spans}")
         key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
         for segment in sample.segments:
-            self._check_segment(key, tokens[segment.start : segment.end], segment, where)
+            place = len(group.token_ids) + segment.start
+            self._check_segment(key, place, tokens[segment.start : segment.end], segment, where)
         self._check_end(group, sample, where)
         if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
             raise Wrong(f"{where}: {problem}")
@@ -237,12 +238,12 @@ class SimulatedDriver:
         if sample.finish_reason is SampleEnd.FAILED and not lost:  # else it may have killed its replicas
             raise Wrong(f"{where}: given up: {sample.error}")
 
-    def _check_segment(self, key: int, tokens: tuple[int, ...], segment, where: str) -> None:
+    def _check_segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
         version, mean = segment.weights_version, self._cluster.size.mean_tokens
         fits = {
             content
             for content in self._ledger.offered.get(version, ())
-            if all(token_at(key, content, segment.start + i, mean) == token for i, token in enumerate(tokens))
+            if all(token_at(key, content, place + i, mean) == token for i, token in enumerate(tokens))
         }
         if not fits:
             raise Wrong(f"{where}: tokens {segment.start} to {segment.end} are not those of weights {version}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 
@@ -41,7 +42,8 @@ def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ..
 
 
 def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
-    """Returns the token at answer position `position` of the sample `key` under weights of content `digest`."""
+    """Returns the token at position `position` of the sample `key`, prompt included, under weights of content
+    `digest`."""
     return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
 
 
@@ -64,6 +66,7 @@ class Disk:
 class RunningChunk:
     chunk: ChunkRequest
     content: str
+    cached_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
 
 
@@ -88,6 +91,7 @@ class SimulatedStepper:
         self._pool = pool
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
+        self._blocks: dict[bytes, None] = {}  # names of the blocks here, the longest unused first
         self._steps = 0
         self.progress_s = 0.0
         self._constant = {
@@ -114,7 +118,7 @@ class SimulatedStepper:
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_version}, this is {self._version}")
         if chunk.weights_digest not in ("", self._digest):
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
-        self._running[chunk.chunk_id] = RunningChunk(chunk, self._content_of(chunk))
+        self._running[chunk.chunk_id] = RunningChunk(chunk, self._content_of(chunk), self._cached_tokens(chunk))
 
     def _content_of(self, chunk: ChunkRequest) -> str:
         """The content of the weights, unless KV from the pool, of the same version, was written by another one."""
@@ -122,6 +126,21 @@ class SimulatedStepper:
             return self._content
         found = {self._pool.get(_key(name), self._content) for name in _names(chunk.kv, chunk.token_ids)}
         return self._content if found <= {self._content} else MIXED
+
+    def _cached_tokens(self, chunk: ChunkRequest) -> int:
+        """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
+        names = _names(_plan(chunk), chunk.token_ids[:-1])
+        pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
+        found = takewhile(lambda name: name in self._blocks or _key(name) in (pulls or ()), names)
+        return BLOCK_TOKENS * sum(1 for _ in found)
+
+    def _keep(self, names: list[bytes]) -> None:
+        """Keep the blocks of a context, over those that were used before all others."""
+        for name in names:
+            self._blocks.pop(name, None)
+            self._blocks[name] = None
+        for name in list(self._blocks)[: max(0, len(self._blocks) - self._constant["kv_capacity_blocks"])]:
+            del self._blocks[name]
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         if chunk_id in self._running:
@@ -143,7 +162,7 @@ class SimulatedStepper:
 
     def _decode(self, chunk_id: str, running: RunningChunk) -> None:
         chunk = running.chunk
-        start = len(chunk.token_ids) - chunk.prompt_tokens + len(running.tokens)
+        start = len(chunk.token_ids) + len(running.tokens)
         for position in range(start, start + self._step_tokens):
             token = token_at(chunk.sample_key, running.content, position, self._mean_tokens)
             running.tokens.append(token)
@@ -156,7 +175,9 @@ class SimulatedStepper:
         running = self._running.pop(chunk_id)
         self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
-        saved = self._save(chunk, tokens)
+        context = np.concatenate([chunk.token_ids, tokens])
+        self._keep(_names(_plan(chunk), context[:-1]))
+        saved = self._save(chunk, context, end)
         result = ChunkResult(
             chunk_id=chunk_id,
             token_ids=tokens,
@@ -167,19 +188,21 @@ class SimulatedStepper:
             queue_s=0.0,
             prefill_s=0.0,
             decode_s=0.0,
-            cached_tokens=0,
-            computed_tokens=len(chunk.token_ids),
+            cached_tokens=running.cached_tokens,
+            computed_tokens=len(chunk.token_ids) - running.cached_tokens,
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
             prompt_logprobs=-np.arange(1, len(chunk.token_ids), dtype=np.float32) if chunk.scores_prompt else None,
         )
         self._ended.append((chunk_id, result))
 
-    def _save(self, chunk: ChunkRequest, tokens: np.ndarray) -> list[bytes]:
+    def _save(self, chunk: ChunkRequest, context: np.ndarray, end: ChunkEnd) -> list[bytes]:
         """Save the KV of a chunk's context in the pool. Returns the names of its blocks."""
         if self._pool is None or chunk.kv is None or not chunk.kv.save:
             return []
-        names = _names(chunk.kv, np.concatenate([chunk.token_ids, tokens]))
+        if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
+            return []
+        names = _names(chunk.kv, context)
         for name in names:
             self._pool.setdefault(_key(name), self._content)
         return names
@@ -224,6 +247,10 @@ class SimulatedStepper:
 
     def close(self) -> None:
         self._running.clear()
+
+
+def _plan(chunk: ChunkRequest) -> KvPlan:
+    return chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
 
 
 def _names(kv: KvPlan, token_ids: np.ndarray) -> list[bytes]:

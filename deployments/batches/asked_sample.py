@@ -20,12 +20,17 @@ class AskedSample:
 
     identity: GroupIdentity
     index: int
+    turn: int
     answer: asyncio.Future
     waiting: int = 0
     sample_id: str | None = None
     record: SampleRecord | None = None
     is_cancelled: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def key(self) -> tuple[GroupIdentity, int, int]:
+        return self.identity, self.index, self.turn
 
     def take(self, sample_id: str, record: SampleRecord) -> None:
         """The core has taken it."""
@@ -48,7 +53,7 @@ class AskedSample:
         while self.record is None and not self.answer.done():
             await self._changed.wait()
         if self.record is not None:
-            yield SampleTokens(prompt_token_ids=tuple(self.record.group.prompt.tolist()), start=0)
+            yield SampleTokens(prompt_token_ids=tuple(self.record.prompt.tolist()), start=0)
         given = start = 0
         while True:
             parts = self.record.parts if self.record is not None else ()

@@ -23,7 +23,8 @@ from tailrace.policies.protocol.events import Begun, ChunkEnd
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One sample so far. `parts` are the results of its chunks in order."""
+    """One sample so far, or its present turn. `parts` are the results of the turn's chunks in order; `tokens`, those
+    generated in all turns, of which `earlier_tokens` before the present one."""
 
     group: "GroupRecord"
     index: int
@@ -33,6 +34,11 @@ class SampleRecord:
     parts: list[ChunkResult] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
+    earlier_tokens: int = 0
+    outside_tokens: int = 0  # of its context, that came between its turns
+    turn_prompt: np.ndarray | None = None  # int32, the whole context of a later turn, or None in the first
+    max_tokens: int | None = None  # generated in all turns, or None if it is the group's
+    hold_s: float = 0.0  # seconds for which it is held for a next turn
     logged: int = 0  # of the tokens, in the token log; that log alone writes it
     kv_names: bytes = b""  # of the context's blocks that a replica has reported, see kvpool.keys
     started_s: float | None = None
@@ -41,26 +47,49 @@ class SampleRecord:
     error: str | None = None
     grown: Callable[[], None] | None = None  # called once it has more tokens
 
+    @property
+    def prompt(self) -> np.ndarray:
+        """Of the present turn, int32."""
+        return self.group.prompt if self.turn_prompt is None else self.turn_prompt
+
+    def next_turn(self, key: SampleKey, prompt: np.ndarray, max_tokens: int, hold_s: float, now_s: float):
+        """The record of its next turn, which begins with `prompt` (int32): its context, and tokens from outside."""
+        return SampleRecord(
+            group=self.group,
+            index=self.index,
+            key=key,
+            forced=None,
+            asked_s=now_s,
+            tokens=self.tokens,
+            earlier_tokens=self.tokens,
+            outside_tokens=self.outside_tokens + len(prompt) - len(self.context()),
+            turn_prompt=prompt,
+            max_tokens=self.tokens + max_tokens,
+            hold_s=hold_s,
+            kv_names=self.kv_names,
+        )
+
     def context(self) -> np.ndarray:
         """Prompt and answer so far, int32."""
-        return np.concatenate([self.group.prompt, *(part.token_ids for part in self.parts)])
+        return np.concatenate([self.prompt, *(part.token_ids for part in self.parts)])
 
     def append(self, start: int, part: ChunkResult, replica_id: str, weights_digest: str = "") -> None:
         """Write a chunk that began at answer position `start`. Raises ValueError unless that is the next one."""
         if start != self.tokens:
             raise ValueError(f"chunk {part.chunk_id} begins at {start}, the sample has {self.tokens} tokens")
         end = start + len(part.token_ids)
+        first, last_place = start - self.earlier_tokens, end - self.earlier_tokens
         last = self.segments[-1] if self.segments else None
         if last and (last.replica_id, last.weights_version) == (replica_id, part.weights_version):
-            self.segments[-1] = last.model_copy(update={"end": end})
+            self.segments[-1] = last.model_copy(update={"end": last_place})
         elif end > start:
             self.segments.append(
                 Segment(
                     weights_version=part.weights_version,
                     weights_digest=weights_digest,
                     replica_id=replica_id,
-                    start=start,
-                    end=end,
+                    start=first,
+                    end=last_place,
                 )
             )
         self.kv_names = part.kv_names or self.kv_names
@@ -83,6 +112,8 @@ class SampleRecord:
             stop_reason=stop_reason,
             error=self.error,
             chunks=len(self.parts),
+            cached_tokens=sum(part.cached_tokens for part in self.parts),
+            computed_tokens=sum(part.computed_tokens for part in self.parts),
             segments=tuple(self.segments),
             timings=self._timings(),
             verifications=sum(part.verifications for part in self.parts),
@@ -129,7 +160,14 @@ class SampleRecord:
         """The ended sample as the group context keeps it."""
         tokens = self.context()[len(self.group.prompt) :]
         version = self.parts[-1].weights_version if self.parts else 0
-        return Answer(self.index, version, None, self.end is SampleEnd.STOP, tokens)
+        return Answer(
+            sample_index=self.index,
+            weights_version=version,
+            reward=None,
+            finished=self.end is SampleEnd.STOP,
+            tokens=tokens,
+            outside_tokens=self.outside_tokens,
+        )
 
     def _timings(self) -> Timings:
         return Timings(

@@ -20,7 +20,7 @@ from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, traceparent
 from tailrace.policies.families.drafting import Drafting
-from tailrace.policies.protocol.actions import EndSample, StartChunk
+from tailrace.policies.protocol.actions import EndSample, EndTurn, StartChunk
 from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
 
 TAIL_SHARE = 0.9
@@ -92,6 +92,11 @@ class LiveBatch:
         sample.finished_s = now_s - sample.asked_s
         self.ended += 1
         return sample
+
+    def end_turn(self, action: EndTurn, now_s: float) -> None:
+        """Note the end of a turn whose sample is held."""
+        sample = self.samples[action.sample_id]
+        sample.end, sample.finished_s = action.end, now_s - sample.asked_s
 
     def answer(self, sample_id: str, prompts: Prompts) -> None:
         """Give an ended sample to its driver, if single samples are given."""
@@ -171,7 +176,8 @@ class LiveBatch:
     ) -> ChunkRequest:
         """The engine's request to continue `sample` at its present length. `digests`: of weights, by version."""
         plan = self._draft_plan(sample, start, drafting) if drafting.max_draft_tokens else None
-        context_tokens = len(sample.group.prompt) + start.start  # another chunk of a race may have ended meanwhile
+        before = len(sample.group.prompt) + sample.outside_tokens
+        context_tokens = before + start.start  # another chunk of a race may have ended meanwhile
         return ChunkRequest(
             chunk_id=start.chunk_id,
             sample_key=sample.key,
@@ -181,30 +187,40 @@ class LiveBatch:
             sampling=sample.group.group.sampling,
             weights_version=start.weights_version,
             weights_digest=digests.get(start.weights_version, ""),
-            kv=self._kv_plan(start, digests.get(start.kv_version, "")),
+            kv=self._kv_plan(sample, start, digests.get(start.kv_version, "")),
             draft=plan,
             forced=sample.forced,
             traceparent=traceparent(span),
             keep_trace=self.message.keep_trace,
+            turn_start=before + sample.earlier_tokens,
         )
 
     def _draft_plan(self, sample: SampleRecord, start: StartChunk, drafting: Drafting) -> DraftPlan:
+        """To drafts, an answer is all that follows the group's prompt, tokens between turns included."""
+        outside = sample.outside_tokens
         return DraftPlan(
             group=sample.group.ref,
             sample_index=sample.index,
             epoch=self.message.step,
-            expected_tokens=start.expected_tokens,
-            class_starts=start.class_starts,
+            expected_tokens=outside + start.expected_tokens,
+            class_starts=tuple(outside + tokens for tokens in start.class_starts),
             policy=drafting,
             way=start.way,
             method=start.method,
-            most_tokens=self._max_tokens[start.sample_id.rpartition("#")[0]],
+            most_tokens=outside + self._most(sample, start),
         )
 
-    def _kv_plan(self, start: StartChunk, digest: str) -> KvPlan:
-        """Saving is worth it only if the sample may continue after this chunk."""
-        goes_on = start.start + start.max_tokens < self._max_tokens[start.sample_id.rpartition("#")[0]]
-        return KvPlan(start.kv_version, start.min_pull_tokens, goes_on, digest)
+    def _kv_plan(self, sample: SampleRecord, start: StartChunk, digest: str) -> KvPlan:
+        """Saving is worth it only if the sample may continue after this chunk, or after this turn."""
+        held = sample.hold_s > 0
+        continues = held or start.start + start.max_tokens < self._most(sample, start)
+        return KvPlan(start.kv_version, start.min_pull_tokens, continues, digest, save_stopped=held)
+
+    def _most(self, sample: SampleRecord, start: StartChunk) -> int:
+        """Tokens that the sample may generate, in its turns so far."""
+        if sample.max_tokens is not None:
+            return sample.max_tokens
+        return self._max_tokens[start.sample_id.rpartition("#")[0]]
 
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""

@@ -18,7 +18,7 @@ from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
 from tailrace.deployments.messages.status import BatchStatus
 from tailrace.deployments.telemetry import Telemetry, parse_traceparent
-from tailrace.policies.protocol.actions import EmitGroup, EndSample, SampleEnd
+from tailrace.policies.protocol.actions import EmitGroup, EndSample, EndTurn, SampleEnd
 
 if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.context.service import ContextService
@@ -124,6 +124,11 @@ class LiveBatches:
         batch.answer(action.sample_id, self._prompts)
         if self._context is not None and action.end in (SampleEnd.STOP, SampleEnd.LENGTH):
             self._context.finish(sample.group.ref, batch.message.step, [sample.answer()])
+
+    def end_turn(self, action: EndTurn) -> None:
+        batch = self._home[action.sample_id]
+        batch.end_turn(action, self._now())
+        batch.answer(action.sample_id, self._prompts)
 
     def emit(self, action: EmitGroup) -> None:
         batch = self._home.pop(action.group_id)

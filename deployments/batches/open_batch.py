@@ -1,7 +1,8 @@
 """The samples of an open session that are in the core: they come one by one, and each is answered as it ends.
 
 A group of the core has one prompt, one bound of tokens and one set of sampling parameters, so a name that is asked for
-with several of them has several such groups. Invariant: each sample's answer is given once, whatever ends it.
+with several of them has several such groups. A sample of several turns is one sample of the first one's group.
+Invariant: each turn's answer is given once, whatever ends it.
 Called by `OpenSessions` and `LiveBatches`.
 """
 
@@ -11,15 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.deployments.batches.held_samples import HeldRecords
 from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.batches.live_batch import LiveBatch, by_epoch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.context.history import PastLength
-from tailrace.deployments.messages.chunk import sample_key
+from tailrace.deployments.messages.chunk import SampleKey, sample_key
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, SamplingParams
-from tailrace.deployments.messages.session import SampleAnswer
-from tailrace.policies.protocol.actions import EndSample
-from tailrace.policies.protocol.events import GroupSpec, SamplesSubmitted
+from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.policies.protocol.actions import EndSample, EndTurn
+from tailrace.policies.protocol.events import GroupSpec, SampleReturned, SamplesSubmitted
 
 MAX_GROUP_SAMPLES = 64
 """Of one group of the core. Their mates' lengths and tokens are known by then, and later ones begin a new group."""
@@ -72,6 +74,7 @@ class OpenBatch(LiveBatch):
         self._by_id: dict[str, OpenGroup] = {}  # until it is handed out
         self._answered: dict[str, Callable[[SampleAnswer | Rejected], None]] = {}  # by id of an unended sample
         self._names = 0
+        self.held = HeldRecords()
 
     @property
     def over(self) -> bool:
@@ -88,8 +91,8 @@ class OpenBatch(LiveBatch):
         """The event by which the core takes more of its samples, or closes groups."""
         return replace(self.submission(now_s), groups=tuple(specs), open=True)
 
-    def plan(self, prepared: Prepared, of: int | None, past: list[PastLength]) -> NewSample:
-        """The next sample of a prompt. Nothing changes until `take`. `of`: samples that its group will have."""
+    def plan(self, prepared: Prepared, request: SampleRequest, past: list[PastLength]) -> NewSample:
+        """The next sample of a prompt. Nothing changes until `take`."""
         identity = GroupIdentity.of(prepared)
         group = self._open.get(identity)
         is_new = group is None
@@ -102,13 +105,14 @@ class OpenBatch(LiveBatch):
             samples=1,
             max_tokens=prepared.max_tokens,
             past_lengths=by_epoch(past) if is_new else (),
-            open=number + 1 < min(of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
+            open=number + 1 < min(request.of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
+            hold_s=request.hold_s,
         )
         return NewSample(group, f"{group.group_id}#{number}", spec)
 
     def take(
-        self, new: NewSample, prepared: Prepared, index: int, answered: Callable[[SampleAnswer | Rejected], None],
-        now_s: float,
+        self, new: NewSample, prepared: Prepared, request: SampleRequest,
+        answered: Callable[[SampleAnswer | Rejected], None], now_s: float,
     ) -> SampleRecord:  # fmt: skip
         """The core has taken a planned sample. Returns its record. `answered` is called with its answer, once."""
         group, settings = new.group, self.message
@@ -130,8 +134,8 @@ class OpenBatch(LiveBatch):
             self._open[group.identity] = group
         else:
             self._open.pop(group.identity, None)
-        key = sample_key(settings.seed, settings.step, group.identity.name, index)
-        record.samples.append(SampleRecord(record, index, key, None, now_s))
+        sample = SampleRecord(record, request.index, self._key(request), None, now_s, hold_s=request.hold_s)
+        record.samples.append(sample)
         self.samples[new.sample_id] = record.samples[-1]
         group.running += 1
         self._answered[new.sample_id] = answered
@@ -139,22 +143,57 @@ class OpenBatch(LiveBatch):
         self._sizes = samples + 1, self._names
         return record.samples[-1]
 
+    def _key(self, request: SampleRequest) -> SampleKey:
+        name, settings = request.group.prompt_id, self.message
+        return sample_key(settings.seed, settings.step, name, request.index, request.turn)
+
+    # ---- samples are held between turns --------------------------------------------------------------
+
+    def turn(
+        self, prepared: Prepared, request: SampleRequest, answered: Callable[[SampleAnswer | Rejected], None],
+        observe: Callable[[SampleReturned], Rejected | None], now_s: float,
+    ) -> str | None:  # fmt: skip
+        """Continue the held sample of a request, if the core takes it. Returns its id, or None.
+
+        `observe`: gives the core an event. `answered` is called with the answer of this turn, once.
+        """
+        event = self.held.returning(prepared, request, now_s)
+        if event is None or observe(event) is not None:
+            return None
+        sample = self.samples[event.sample_id]
+        self.held.drop(event.sample_id, sample)
+        prompt = np.asarray(prepared.token_ids, np.int32)
+        later = sample.next_turn(self._key(request), prompt, event.max_tokens, event.hold_s, now_s)
+        mates = sample.group.samples
+        mates[int(event.sample_id.rpartition("#")[2])] = self.samples[event.sample_id] = later
+        self._answered[event.sample_id] = answered
+        return event.sample_id
+
+    def end_turn(self, action: EndTurn, now_s: float) -> None:
+        super().end_turn(action, now_s)
+        self.held.hold(action.sample_id, self.samples[action.sample_id])
+
     # ---- samples and groups end ----------------------------------------------------------------------
 
     def end(self, action: EndSample, now_s: float) -> SampleRecord:
         group = self._by_id[action.sample_id.rpartition("#")[0]]
         group.running -= 1
         group.idle_since_s = now_s
-        return super().end(action, now_s)
+        sample = super().end(action, now_s)
+        self.held.drop(action.sample_id, sample)
+        return sample
 
     def answer(self, sample_id: str, prompts: Prompts) -> None:
+        answered = self._answered.pop(sample_id, None)
+        if answered is None:
+            return  # it has ended between two turns
         sample = self.samples[sample_id]
         group = sample.group
-        self._answered.pop(sample_id)(
+        answered(
             SampleAnswer(
                 batch_id=self.message.batch_id,
                 group=group.group.prompt_id,
-                prompt_token_ids=tuple(group.prompt.tolist()),
+                prompt_token_ids=tuple(sample.prompt.tolist()),
                 prompt_key=group.prompt_key,
                 step=group.step,
                 sample=sample.result(prompts),

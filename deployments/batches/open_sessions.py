@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.batches.asked_sample import AskedSample
+from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.open_batch import GroupIdentity, OpenBatch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
@@ -33,7 +34,7 @@ class OpenSession:
     settings: BatchSettings
     renewed_s: float
     batch: OpenBatch | None = None  # None: nothing of it is in the core
-    asked: dict[tuple[GroupIdentity, int], AskedSample] = field(default_factory=dict)
+    asked: dict[tuple[GroupIdentity, int, int], AskedSample] = field(default_factory=dict)
     tokens: int = 0  # max_tokens of all that is asked for
 
     def load(self) -> BatchLoad:
@@ -41,12 +42,12 @@ class OpenSession:
 
     def add(self, asked: AskedSample) -> None:
         """Count a sample in, until it is answered."""
-        self.asked[asked.identity, asked.index] = asked
+        self.asked[asked.key] = asked
         self.tokens += asked.identity.max_tokens
         asked.answer.add_done_callback(lambda _: self._remove(asked))
 
     def _remove(self, asked: AskedSample) -> None:
-        del self.asked[asked.identity, asked.index]
+        del self.asked[asked.key]
         self.tokens -= asked.identity.max_tokens
 
 
@@ -112,7 +113,7 @@ class OpenSessions:
         for given in (prepared, session):
             if isinstance(given, Rejected):
                 return given
-        asked = session.asked.get((GroupIdentity.of(prepared), request.index))
+        asked = session.asked.get((GroupIdentity.of(prepared), request.index, request.turn))
         return self._ask(session, prepared, request) if asked is None else asked
 
     def _session(self, settings: BatchSettings) -> OpenSession | Rejected:
@@ -130,7 +131,7 @@ class OpenSessions:
         if (refused := self._quota(what, BatchLoad(1, prepared.max_tokens))) is not None:
             return refused
         identity = GroupIdentity.of(prepared)
-        asked = AskedSample(identity, request.index, asyncio.get_running_loop().create_future())
+        asked = AskedSample(identity, request.index, request.turn, asyncio.get_running_loop().create_future())
         session.add(asked)
         task = asyncio.ensure_future(self._submit(session, asked, prepared, request))
         self._submissions.add(task)
@@ -144,34 +145,46 @@ class OpenSessions:
             keys = [prepared.prompt_key]
             past = await self._context.lengths(keys) if self._context is not None else {}
             await self._pass_door(session.settings.batch_id)
-            refused = self._give(session, asked, prepared, request.of, past.get(prepared.prompt_key, []))
+            refused = self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
         except Exception as error:  # noqa: BLE001 - of one request: its callers must hear of it
             refused = Rejected(reason=f"session {session.settings.batch_id!r}: {error!r}")
         if refused is not None:
             asked.give(refused)
 
     def _give(
-        self, session: OpenSession, asked: AskedSample, prepared: Prepared, of: int | None, past
+        self, session: OpenSession, asked: AskedSample, prepared: Prepared, request: SampleRequest, past: list
     ) -> Rejected | None:
-        """Give a sample to the core. Returns why it does not take it, or None."""
+        """Give a sample, or its next turn, to the core. Returns why it does not take it, or None."""
         if self._sessions.get(session.settings.batch_id) is not session:
             return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
         batch = session.batch
         if batch is None or not batch.is_open:
             core_id = self._batches.new_core_id(session.settings.batch_id)
             batch = OpenBatch(session.settings, core_id, self._now())
-        new = batch.plan(prepared, of, past)
+        if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._now())) is not None:
+            self._taken(asked, sample_id, batch.samples[sample_id])
+            return None
+        self._end_held(batch, request.group.prompt_id, request.index)
+        new = batch.plan(prepared, request, past)
         if (refused := self._observe(batch.addition([new.spec], self._now()))) is not None:
             return refused
         if session.batch is not batch:
             session.batch = batch
             self._batches.add(batch)
-        record = batch.take(new, prepared, asked.index, asked.give, self._now())
+        record = batch.take(new, prepared, request, asked.give, self._now())
         self._batches.add_sample(batch, new.group.group_id, new.sample_id)
-        asked.take(new.sample_id, record)
+        self._taken(asked, new.sample_id, record)
+        return None
+
+    def _end_held(self, batch: OpenBatch, name: str | None = None, index: int | None = None) -> None:
+        """End samples between two turns, of one group or one index if given."""
+        for sample_id in batch.held.of(name, index):
+            self._later(ev.SampleCancelled(self._now(), sample_id))
+
+    def _taken(self, asked: AskedSample, sample_id: str, record: SampleRecord) -> None:
+        asked.take(sample_id, record)
         if asked.is_cancelled:
             self._cancel(asked)
-        return None
 
     @contextlib.contextmanager
     def _waited_for(self, asked: AskedSample, deadline_s: float | None):
@@ -196,8 +209,10 @@ class OpenSessions:
 
     def cancel(self, name: str, group: str | None, index: int | None) -> int:
         """End the samples in flight of a session, of one of its groups, or one sample: they are answered with their
-        tokens so far. Returns their number."""
+        tokens so far. Those between two turns end, too. Returns the number in flight."""
         session = self._sessions.get(name)
+        if session is not None and session.batch is not None:
+            self._end_held(session.batch, group, index)
         found = [
             asked
             for asked in (session.asked.values() if session else ())
@@ -246,6 +261,8 @@ class OpenSessions:
             self.close(name)
         for session in self._sessions.values():
             if session.batch is not None:
+                if hasty:
+                    self._end_held(session.batch)
                 self._rest(session, now - (0.0 if hasty else IDLE_S))
         return len(gone)
 

@@ -64,13 +64,15 @@ DROP_PROMPTS = "DELETE FROM prompts WHERE prompt_key NOT IN (SELECT prompt_key F
 
 
 class Answer(NamedTuple):
-    """A whole answer; `tokens` int32. `finished`: it ended by itself, not at max_tokens. `reward`: None if unknown."""
+    """A whole answer; `tokens` int32. `finished`: it ended by itself, not at max_tokens. `reward`: None if unknown.
+    `outside_tokens`: number of its tokens that came between its turns; they are no part of its length."""
 
     sample_index: int
     weights_version: int
     reward: float | None
     finished: bool
     tokens: np.ndarray
+    outside_tokens: int = 0
 
 
 class PastLength(NamedTuple):
@@ -232,5 +234,5 @@ def unpack(packed: bytes) -> np.ndarray:
 
 def _row(prompt_key: str, group_id: str, epoch: int, answer: Answer) -> tuple:
     packed = pack(answer.tokens)
-    told = (answer.weights_version, answer.reward, len(answer.tokens), answer.finished)
+    told = (answer.weights_version, answer.reward, len(answer.tokens) - answer.outside_tokens, answer.finished)
     return (prompt_key, epoch, answer.sample_index, group_id, *told, len(packed), packed)

@@ -70,7 +70,7 @@ class ChunkRunner:
     def _finished(
         self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digest: str
     ) -> tuple[ChunkFinished, Write]:
-        check_result(start, result, len(sample.group.prompt))
+        check_result(start, result, len(sample.prompt))
         drafts = result.drafts
         event = ChunkFinished(
             now=self._now(),

@@ -43,6 +43,7 @@ from tailrace.policies.protocol.actions import (
     AbortChunk,
     EmitGroup,
     EndSample,
+    EndTurn,
     Prefetch,
     ReleaseKv,
     SetReplicas,
@@ -387,6 +388,8 @@ class Rollouts:
                     self._spawn(self._chunk_runner.abort(action))
                 case SetReplicas():
                     self.replica_target.want(action)
+                case EndTurn():
+                    self._batches.end_turn(action)
                 case EndSample():
                     self._batches.end(action)
                 case EmitGroup():

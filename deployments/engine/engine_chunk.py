@@ -33,6 +33,11 @@ class EngineChunk:
         """Returns the prompt and the answer so far, int32."""
         return np.concatenate([self.chunk.token_ids, np.array(self.token_ids, np.int32)])
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Returns whether its KV is saved although it has come to a stop: its sample has another turn."""
+        return self.chunk.kv is not None and self.chunk.kv.save_stopped
+
     def has_tokens(self, now_s: float, output) -> None:
         """Notes its first tokens. `output`: vLLM's RequestOutput of the step."""
         if self.first_token_s is None:
@@ -48,7 +53,7 @@ class EngineChunk:
         sampling = self.chunk.sampling
         if not sampling.stop or not token_ids:
             return token_ids, False
-        answer = self.answer()
+        answer = self.context()[self.chunk.answer_start :].tolist()
         end = first_end(answer + token_ids, len(answer), sampling.stop, sampling.min_tokens, decode)
         return (token_ids, False) if end is None else (token_ids[: end - len(answer)], True)
 

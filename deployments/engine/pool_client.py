@@ -44,6 +44,7 @@ class PoolClient:
             "version": plan.version,
             "min_pull_tokens": None if chunk.scores_prompt else plan.min_pull_tokens,
             "save": plan.save,
+            "save_stopped": plan.save_stopped,
             "save_prompt": chunk.kv is not None and len(chunk.token_ids) == chunk.prompt_tokens,
         }
 

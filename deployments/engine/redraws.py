@@ -110,7 +110,7 @@ class Redraws:
         plan = running.chunk.kv
         if self._kv is None or plan is None:
             return self._kv
-        return self._kv | {"version": plan.version, "save": plan.save}
+        return self._kv | {"version": plan.version, "save": plan.save, "save_stopped": plan.save_stopped}
 
     def keep(self, running: EngineChunk, made: int) -> DrawRecord:
         """Takes the record of the chunk's request; returns that of all `made` tokens of the chunk, redraws included."""

@@ -163,7 +163,7 @@ class Stepper:
             token_ids, reason = self._redraws.settle(running, made.token_ids, reason, outputs)
             token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
             if stopped and reason is None:
-                self._leave(running, keep_kv=False)
+                self._leave(running, keep_kv=running.keeps_kv)
             self._take(running, token_ids)
             running.has_tokens(ended_s, output)
             if stopped or reason is not None:

@@ -17,10 +17,11 @@ from tailrace.policies.protocol.events import ChunkEnd
 SampleKey = Annotated[int, "unsigned, 64 bits"]
 
 
-def sample_key(seed: int, step: int, prompt_id: str, sample_index: int) -> SampleKey:
-    """The 64-bit key of a sample's noise: blake2b over (run seed, step, prompt id, sample index)."""
-    text = f"{seed}\0{step}\0{prompt_id}\0{sample_index}".encode()
-    return int.from_bytes(blake2b(text, digest_size=8, person=b"tailrace-sample").digest(), "little")
+def sample_key(seed: int, step: int, prompt_id: str, sample_index: int, turn: int = 0) -> SampleKey:
+    """The 64-bit key of a sample's noise: blake2b over (run seed, step, prompt id, sample index), and its turn but for
+    the first one, 0."""
+    text = f"{seed}\0{step}\0{prompt_id}\0{sample_index}" + (f"\0{turn}" if turn else "")
+    return int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"tailrace-sample").digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ class KvPlan:
     min_pull_tokens: int | None = 1
     save: bool = True  # at the chunk's end, for the sample's next chunk
     digest: str = ""
+    save_stopped: bool = False  # also if a stop token ends it, for the sample's next turn
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest:
-    """Generate at most `max_tokens` tokens after `token_ids` (int32: the prompt, then the tokens generated so far)."""
+    """Generate at most `max_tokens` tokens after `token_ids` (int32: the prompt, then the tokens so far, in later turns
+    also those that came between). `turn_start`: where the present turn's answer begins; 0: at `prompt_tokens`."""
 
     chunk_id: str
     sample_key: SampleKey
@@ -51,11 +54,17 @@ class ChunkRequest:
     forced: np.ndarray | None = None  # int32, the whole answer to replay; index 0 is position `prompt_tokens`
     traceparent: str | None = None
     keep_trace: bool = False
+    turn_start: int = 0
+
+    @property
+    def answer_start(self) -> int:
+        """Position of the first token of the present turn's answer."""
+        return self.turn_start or self.prompt_tokens
 
     @property
     def scores_prompt(self) -> bool:
         """Whether its result has `prompt_logprobs`: a sample's first chunk does."""
-        return self.sampling.prompt_logprobs and len(self.token_ids) == self.prompt_tokens
+        return self.sampling.prompt_logprobs and len(self.token_ids) == self.answer_start
 
 
 @dataclass(frozen=True, slots=True)

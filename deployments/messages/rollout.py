@@ -138,6 +138,10 @@ class SampleResult(Message):
     stop_reason: int | str | None = Field(None, description="the stop text or stop token id that ended it")
     error: str | None = None
     chunks: int = 0
+    cached_tokens: int = Field(0, description="context tokens whose KV was found, over its chunks")
+    computed_tokens: int = Field(
+        0, description="context tokens whose KV was computed, over its chunks; prompt included"
+    )
     segments: tuple[Segment, ...] = ()
     timings: Timings = Timings()
     verifications: int = Field(0, description="engine steps that emitted tokens of the sample")

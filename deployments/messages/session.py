@@ -1,7 +1,7 @@
 """Messages of open sessions: single samples are asked for at any time, under the settings of one batch.
 
-Tokens are a function of seed, step, group and index, as those of a `RolloutBatch` whose prompt_id is the group's name;
-never of the order of requests. Made by `app.calls.session` (requests) and by the coordinator (answers).
+Tokens are a function of seed, step, group, index and turn, as those of a `RolloutBatch` whose prompt_id is the group's
+name; never of the order of requests. Made by `app.calls.session` (requests) and by the coordinator (answers).
 """
 
 from typing import Self
@@ -14,13 +14,22 @@ MAX_INDEX = 2**31 - 1
 """Drafts travel with 32-bit indexes."""
 
 
+MAX_HOLD_S = 3600.0
+"""An hour: a tool that takes longer costs less than the KV that would wait for it."""
+
+
 class SampleRequest(RequestMessage):
-    """One sample of a prompt. `group`: a PromptGroup of one sample; its prompt_id names the group in the session."""
+    """One sample of a prompt, or one turn of it. `group`: a PromptGroup of one sample; its prompt_id names the group in
+    the session. The prompt of a later turn begins with the earlier one's prompt and tokens."""
 
     group: PromptGroup
     index: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample in its group; enters its key")
     of: int | None = Field(None, ge=1, description="samples that the group will have; a hint, null: not known")
     deadline_s: float | None = Field(None, gt=0.0, description="seconds after which it ends with the tokens so far")
+    turn: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample; enters its key")
+    hold_s: float = Field(
+        0.0, ge=0.0, le=MAX_HOLD_S, description="seconds for which the sample's KV is held for its next turn; 0: not"
+    )
 
     @model_validator(mode="after")
     def _one_sample(self) -> Self:

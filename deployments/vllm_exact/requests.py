@@ -42,8 +42,8 @@ class Requests:
         context = len(chunk.token_ids)
         if not 1 <= context < self._max_model_len:
             return f"context of {context} tokens, max_model_len is {self._max_model_len}"
-        if not 1 <= chunk.prompt_tokens <= context:
-            return f"prompt_tokens is {chunk.prompt_tokens} in a context of {context} tokens"
+        if not 1 <= chunk.prompt_tokens <= chunk.answer_start <= context:
+            return f"the answer begins at {chunk.prompt_tokens}, {chunk.turn_start} in a context of {context} tokens"
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
         if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):

@@ -47,7 +47,7 @@ def extra_args(
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "prompt_tokens": chunk.prompt_tokens,
+        "prompt_tokens": chunk.answer_start,
         "forced": None if chunk.forced is None else chunk.forced.tolist(),
         "eos": eos_token_id,
         "tolerance": tolerance * stretch,

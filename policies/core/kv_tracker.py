@@ -7,7 +7,7 @@ with. KV that leaves the book is released exactly once. Called by `RolloutCore`;
 from collections.abc import Iterable
 
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import Chunk, Group, Sample, State
+from tailrace.policies.core.request_buffer import HELD, WAITING, Chunk, Group, Sample
 from tailrace.policies.core.validation import checked_count
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.kv_on_update import KvOnUpdate
@@ -102,10 +102,11 @@ class KvTracker:
             self._report, self._reported_at = event, event.observed_at
 
     def make_room(self, now: float, waiting: WaitQueue) -> list[ReleaseKv]:
-        """If the pool is full by its newest report, release KV of waiting samples until it is roomy by these books.
+        """If the pool is full by its newest report, release KV of waiting and held samples until it is roomy by these
+        books.
 
-        KV that is needed last is released first. A report from before the last release is ignored: it still counts
-        the KV released then.
+        Held samples count as if they waited already. KV that is needed last is released first. A report from before the
+        last release is ignored: it still counts the KV released then.
         """
         if self._report is None:
             return []
@@ -115,7 +116,7 @@ class KvTracker:
         if report.used_tokens <= FULL_SHARE * report.capacity_tokens:
             return []
         left, actions = report.used_tokens - ROOMY_SHARE * report.capacity_tokens, []
-        for sample in waiting.last_first(s for s in self._held.values() if s.state is State.WAITING):
+        for sample in waiting.last_first(s for s in self._held.values() if s.state in (WAITING, HELD)):
             if left <= 0:
                 break
             own_tokens = sample.stored_tokens - sample.group.spec.prompt_tokens

@@ -42,7 +42,19 @@ class LengthTracker:
         group.finished_lengths = tuple(sorted((*group.finished_lengths, sample.generated_tokens)))
         batch.new_lengths += 1
         self._summarise_if_doubled(batch)
-        view = self._renew(group, batch)
+        return self._renew_all(group)
+
+    def begin_turn(self, sample: Sample) -> list[Sample]:
+        """Note a further turn of a sample. Returns its waiting mates if their estimates have changed."""
+        group = sample.group
+        if sample.max_tokens <= group.max_tokens:
+            return []
+        group.max_tokens = sample.max_tokens
+        return self._renew_all(group)
+
+    def _renew_all(self, group: Group) -> list[Sample]:
+        """Renew the estimates of a group's waiting samples. Returns those."""
+        view = self._renew(group, self._buffer.batches[group.batch_id])
         waiting = [mate for mate in group.samples if mate.state is WAITING]
         for mate in waiting:
             mate.expected_tokens = self._expected(view, mate.generated_tokens)
@@ -56,7 +68,7 @@ class LengthTracker:
         if self._reads_all:
             running = tuple(mate.generated_tokens for mate in group.samples if mate.state is not ENDED)
         spec = group.spec
-        return LengthsView(group.finished_lengths, running, spec.past_lengths, batch.lengths, spec.max_tokens)
+        return LengthsView(group.finished_lengths, running, spec.past_lengths, batch.lengths, group.max_tokens)
 
     def _renew(self, group: Group, batch: Batch) -> LengthsView:
         view = group.lengths = self._view(group, batch)

@@ -7,7 +7,7 @@ Laws kept here, each with a test:
 - KV in the pool is released once, when no sample needs it any more.
 - The same events give the same actions. An illegal event raises and changes nothing.
 Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (running), `ReplicaTable` (reserved KV),
-`KvTracker` (pool), `LengthTracker`, `Failures`, `UnassignedGroups`, `DraftPlanner`, `Races`, `Scaling`.
+`KvTracker` (pool), `LengthTracker`, `Failures`, `UnassignedGroups`, `HeldSamples`, `DraftPlanner`, `Races`, `Scaling`.
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
@@ -19,9 +19,9 @@ from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
 from tailrace.policies.core.races import Races, counts
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.core.request_buffer import ENDED, WAITING, Batch, Chunk, Group, RequestBuffer, Sample
+from tailrace.policies.core.request_buffer import ENDED, HELD, WAITING, Batch, Chunk, Group, RequestBuffer, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
-from tailrace.policies.core.sample_ends import BY_ITSELF, end_before, end_by
+from tailrace.policies.core.sample_ends import BY_ITSELF, HeldSamples, end_before, end_by
 from tailrace.policies.core.scaling import Limits, Scaling
 from tailrace.policies.core.unassigned import UnassignedGroups
 from tailrace.policies.core.validation import (
@@ -30,12 +30,13 @@ from tailrace.policies.core.validation import (
     check_join,
     check_measured,
     check_pool,
+    check_return,
     checked_count,
 )
 from tailrace.policies.core.wait_queue import WaitQueue
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
-from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, SampleEnd
+from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, EndTurn, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
 
 
@@ -70,6 +71,7 @@ class RolloutCore:
         )
         self._unassigned = UnassignedGroups(policies.ordering, self.replicas, self._buffer)
         self._failures = Failures(self.replicas, self._running)
+        self._held = HeldSamples()
         self._outbox: list[Action] = []
 
     # ---- observe ---------------------------------------------------------------------------------
@@ -118,11 +120,21 @@ class RolloutCore:
             sample.cancelled = True
             if sample.state is WAITING:
                 self._end(sample, SampleEnd.CANCELLED, None, "cancelled")
+            elif sample.state is HELD:
+                self._end_held(sample, "it has no further turn")
             else:
                 running.add(sample)
         for chunk in self._running.chunks.values() if running else ():
             if chunk.sample in running:
                 self._running.abort(chunk, "cancelled")
+
+    def _returned(self, event: ev.SampleReturned) -> None:
+        sample = self._buffer.sample(event.sample_id)
+        check_return(event, sample)
+        self._held.take(sample)
+        sample.begin_turn(event)
+        self._waiting.renew(sample.group, self._lengths.begin_turn(sample))
+        self._wait_again(sample)
 
     def _chunk_finished(self, event: ev.ChunkFinished) -> None:
         chunk = self._running.named(event.chunk_id)
@@ -138,7 +150,7 @@ class RolloutCore:
         self._draft_planner.learn(event)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
-            self._end(sample, ended[0], None, ended[1])
+            self._end_turn(sample, *ended, event.now)
         else:
             self._outbox += self._kv.release_stale(sample)
             self._wait_again(sample)
@@ -215,6 +227,8 @@ class RolloutCore:
         First come ends and hand-outs since the last tick, then every chunk that can start now. Releases and prefetches
         of KV for samples that still wait come last.
         """
+        for sample in self._held.expired(tick.now):
+            self._end_held(sample, f"no further turn in {sample.hold_s:g} s")
         for sample in self._failures.due(tick.now):
             self._queue(sample)
         homes = self._start_waiting()
@@ -323,6 +337,19 @@ class RolloutCore:
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
         self._waiting.put(sample, view)
 
+    def _end_turn(self, sample: Sample, end: SampleEnd, reason: str, now: float) -> None:
+        """End a turn, and its sample unless that is held for the next one."""
+        if not sample.hold_s or sample.cancelled:
+            self._end(sample, end, None, reason)
+            return
+        self._held.hold(sample, end, now)
+        self._outbox.append(EndTurn(sample.sample_id, end, reason))
+        self._outbox += self._kv.release_stale(sample)
+
+    def _end_held(self, sample: Sample, reason: str) -> None:
+        """End a sample between two turns, as its last turn did."""
+        self._end(sample, self._held.take(sample), None, reason)
+
     def _end(self, sample: Sample, end: SampleEnd, error: str | None, reason: str) -> None:
         self._waiting.drop(sample)
         self._failures.forget(sample)
@@ -378,9 +405,10 @@ class RolloutCore:
         return counts(event, self._running.chunks[event.chunk_id])
 
     def counts(self) -> dict[str, int]:
-        """Number of waiting samples, of running samples, and of batches not handed out in full."""
-        running, waiting = len(self._running), self._buffer.unended - len(self._running)
-        return {"waiting": waiting, "running": running, "batches": len(self._buffer.batches)}
+        """Number of waiting, running and held samples, and of batches not handed out in full."""
+        running, held = len(self._running), len(self._held)
+        waiting = self._buffer.unended - running - held
+        return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
 
 
 _HANDLERS = {
@@ -388,6 +416,7 @@ _HANDLERS = {
     ev.LengthsRevealed: RolloutCore._revealed,
     ev.BatchCancelled: RolloutCore._cancelled,
     ev.SampleCancelled: RolloutCore._sample_cancelled,
+    ev.SampleReturned: RolloutCore._returned,
     ev.ChunkFinished: RolloutCore._chunk_finished,
     ev.ChunkFailed: RolloutCore._chunk_failed,
     ev.TokensStreamed: RolloutCore._tokens_streamed,

@@ -33,7 +33,7 @@ class RunningChunks:
         """Book the sample's next chunk, of its need, on a replica that has room for it."""
         chunk_id = f"{sample.sample_id}:{sample.chunks}"
         self._table.reserve(replica_id, chunk_id, sample.need_tokens)
-        max_tokens = sample.need_tokens - sample.group.spec.prompt_tokens - sample.generated_tokens
+        max_tokens = sample.need_tokens - sample.context_tokens
         versions = self._table.weights_version, self._kv.version(sample)
         chunk = self.chunks[chunk_id] = Chunk(chunk_id, sample, replica_id, max_tokens, *versions)
         chunk.born = self.turns

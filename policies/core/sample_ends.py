@@ -1,6 +1,12 @@
-"""Ends of samples: whether a chunk's end is also the end of its sample. Called by `RolloutCore`."""
+"""Ends of turns and samples: whether a chunk's end is also that of its turn, and the samples between two turns.
 
-from tailrace.policies.core.request_buffer import Chunk
+Invariant: a held sample is here from its turn's end until it returns, is cancelled, or its time is over. Called by
+`RolloutCore` alone.
+"""
+
+from heapq import heapify, heappop, heappush
+
+from tailrace.policies.core.request_buffer import HELD, Chunk, Sample
 from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import Begun, ChunkEnd, ChunkFinished, GroupSpec
 
@@ -19,8 +25,45 @@ def end_by(event: ChunkFinished, chunk: Chunk) -> tuple[SampleEnd, str] | None:
     sample = chunk.sample
     if event.end is ChunkEnd.STOP:
         return SampleEnd.STOP, "stop token"
-    if sample.generated_tokens == sample.group.spec.max_tokens:
+    if sample.generated_tokens == sample.max_tokens:
         return SampleEnd.LENGTH, "max_tokens of the sample"
     if event.end is ChunkEnd.LENGTH and event.new_tokens < chunk.max_tokens:
         return SampleEnd.LENGTH, "the model's context is used up"
     return None
+
+
+class HeldSamples:
+    """Samples between two turns, each with the end of its last turn, until a time. O(log samples) a turn."""
+
+    def __init__(self):
+        self._ends: dict[str, tuple[float, SampleEnd]] = {}  # by sample id; seconds
+        self._due: list[tuple[float, str, Sample]] = []  # dead entries among them
+
+    def __len__(self):
+        return len(self._ends)
+
+    def hold(self, sample: Sample, end: SampleEnd, now: float) -> None:
+        """Hold a sample whose turn has ended, for its `hold_s`."""
+        sample.state = HELD
+        until_s = now + sample.hold_s
+        self._ends[sample.sample_id] = until_s, end
+        heappush(self._due, (until_s, sample.sample_id, sample))
+        if len(self._due) > 64 + 4 * len(self._ends):
+            self._due = [entry for entry in self._due if self._is_held(*entry)]
+            heapify(self._due)
+
+    def take(self, sample: Sample) -> SampleEnd:
+        """Take a sample out. Returns the end of its last turn."""
+        return self._ends.pop(sample.sample_id)[1]
+
+    def expired(self, now: float) -> list[Sample]:
+        """Samples whose time is over, in its order; they are still here."""
+        found = []
+        while self._due and self._due[0][0] <= now:
+            entry = heappop(self._due)
+            if self._is_held(*entry):
+                found.append(entry[2])
+        return found
+
+    def _is_held(self, until_s: float, sample_id: str, sample: Sample) -> bool:
+        return self._ends.get(sample_id, (None,))[0] == until_s

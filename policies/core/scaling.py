@@ -124,7 +124,7 @@ def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
 
 def move_s(chunk: Chunk, speeds: ReplicaSpeeds) -> float:
     """Seconds to move a chunk: to fetch the KV of its whole context or to compute it, whichever is faster."""
-    context = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + chunk.sample.streamed_tokens
+    context = chunk.sample.context_tokens + chunk.sample.streamed_tokens
     compute_s = context / speeds.prefill_tokens_s
     if not speeds.fetch_tokens_s:
         return compute_s

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS
-from tailrace.policies.core.request_buffer import Chunk
+from tailrace.policies.core.request_buffer import HELD, Chunk, Sample
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import (
     ChunkFinished,
@@ -18,6 +18,7 @@ from tailrace.policies.protocol.events import (
     PoolReported,
     ReplicaJoined,
     ReplicaMeasured,
+    SampleReturned,
     SamplesSubmitted,
 )
 
@@ -38,6 +39,8 @@ def check_groups(event: SamplesSubmitted) -> None:
             raise IllegalEvent(f"{spec.group_id}: begun samples {[one.index for one in spec.begun]} of {spec.samples}")
         if not all(0 < tokens <= spec.max_tokens for tokens in begun.values()):
             raise IllegalEvent(f"{spec.group_id}: begun with {list(begun.values())} tokens of {spec.max_tokens}")
+        if not 0 <= spec.hold_s < float("inf"):
+            raise IllegalEvent(f"{spec.group_id}: hold_s is {spec.hold_s}; give seconds")
         if spec.prompt_tokens + spec.max_tokens > MAX_NEED_TOKENS:
             raise IllegalEvent(f"{spec.group_id}: prompt and answer together exceed {MAX_NEED_TOKENS} tokens")
 
@@ -60,9 +63,18 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
         raise IllegalEvent(f"{event.chunk_id}: {event.model_accepted} of {event.model_tested} drafts of a model right")
     if chunk.beaten:
         return  # its sample continues elsewhere
-    context_tokens = chunk.sample.group.spec.prompt_tokens + chunk.sample.generated_tokens + event.new_tokens
+    context_tokens = chunk.sample.context_tokens + event.new_tokens
     if not 0 <= event.stored_tokens <= context_tokens:
         raise IllegalEvent(f"{event.chunk_id}: {event.stored_tokens} tokens stored, of a context of {context_tokens}")
+
+
+def check_return(event: SampleReturned, sample: Sample) -> None:
+    if sample.state is not HELD:
+        raise IllegalEvent(f"{event.sample_id} is {sample.state.value}, not between two turns")
+    if event.outside_tokens < 0 or event.max_tokens < 1 or not 0 <= event.hold_s < float("inf"):
+        raise IllegalEvent(f"{event}: no turn is like that")
+    if sample.context_tokens + event.outside_tokens + event.max_tokens > MAX_NEED_TOKENS:
+        raise IllegalEvent(f"{event.sample_id}: context and answer together exceed {MAX_NEED_TOKENS} tokens")
 
 
 def check_measured(event: ReplicaMeasured) -> None:

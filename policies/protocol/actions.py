@@ -73,6 +73,15 @@ class EndSample:
 
 
 @dataclass(frozen=True, slots=True)
+class EndTurn:
+    """A turn of the sample has ended. Its KV is held for the next one; `SampleReturned` or `EndSample` follows."""
+
+    sample_id: str
+    end: SampleEnd
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EmitGroup:
     """Every sample of the group has ended: hand it to the driver. The core has forgotten it."""
 
@@ -117,4 +126,4 @@ class SetReplicas:
     drafters: int = 0
 
 
-Action = StartChunk | AbortChunk | EndSample | EmitGroup | ReleaseKv | Prefetch | SetReplicas
+Action = StartChunk | AbortChunk | EndTurn | EndSample | EmitGroup | ReleaseKv | Prefetch | SetReplicas

@@ -35,6 +35,9 @@ class GroupSpec:
     an earlier coordinator has begun. `open`: more samples may come, as a later spec of this name in the same batch, and
     the group is handed out after one that is not open. Such a spec has the same sizes and neither `past_lengths` nor
     `begun`; its samples, which may be none, are numbered after those that are there.
+
+    `hold_s`: seconds for which a sample of this spec is held after its turn, for the next one; 0: it has one turn. Then
+    `max_tokens` bounds its first turn.
     """
 
     group_id: str
@@ -44,6 +47,7 @@ class GroupSpec:
     past_lengths: tuple[tuple[int, ...], ...] = ()
     begun: tuple[Begun, ...] = ()
     open: bool = False
+    hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,23 @@ class BatchCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SampleCancelled:
-    """A driver cancels one sample, or its deadline has passed. Nothing happens if it has ended before its
-    group."""
+    """A driver cancels one sample, or its deadline has passed. One that is held ends as its last turn did. Nothing
+    happens if it has ended before its group."""
 
     now: float
     sample_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReturned:
+    """The next turn of a sample that is held: its context grows by `outside_tokens`, which tools or users have said,
+    and it makes at most `max_tokens` more. `hold_s`: as in `GroupSpec`, after this turn."""
+
+    now: float
+    sample_id: str
+    outside_tokens: int
+    max_tokens: int
+    hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +241,7 @@ Event = (
     | LengthsRevealed
     | BatchCancelled
     | SampleCancelled
+    | SampleReturned
     | ChunkFinished
     | ChunkFailed
     | TokensStreamed

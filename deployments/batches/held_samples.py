@@ -1,0 +1,49 @@
+"""The samples of an open batch between two turns: which of them a request continues.
+
+Invariant: a sample is here from the end of a turn until it returns or ends; of one group and index, the last one alone.
+A prompt continues a sample if it begins with all of its context, under the same sampling parameters. Owned by
+`OpenBatch`.
+"""
+
+import numpy as np
+
+from tailrace.deployments.batches.ledger import SampleRecord
+from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.messages.session import SampleRequest
+from tailrace.policies.protocol.events import SampleReturned
+
+
+class HeldRecords:
+    def __init__(self):
+        self._held: dict[tuple[str, int], tuple[str, SampleRecord]] = {}  # by group name and index
+
+    def hold(self, sample_id: str, sample: SampleRecord) -> None:
+        self._held[_place(sample)] = sample_id, sample
+
+    def drop(self, sample_id: str, sample: SampleRecord) -> None:
+        """Forget a sample that returns or has ended, if it is here."""
+        if self._held.get(_place(sample), ("",))[0] == sample_id:
+            del self._held[_place(sample)]
+
+    def of(self, name: str | None = None, index: int | None = None) -> list[str]:
+        """Ids of all, or of one group, or of one sample."""
+        return [
+            sample_id
+            for (group, of), (sample_id, _) in self._held.items()
+            if name in (None, group) and index in (None, of)
+        ]
+
+    def returning(self, prepared: Prepared, request: SampleRequest, now_s: float) -> SampleReturned | None:
+        """The event by which the sample that a request continues returns to the core, or None without such a one."""
+        sample_id, sample = self._held.get((request.group.prompt_id, request.index), ("", None))
+        if sample is None or sample.group.group.sampling != request.group.sampling:
+            return None
+        context = sample.context()
+        if not np.array_equal(context, prepared.token_ids[: len(context)]):
+            return None
+        outside_tokens = len(prepared.token_ids) - len(context)
+        return SampleReturned(now_s, sample_id, outside_tokens, prepared.max_tokens, request.hold_s)
+
+
+def _place(sample: SampleRecord) -> tuple[str, int]:
+    return sample.group.group.prompt_id, sample.index
