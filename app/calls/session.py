@@ -30,7 +30,7 @@ from tailrace.deployments.messages.rollout import (
     RejectedBy,
     SamplingParams,
 )
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
+from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS, SampleAnswer, SampleRequest, SampleTokens
 
 
 class RolloutSession:
@@ -61,11 +61,12 @@ class RolloutSession:
     async def stream(self, token_ids: Sequence[int] | None = None, **request) -> AsyncIterator[SampleTokens]:
         """Generate one sample. Yields its tokens as its chunks end; the last item has its `answer`.
 
-        Takes the arguments of `generate`. Tokens once given never change. The stream continues after a lost
-        coordinator; it raises StreamBroken if the weights have changed meanwhile, so that other tokens would follow.
+        Takes the arguments of `generate`, and `chunk_tokens`: bound of an item, unless the sample runs already.
+        Tokens once given never change. The stream continues after a lost coordinator; it raises StreamBroken if the weights have changed meanwhile, so that other tokens would follow.
         An iterator that is closed ends the sample.
         """
-        async with aclosing(self._calls.stream(self.settings, self._request(token_ids, **request))) as parts:
+        asked = self._request(token_ids, **{"chunk_tokens": STREAM_CHUNK_TOKENS} | request)
+        async with aclosing(self._calls.stream(self.settings, asked)) as parts:
             async for part in parts:
                 yield part
 
@@ -127,6 +128,7 @@ class RolloutSession:
         max_tokens: int = 256,
         sampling: SamplingParams | Mapping | None = None,
         deadline_s: float | None = None,
+        chunk_tokens: int | None = None,
     ) -> SampleRequest:
         if self._is_closed:
             raise ValueError(f"session {self.settings.batch_id!r} is closed; open another")
@@ -136,9 +138,8 @@ class RolloutSession:
         asked = PromptGroup(
             prompt_id=name, samples=1, max_tokens=max_tokens, sampling=sampling or SamplingParams(), **prompt
         )
-        request = SampleRequest(
-            group=asked, index=self._counts[name] if index is None else index, of=of, deadline_s=deadline_s
-        )
+        index = self._counts[name] if index is None else index
+        request = SampleRequest(group=asked, index=index, of=of, deadline_s=deadline_s, chunk_tokens=chunk_tokens)
         self._counts[name] += 1
         return request
 

@@ -69,7 +69,8 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request):
         model = await service.model(request.model)
-        wanted = Wanted(request.prompts(model.prompts), request.n, request.max_tokens, request.sampling())
+        prompts = request.prompts(model.prompts)
+        wanted = Wanted(prompts, request.n, request.max_tokens, request.sampling(), request.chunk_tokens())
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, CompletionStream(request, model, naming, wanted))
@@ -79,7 +80,7 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     async def chat_completions(request: ChatRequest, http: Request):
         model, chat = await service.model(request.model), await service.chat(request)
         bound = request.max_completion_tokens or request.max_tokens
-        wanted = Wanted([{"token_ids": chat.token_ids}], request.n, bound, chat.sampling())
+        wanted = Wanted([{"token_ids": chat.token_ids}], request.n, bound, chat.sampling(), request.chunk_tokens())
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, ChatStream(chat, request, model, naming, wanted))

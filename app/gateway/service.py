@@ -37,12 +37,13 @@ class ServedModel(NamedTuple):
 
 class Wanted(NamedTuple):
     """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None: as
-    many as the model's context has room for."""
+    many as the model's context has room for. `chunk_tokens`: bound of an event of a stream."""
 
     prompts: Sequence[Mapping]
     n: int
     max_tokens: int | None
     sampling: SamplingParams
+    chunk_tokens: int | None = None
 
 
 class UnknownModel(ValueError):
@@ -133,6 +134,7 @@ class GatewayService:
                     prompt_id=naming.group_of(prompt), samples=1, max_tokens=bound, sampling=wanted.sampling, **prompt
                 ),
                 index=naming.index + number,
+                chunk_tokens=wanted.chunk_tokens,
             )
             for prompt in wanted.prompts
             for number in range(wanted.n)

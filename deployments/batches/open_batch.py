@@ -88,7 +88,9 @@ class OpenBatch(LiveBatch):
         """The event by which the core takes more of its samples, or closes groups."""
         return replace(self.submission(now_s), groups=tuple(specs), open=True)
 
-    def plan(self, prepared: Prepared, of: int | None, past: list[PastLength]) -> NewSample:
+    def plan(
+        self, prepared: Prepared, of: int | None, past: list[PastLength], chunk_tokens: int | None = None
+    ) -> NewSample:
         """The next sample of a prompt. Nothing changes until `take`. `of`: samples that its group will have."""
         identity = GroupIdentity.of(prepared)
         group = self._open.get(identity)
@@ -102,6 +104,7 @@ class OpenBatch(LiveBatch):
             samples=1,
             max_tokens=prepared.max_tokens,
             past_lengths=by_epoch(past) if is_new else (),
+            chunk_tokens=chunk_tokens,
             open=number + 1 < min(of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
         )
         return NewSample(group, f"{group.group_id}#{number}", spec)

@@ -144,14 +144,14 @@ class OpenSessions:
             keys = [prepared.prompt_key]
             past = await self._context.lengths(keys) if self._context is not None else {}
             await self._pass_door(session.settings.batch_id)
-            refused = self._give(session, asked, prepared, request.of, past.get(prepared.prompt_key, []))
+            refused = self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
         except Exception as error:  # noqa: BLE001 - of one request: its callers must hear of it
             refused = Rejected(reason=f"session {session.settings.batch_id!r}: {error!r}")
         if refused is not None:
             asked.give(refused)
 
     def _give(
-        self, session: OpenSession, asked: AskedSample, prepared: Prepared, of: int | None, past
+        self, session: OpenSession, asked: AskedSample, prepared: Prepared, request: SampleRequest, past
     ) -> Rejected | None:
         """Give a sample to the core. Returns why it does not take it, or None."""
         if self._sessions.get(session.settings.batch_id) is not session:
@@ -160,7 +160,7 @@ class OpenSessions:
         if batch is None or not batch.is_open:
             core_id = self._batches.new_core_id(session.settings.batch_id)
             batch = OpenBatch(session.settings, core_id, self._now())
-        new = batch.plan(prepared, of, past)
+        new = batch.plan(prepared, request.of, past, request.chunk_tokens)
         if (refused := self._observe(batch.addition([new.spec], self._now()))) is not None:
             return refused
         if session.batch is not batch:

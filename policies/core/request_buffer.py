@@ -28,13 +28,13 @@ KNOWN_PROMPTS = 1_024
 
 
 class Sample:
-    __slots__ = ("accepted_tokens", "asked_nodes", "cancelled", "chunks", "drafted_tokens",
+    __slots__ = ("accepted_tokens", "asked_nodes", "cancelled", "chunk_tokens", "chunks", "drafted_tokens",
                  "expected_tokens", "first_version", "generated_tokens", "group", "home", "index", "last_node",
                  "last_replica", "model_accepted", "model_tested", "need_tokens", "observed_at", "sample_id", "state",
                  "stored_tokens", "stored_version", "streamed_tokens")  # fmt: skip
 
-    def __init__(self, group: "Group", index: int):
-        self.group, self.index = group, index
+    def __init__(self, group: "Group", index: int, chunk_tokens: int | None):
+        self.group, self.index, self.chunk_tokens = group, index, chunk_tokens
         self.sample_id = f"{group.spec.group_id}#{index}"
         self.state = WAITING
         self.generated_tokens = self.streamed_tokens = self.chunks = 0
@@ -87,7 +87,7 @@ class Group:
     def __init__(self, spec: GroupSpec, batch: "Batch", arrival: int, position: int):
         """`position`: index among its batch's groups. `arrival`: number of groups that came before, in any batch."""
         self.spec, self.batch, self.position, self.arrival = spec, batch, position, arrival
-        self.samples = [Sample(self, index) for index in range(spec.samples)]
+        self.samples = [Sample(self, index, spec.chunk_tokens) for index in range(spec.samples)]
         for begun in spec.begun:
             self.samples[begun.index].generated_tokens = begun.tokens
         self.unended = spec.samples
@@ -109,7 +109,7 @@ class Group:
         """Add the samples of a later spec of an open group. Returns them."""
         first = self.spec.samples
         self.spec = replace(self.spec, samples=first + more.samples, open=more.open)
-        added = [Sample(self, index) for index in range(first, self.spec.samples)]
+        added = [Sample(self, index, more.chunk_tokens) for index in range(first, self.spec.samples)]
         self.samples += added
         self.unended += len(added)
         return added

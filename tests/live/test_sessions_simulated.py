@@ -21,6 +21,7 @@ from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -311,6 +312,22 @@ def test_a_stream_gives_the_tokens_of_the_sample_chunk_by_chunk(play):
     play(story, mean_tokens=80, **in_chunks(20))
 
 
+def test_a_stream_has_small_chunks_of_its_own(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            whole = await session.generate(PROMPT, group="g", index=0, max_tokens=90)
+            small = {size: (await streamed(session, index=0, max_tokens=90, **size_of(size)))[1] for size in (None, 9)}
+        assert whole.sample.chunks == 1
+        for size, pieces in small.items():
+            assert {len(piece) for piece in pieces[:-1]} == {size or STREAM_CHUNK_TOKENS}
+            assert sum(pieces, ()) == whole.sample.token_ids
+
+    def size_of(size: int | None) -> dict:
+        return {} if size is None else {"chunk_tokens": size}
+
+    play(story, mean_tokens=2_000)
+
+
 def test_two_streams_and_a_call_of_one_sample_get_the_same_tokens(play):
     async def story(cluster, client):
         async with client.open() as session:
@@ -345,7 +362,7 @@ def test_a_stream_breaks_rather_than_change_its_tokens(play):
         async with client.open() as session:
             with pytest.raises(StreamBroken, match="the weights have changed"):
                 async for part in session.stream(PROMPT, group="g", index=0, max_tokens=400):
-                    if part.start == 50:
+                    if part.start == 64:
                         cluster.disk.folders["w1"] = "content-1"
                         await client.update_weights(1, "w1")
                         cluster.kill_coordinator()
