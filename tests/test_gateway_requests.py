@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
 from tailrace.app.gateway.doors import Doors, read_tokens
 from tailrace.app.gateway.naming import Naming, index_of

@@ -62,7 +62,8 @@ class RolloutSession:
         """Generate one sample. Yields its tokens as its chunks end; the last item has its `answer`.
 
         Takes the arguments of `generate`, and `chunk_tokens`: bound of an item, unless the sample runs already.
-        Tokens once given never change. The stream continues after a lost coordinator; it raises StreamBroken if the weights have changed meanwhile, so that other tokens would follow.
+        Tokens once given never change. The stream continues after a lost coordinator. It raises StreamBroken if the
+        weights have changed meanwhile, so that other tokens would follow.
         An iterator that is closed ends the sample.
         """
         asked = self._request(token_ids, **{"chunk_tokens": STREAM_CHUNK_TOKENS} | request)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.doors import Doors, error_body
 from tailrace.app.gateway.event_stream import EventStream, left
@@ -26,22 +26,10 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
 from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream
+from tailrace.app.gateway.tokenizing import add_tokenizing
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
-
-
-class Tokenized(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class Detokenized(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    tokens: list[int]
 
 
 class WeightsFolder(BaseModel):
@@ -61,6 +49,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
         app.add_exception_handler(kind, _failed)
     _add_generation(app, service)
     _add_model(app, service)
+    add_tokenizing(app, service)
     _add_weights(app, service)
     return app
 
@@ -142,19 +131,6 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     @app.get("/v1/models")
     async def models():
         return answers.models(await service.model())
-
-    @app.post("/tokenize")
-    async def tokenize(request: Tokenized):
-        model = await service.model(request.model)
-        tokens = model.prompts.encode(request.prompt, request.add_special_tokens)
-        return {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": None}
-
-    @app.post("/detokenize")
-    async def detokenize(request: Detokenized):
-        model = await service.model(request.model)
-        if (wrong := model.prompts.foreign(request.tokens)) is not None:
-            raise ValueError(f"tokens: {wrong} is not in the vocabulary")
-        return {"prompt": model.prompts.decode(request.tokens)}
 
     @app.get("/liveness")
     async def liveness():

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.gateway.chat_requests import ChatRequest
-from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.chat.chat import Chat
+from tailrace.app.gateway.chat.conversations import Conversations
+from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.chat.tool_calls import ToolParser
 from tailrace.app.gateway.config import GatewayConfig
-from tailrace.app.gateway.conversations import Conversations
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.tool_calls import ToolParser
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.roles import Role
