@@ -393,3 +393,29 @@ def test_a_stream_ends_at_its_deadline_and_is_refused_as_any_request(play):
                 await anext(session.stream(tuple(range(1, 600))))
 
     play(story, mean_tokens=5_000, step_tokens=1, **in_chunks(20))
+
+
+def test_streams_have_the_tokens_of_a_batch_whatever_is_lost(play):
+    group = PromptGroup(prompt_id="g", token_ids=PROMPT, samples=12, max_tokens=300)
+
+    async def story(cluster, client):
+        expected = await whole_batch(client, RolloutBatch(batch_id="b", groups=(group,), seed=3))
+        rng = Random(5)
+
+        async def read(session, index: int) -> tuple[int, ...]:
+            await asyncio.sleep(rng.uniform(0.0, 5.0))
+            _, pieces = await streamed(session, index=index, max_tokens=300, chunk_tokens=rng.randint(1, 60))
+            return sum(pieces, ())
+
+        async with client.open(seed=3) as session:
+            reads = [asyncio.ensure_future(read(session, index)) for index in range(12)]
+            for _ in range(4):
+                await asyncio.sleep(rng.uniform(1.0, 8.0))
+                cluster.kill(rng.choice(list(cluster.replicas)))
+                await asyncio.sleep(rng.uniform(1.0, 8.0))
+                cluster.kill_coordinator()
+                while not cluster.replicas:
+                    await asyncio.sleep(1.0)
+            assert await asyncio.gather(*reads) == expected["g"] and cluster.coordinators > 2
+
+    play(story, mean_tokens=250)
