@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import IGNORED, NEUTRAL, CompletionRequest, TokensRequest, TokensSampled
 from tailrace.deployments.messages.rollout import SampleResult

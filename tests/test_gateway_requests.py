@@ -6,7 +6,7 @@ from base64 import b64encode
 import pytest
 from pydantic import ValidationError
 
-from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
 from tailrace.app.gateway.doors import Doors, read_tokens
 from tailrace.app.gateway.naming import Naming, index_of

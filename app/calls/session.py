@@ -31,7 +31,7 @@ from tailrace.deployments.messages.rollout import (
     RejectedBy,
     SamplingParams,
 )
-from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
+from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS, SampleAnswer, SampleRequest, SampleTokens
 
 
 class Scored(NamedTuple):
@@ -88,11 +88,13 @@ class RolloutSession:
     async def stream(self, token_ids: Sequence[int] | None = None, **request) -> AsyncIterator[SampleTokens]:
         """Generate one sample. Yields its tokens as its chunks end; the last item has its `answer`.
 
-        Takes the arguments of `generate`. Tokens once given never change. The stream continues after a lost
-        coordinator; it raises StreamBroken if the weights have changed meanwhile, so that other tokens would follow.
+        Takes the arguments of `generate`, and `chunk_tokens`: bound of an item, unless the sample runs already.
+        Tokens once given never change. The stream continues after a lost coordinator. It raises StreamBroken if the
+        weights have changed meanwhile, so that other tokens would follow.
         An iterator that is closed ends the sample.
         """
-        async with aclosing(self._calls.stream(self.settings, self._request(token_ids, **request))) as parts:
+        asked = self._request(token_ids, **{"chunk_tokens": STREAM_CHUNK_TOKENS} | request)
+        async with aclosing(self._calls.stream(self.settings, asked)) as parts:
             async for part in parts:
                 yield part
 
@@ -156,6 +158,7 @@ class RolloutSession:
         deadline_s: float | None = None,
         turn: int = 0,
         hold_s: float = 0.0,
+        chunk_tokens: int | None = None,
     ) -> SampleRequest:
         if self._is_closed:
             raise ValueError(f"session {self.settings.batch_id!r} is closed; open another")
@@ -170,6 +173,7 @@ class RolloutSession:
             index=self._counts[name] if index is None else index,
             of=of,
             deadline_s=deadline_s,
+            chunk_tokens=chunk_tokens,
             turn=turn,
             hold_s=hold_s,
         )

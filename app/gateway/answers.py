@@ -10,7 +10,7 @@ from itertools import accumulate
 from secrets import token_hex
 
 from tailrace.app.gateway.answer_text import text_of
-from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import ServedModel

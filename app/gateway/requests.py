@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.refusals import REFUSED
 from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 
 IGNORED = {
     "user", "request_id", "detokenize", "cache_salt", "service_tier", "store",
@@ -119,6 +120,7 @@ class Answered(Sampled):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool = True
@@ -135,6 +137,10 @@ class Answered(Sampled):
         if self.stop and not self.skip_special_tokens:
             raise ValueError("skip_special_tokens: stop texts are looked for without special tokens; remove one")
         return self
+
+    def chunk_tokens(self) -> int | None:
+        """Bound of an event of a stream; None if there is none."""
+        return max(self.stream_interval or 0, STREAM_CHUNK_TOKENS) if self.stream else None
 
     def wants_usage(self, always: bool) -> bool:
         """Whether a stream's events have the usage: each of them (`always`), or the last."""

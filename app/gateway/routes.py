@@ -13,12 +13,12 @@ from importlib.metadata import version
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.chat_requests import ChatRequest
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors, error_body
@@ -27,22 +27,10 @@ from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
 from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream
+from tailrace.app.gateway.tokenizing import add_tokenizing
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
-
-
-class Tokenized(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class Detokenized(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    tokens: list[int]
 
 
 def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
@@ -54,6 +42,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
         app.add_exception_handler(kind, _failed)
     _add_generation(app, service)
     _add_model(app, service)
+    add_tokenizing(app, service)
     add_control(app, service)
     return app
 
@@ -62,7 +51,8 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request):
         model = await service.model(request.model)
-        wanted = Wanted(request.prompts(model.prompts), request.n, request.max_tokens, request.sampling())
+        prompts = request.prompts(model.prompts)
+        wanted = Wanted(prompts, request.n, request.max_tokens, request.sampling(), request.chunk_tokens())
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, CompletionStream(request, model, naming, wanted))
@@ -72,7 +62,7 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     async def chat_completions(request: ChatRequest, http: Request):
         model, chat = await service.model(request.model), await service.chat(request)
         bound = request.max_completion_tokens or request.max_tokens
-        wanted = Wanted([{"token_ids": chat.token_ids}], request.n, bound, chat.sampling())
+        wanted = Wanted([{"token_ids": chat.token_ids}], request.n, bound, chat.sampling(), request.chunk_tokens())
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, ChatStream(chat, request, model, naming, wanted))
@@ -134,19 +124,6 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     @app.get("/v1/models")
     async def models():
         return answers.models(await service.model())
-
-    @app.post("/tokenize")
-    async def tokenize(request: Tokenized):
-        model = await service.model(request.model)
-        tokens = model.prompts.encode(request.prompt, request.add_special_tokens)
-        return {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": None}
-
-    @app.post("/detokenize")
-    async def detokenize(request: Detokenized):
-        model = await service.model(request.model)
-        if (wrong := model.prompts.foreign(request.tokens)) is not None:
-            raise ValueError(f"tokens: {wrong} is not in the vocabulary")
-        return {"prompt": model.prompts.decode(request.tokens)}
 
     @app.get("/liveness")
     async def liveness():

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.gateway.chat_requests import ChatRequest
-from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.chat.chat import Chat
+from tailrace.app.gateway.chat.conversations import Conversations
+from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.chat.tool_calls import ToolParser
 from tailrace.app.gateway.config import GatewayConfig
-from tailrace.app.gateway.conversations import Conversations
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.tool_calls import ToolParser
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.roles import Role
@@ -40,12 +40,13 @@ class ServedModel(NamedTuple):
 
 class Wanted(NamedTuple):
     """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None: as
-    many as the model's context has room for."""
+    many as the model's context has room for. `chunk_tokens`: bound of an event of a stream."""
 
     prompts: Sequence[Mapping]
     n: int
     max_tokens: int | None
     sampling: SamplingParams
+    chunk_tokens: int | None = None
 
 
 class UnknownModel(ValueError):
@@ -140,6 +141,7 @@ class GatewayService:
                     prompt_id=naming.group_of(prompt), samples=1, max_tokens=bound, sampling=wanted.sampling, **prompt
                 ),
                 index=naming.index + number,
+                chunk_tokens=wanted.chunk_tokens,
             )
             for prompt in wanted.prompts
             for number in range(wanted.n)

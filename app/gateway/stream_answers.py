@@ -10,8 +10,8 @@ from secrets import token_hex
 
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.answer_text import stream_text, text_of
-from tailrace.app.gateway.chat_deltas import CallDeltas, TextDeltas
-from tailrace.app.gateway.chats import Chat
+from tailrace.app.gateway.chat.chat import Chat
+from tailrace.app.gateway.chat.deltas import CallDeltas, TextDeltas
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import Answered, CompletionRequest
 from tailrace.app.gateway.service import ServedModel, Wanted

@@ -106,6 +106,7 @@ class OpenBatch(LiveBatch):
             max_tokens=prepared.max_tokens,
             past_lengths=by_epoch(past) if is_new else (),
             open=number + 1 < min(request.of or MAX_GROUP_SAMPLES, MAX_GROUP_SAMPLES),
+            chunk_tokens=request.chunk_tokens,
             hold_s=request.hold_s,
         )
         return NewSample(group, f"{group.group_id}#{number}", spec)

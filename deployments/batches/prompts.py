@@ -75,6 +75,10 @@ class Prompts:
         """Text of token ids. `special`: with special tokens, by their names."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=not special)
 
+    def name(self, token_id: int) -> str:
+        """The token as the vocabulary has it."""
+        return self._tokenizer.convert_ids_to_tokens(token_id)
+
     @property
     def tokenizer(self):
         """The tokenizer itself, for vLLM's parsers."""

@@ -17,6 +17,9 @@ MAX_INDEX = 2**31 - 1
 MAX_HOLD_S = 3600.0
 """An hour: a tool that takes longer costs less than the KV that would wait for it."""
 
+STREAM_CHUNK_TOKENS = 32
+"""Of a sample whose tokens are streamed. A chunk costs a call of an engine, and a stream shows nothing within one."""
+
 
 class SampleRequest(RequestMessage):
     """One sample of a prompt, or one turn of it. `group`: a PromptGroup of one sample; its prompt_id names the group in
@@ -25,6 +28,7 @@ class SampleRequest(RequestMessage):
     group: PromptGroup
     index: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample in its group; enters its key")
     of: int | None = Field(None, ge=1, description="samples that the group will have; a hint, null: not known")
+    chunk_tokens: int | None = Field(None, ge=1, description="bound of its chunks; null: as the policies say")
     deadline_s: float | None = Field(None, gt=0.0, description="seconds after which it ends with the tokens so far")
     turn: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample; enters its key")
     hold_s: float = Field(

@@ -334,6 +334,8 @@ class RolloutCore:
         view = sample.view()
         chunking = self.policies.chunking
         chunk_tokens = checked_count(chunking, "tokens", chunking.tokens(view), 1)
+        if sample.chunk_tokens is not None:
+            chunk_tokens = min(chunk_tokens, sample.chunk_tokens)
         sample.need_tokens = view.prompt_tokens + view.generated_tokens + chunk_tokens
         self._waiting.put(sample, view)
 

@@ -32,6 +32,8 @@ def check_groups(event: SamplesSubmitted) -> None:
     for spec in event.groups:
         if min(spec.prompt_tokens, spec.max_tokens) < 1 or spec.samples < 0:
             raise IllegalEvent(f"{spec}: prompt_tokens and max_tokens must be at least 1, samples at least 0")
+        if spec.chunk_tokens is not None and spec.chunk_tokens < 1:
+            raise IllegalEvent(f"{spec.group_id}: chunks of {spec.chunk_tokens} tokens; give 1 or more")
         if any(tokens < 0 for epoch in spec.past_lengths for tokens in epoch):
             raise IllegalEvent(f"{spec.group_id}: no answer had a negative length")
         begun = {one.index: one.tokens for one in spec.begun}

@@ -35,7 +35,7 @@ class GroupSpec:
     an earlier coordinator has begun. `open`: more samples may come, as a later spec of this name in the same batch, and
     the group is handed out after one that is not open. Such a spec has the same sizes and neither `past_lengths` nor
     `begun`; its samples, which may be none, are numbered after those that are there.
-
+    `chunk_tokens`: bound of the chunks of this spec's samples, whatever `chunking` says: their readers wait.
     `hold_s`: seconds for which a sample of this spec is held after its turn, for the next one; 0: it has one turn. Then
     `max_tokens` bounds its first turn.
     """
@@ -47,6 +47,7 @@ class GroupSpec:
     past_lengths: tuple[tuple[int, ...], ...] = ()
     begun: tuple[Begun, ...] = ()
     open: bool = False
+    chunk_tokens: int | None = None
     hold_s: float = 0.0
 
 

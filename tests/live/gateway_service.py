@@ -18,8 +18,8 @@ TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16
 
 
 @contextmanager
-def gateway(model: Path, folder: Path, **limits: int) -> Iterator[tuple[str, RolloutClient]]:
-    """Its address, and a client by Ray. `folder`: for the file of tokens. `limits`: of its GatewayConfig."""
+def gateway(model: Path, folder: Path, **changes: int) -> Iterator[tuple[str, RolloutClient]]:
+    """Its address, and a client by Ray. `folder`: for the file of tokens. `changes`: of its GatewayConfig."""
     tokens = folder / "tokens"
     tokens.write_text("# of the tests\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
     with socket.socket() as probe:
@@ -27,10 +27,11 @@ def gateway(model: Path, folder: Path, **limits: int) -> Iterator[tuple[str, Rol
         port = probe.getsockname()[1]
     settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512}
     file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
-    config = GatewayConfig(tokens_file=str(tokens), **({"max_body_bytes": 20_000} | limits))
+    usual = {"max_body_bytes": 20_000, "tool_parser": "hermes"}
+    config = GatewayConfig(tokens_file=str(tokens), **(usual | changes))
     application = GatewayApplication(args=config)
-    changes = {"applications": (file.application, application), "http_options": HttpOptions(port=port)}
-    with service(file.model_copy(update=changes), None) as client:
+    with_gateway = {"applications": (file.application, application), "http_options": HttpOptions(port=port)}
+    with service(file.model_copy(update=with_gateway), None) as client:
         url = f"http://127.0.0.1:{port}"
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield url, client

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from tailrace.app.gateway.chat_deltas import CallDeltas
-from tailrace.app.gateway.chat_requests import ChatRequest
-from tailrace.app.gateway.chats import Chat
-from tailrace.app.gateway.conversations import Conversations
-from tailrace.app.gateway.tool_calls import ToolParser, own_id
+from tailrace.app.gateway.chat.chat import Chat
+from tailrace.app.gateway.chat.conversations import Conversations
+from tailrace.app.gateway.chat.deltas import CallDeltas
+from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.chat.tool_calls import ToolParser, own_id
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd

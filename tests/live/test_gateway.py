@@ -1,6 +1,7 @@
 """The gateway behind Serve's proxy: real clients over HTTP, and the tokens that a batch has."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -14,6 +15,13 @@ from tailrace.app.model import perturbed
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 
 PROMPT = (5, 300, 7, 41)
+OPEN = {
+    "type": "object",
+    "properties": {"open": {"type": "boolean"}},
+    "required": ["open"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "door", "parameters": OPEN, "strict": True}}]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +75,76 @@ def test_openai_s_own_client_gets_completions_and_chats(address):
         client.completions.create(model="gpt-9", prompt="Hello")
     with pytest.raises(openai.AuthenticationError, match="give one of the gateway's tokens"):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+
+
+@pytest.fixture(scope="module")
+def openai_client(address):
+    return openai.OpenAI(base_url=f"{address[0]}/v1", api_key=TOKENS["evaluator"])
+
+
+def test_openai_s_own_client_gets_streams(openai_client):
+    settings = {"model": openai_client.models.list().data[0].id, "max_tokens": 80, "seed": 4, "n": 2, "prompt": "Once"}
+    whole = openai_client.completions.create(**settings)
+    chunks = list(openai_client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage and len(chunks) > 4
+    for expected in whole.choices:
+        pieces = [one for chunk in chunks for one in chunk.choices if one.index == expected.index]
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [expected.finish_reason]
+
+
+def test_openai_s_own_client_chats_with_tools_over_three_turns(openai_client):
+    settings = {"model": openai_client.models.list().data[0].id, "max_tokens": 100, "seed": 4, "tools": TOOLS}
+    settings["extra_body"] = {"return_token_ids": True}
+    create = openai_client.chat.completions.create
+    messages: list = [{"role": "user", "content": "Is it open?"}]
+    first = create(messages=messages, tool_choice="required", parallel_tool_calls=False, **settings)
+    (choice,) = first.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and json.loads(call.function.arguments).keys() == {"open"}
+    before = [*first.prompt_token_ids, *choice.token_ids]
+
+    messages += [choice.message, {"role": "tool", "content": "yes", "tool_call_id": call.id}]
+    named = {"type": "function", "function": {"name": "door"}}
+    chunks = list(create(messages=messages, tool_choice=named, stream=True, **settings))
+    assert chunks[0].prompt_token_ids[: len(before)] == before, "the next turn begins with the same tokens"
+    deltas = [one.delta for chunk in chunks for one in chunk.choices]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    arguments = "".join(call.function.arguments or "" for call in calls)
+    assert calls[0].function.name == "door" and json.loads(arguments).keys() == {"open"}
+    assert chunks[-1].choices[0].finish_reason == "stop", "the tool was chosen"
+
+    function = {"name": "door", "arguments": arguments}
+    messages += [
+        {"role": "assistant", "tool_calls": [{"id": calls[0].id, "type": "function", "function": function}]},
+        {"role": "tool", "content": "no", "tool_call_id": calls[0].id},
+    ]
+    ids = [token for chunk in chunks for one in chunk.choices for token in getattr(one, "token_ids", None) or ()]
+    third = create(messages=messages, tool_choice="none", **settings)
+    assert third.prompt_token_ids[: len(before)] == before
+    assert third.prompt_token_ids[len(chunks[0].prompt_token_ids) :][: len(ids)] == ids
+    assert third.choices[0].message.content and not third.choices[0].message.tool_calls
+
+
+def test_openai_s_own_client_gets_json(openai_client):
+    form = {"type": "json_schema", "json_schema": {"name": "door", "schema": OPEN}}
+    settings = {"model": openai_client.models.list().data[0].id, "max_tokens": 100, "seed": 5}
+    answer = openai_client.chat.completions.create(
+        messages=[{"role": "user", "content": "Is it open?"}], response_format=form, **settings
+    )
+    assert json.loads(answer.choices[0].message.content).keys() == {"open"}
+
+
+def test_a_stop_text_is_named_and_no_stream_goes_beyond_it(http):
+    body = {"prompt": [list(PROMPT)], "max_tokens": 60, "seed": 6}
+    text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    (whole,) = http.post("/v1/completions", json=body | {"stop": [stop]}).json()["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop) and stop not in whole["text"]
+    lines = http.post("/v1/completions", json=body | {"stop": [stop], "stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+    assert events[-1]["choices"][0]["stop_reason"] == stop
 
 
 def test_a_request_without_a_seed_says_which_index_was_drawn(http):
@@ -125,6 +203,10 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(address, http):
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 480}, timeout=0.2)
     until(lambda: client.status_blocking().running + client.status_blocking().waiting == 0)
+    body = {"prompt": "a", "max_tokens": 480, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+    until(lambda: client.status_blocking().running + client.status_blocking().waiting == 0)
 
 
 def test_tokens_come_and_go(http):
@@ -132,6 +214,9 @@ def test_tokens_come_and_go(http):
     tokens = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
     assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 512
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    chat = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": False}
+    of_chat = http.post("/tokenize", json=chat | {"return_token_strs": True}).json()
+    assert of_chat["token_strs"][:2] == ["<|im_start|>", "system"] and len(of_chat["tokens"]) > tokens["count"]
     assert http.get("/get_world_size").json() == {"world_size": 2}
     assert http.get("/server_info").json()["logprobs_mode"] == "processed_logprobs"
 

@@ -21,6 +21,7 @@ from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -325,6 +326,22 @@ def test_a_stream_gives_the_tokens_of_the_sample_chunk_by_chunk(play):
     play(story, mean_tokens=80, **in_chunks(20))
 
 
+def test_a_stream_has_small_chunks_of_its_own(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            whole = await session.generate(PROMPT, group="g", index=0, max_tokens=90)
+            small = {size: (await streamed(session, index=0, max_tokens=90, **size_of(size)))[1] for size in (None, 9)}
+        assert whole.sample.chunks == 1
+        for size, pieces in small.items():
+            assert {len(piece) for piece in pieces[:-1]} == {size or STREAM_CHUNK_TOKENS}
+            assert sum(pieces, ()) == whole.sample.token_ids
+
+    def size_of(size: int | None) -> dict:
+        return {} if size is None else {"chunk_tokens": size}
+
+    play(story, mean_tokens=2_000)
+
+
 def test_two_streams_and_a_call_of_one_sample_get_the_same_tokens(play):
     async def story(cluster, client):
         async with client.open() as session:
@@ -359,7 +376,7 @@ def test_a_stream_breaks_rather_than_change_its_tokens(play):
         async with client.open() as session:
             with pytest.raises(StreamBroken, match="the weights have changed"):
                 async for part in session.stream(PROMPT, group="g", index=0, max_tokens=400):
-                    if part.start == 50:
+                    if part.start == 64:
                         cluster.disk.folders["w1"] = "content-1"
                         await client.update_weights(1, "w1")
                         cluster.kill_coordinator()
@@ -390,3 +407,29 @@ def test_a_stream_ends_at_its_deadline_and_is_refused_as_any_request(play):
                 await anext(session.stream(tuple(range(1, 600))))
 
     play(story, mean_tokens=5_000, step_tokens=1, **in_chunks(20))
+
+
+def test_streams_have_the_tokens_of_a_batch_whatever_is_lost(play):
+    group = PromptGroup(prompt_id="g", token_ids=PROMPT, samples=12, max_tokens=300)
+
+    async def story(cluster, client):
+        expected = await whole_batch(client, RolloutBatch(batch_id="b", groups=(group,), seed=3))
+        rng = Random(5)
+
+        async def read(session, index: int) -> tuple[int, ...]:
+            await asyncio.sleep(rng.uniform(0.0, 5.0))
+            _, pieces = await streamed(session, index=index, max_tokens=300, chunk_tokens=rng.randint(1, 60))
+            return sum(pieces, ())
+
+        async with client.open(seed=3) as session:
+            reads = [asyncio.ensure_future(read(session, index)) for index in range(12)]
+            for _ in range(4):
+                await asyncio.sleep(rng.uniform(1.0, 8.0))
+                cluster.kill(rng.choice(list(cluster.replicas)))
+                await asyncio.sleep(rng.uniform(1.0, 8.0))
+                cluster.kill_coordinator()
+                while not cluster.replicas:
+                    await asyncio.sleep(1.0)
+            assert await asyncio.gather(*reads) == expected["g"] and cluster.coordinators > 2
+
+    play(story, mean_tokens=250)

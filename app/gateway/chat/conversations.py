@@ -2,7 +2,7 @@
 
 An answer's text, encoded again, may have other tokens than were generated. So a request whose messages begin with an
 earlier conversation gets its token ids as they were. Invariant: this is never needed; a conversation that is forgotten,
-or was answered by another replica, is encoded again. Called by `chats`, from any thread.
+or was answered by another replica, is encoded again. Called by `Chat`, from any thread.
 """
 
 import json

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from tailrace.app.gateway.chat_requests import ChatRequest, NamedTool
+from tailrace.app.gateway.chat.requests import ChatRequest, NamedTool
 
 RANDOM_ID = "chatcmpl-tool-"
 """How vLLM's own ids of calls begin, unless the model gives them."""

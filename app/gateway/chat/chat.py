@@ -10,9 +10,9 @@ from itertools import accumulate
 import numpy as np
 from jinja2 import TemplateError
 
-from tailrace.app.gateway.chat_requests import ChatRequest, RequestedMessage
-from tailrace.app.gateway.conversations import AnsweredTurn, Conversations, digest_after, digest_of
-from tailrace.app.gateway.tool_calls import RequestedCalls, ToolParser
+from tailrace.app.gateway.chat.conversations import AnsweredTurn, Conversations, digest_after, digest_of
+from tailrace.app.gateway.chat.requests import ChatRequest, RequestedMessage
+from tailrace.app.gateway.chat.tool_calls import RequestedCalls, ToolParser
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd

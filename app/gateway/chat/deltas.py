@@ -6,7 +6,7 @@ Called by `stream_answers`, one object for each choice.
 from collections.abc import Iterator, Sequence
 
 from tailrace.app.gateway.answer_text import stream_text, text_of
-from tailrace.app.gateway.tool_calls import RequestedCalls
+from tailrace.app.gateway.chat.tool_calls import RequestedCalls
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 

@@ -1,0 +1,1 @@
+"""Chats of the gateway: messages with tool calls to prompts, and answers to messages."""
