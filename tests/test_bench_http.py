@@ -1,0 +1,92 @@
+"""The load and the figures of `bench http`, over a server of a few lines."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from benchmarks.http import http
+from benchmarks.http.load import GROUP, body_of, load
+from tailrace.app.errors import Failed
+
+
+async def served(completions, **settings) -> dict:
+    """The figures of one load on a server whose one route is `completions`."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        host, port = runner.addresses[0]
+        return await load(f"http://{host}:{port}", "m", 1, **settings)
+    finally:
+        await runner.cleanup()
+
+
+def test_every_request_is_counted_as_an_answer_or_an_error():
+    seen = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        number = len(seen)
+        if number % 4 == 0:
+            return web.json_response({"error": {}}, status=429)
+        if number % 4 == 1:
+            return web.json_response({"usage": {"completion_tokens": 3}})  # too few
+        if number % 4 == 2:
+            return web.Response(text="no JSON")
+        return web.json_response({"usage": {"completion_tokens": 5}})
+
+    found = asyncio.run(served(answer, requests=40, max_tokens=5))
+    assert len(found["latencies_s"]) == 10 and all(0 < one <= found["seconds"] for one in found["latencies_s"])
+    assert found["errors"] == {"429": 10, "200": 10, "JSONDecodeError": 10}
+    assert sorted(map(json.dumps, seen)) == sorted(json.dumps(body_of("m", 1, number, 5)) for number in range(40))
+
+
+def test_all_requests_are_open_at_once():
+    waiting = 0
+
+    async def story() -> dict:
+        every = asyncio.Event()
+
+        async def completions(request: web.Request) -> web.Response:
+            nonlocal waiting
+            waiting += 1
+            if waiting == 50:
+                every.set()
+            await every.wait()
+            return web.json_response({"usage": {"completion_tokens": 5}})
+
+        return await asyncio.wait_for(served(completions, requests=50, max_tokens=5), 30)
+
+    assert len(asyncio.run(story())["latencies_s"]) == 50
+
+
+def test_prompts_are_a_group_s_and_of_one_turn():
+    prompts = [tuple(body_of("m", turn, number, 5)["prompt"]) for turn in (1, 2) for number in range(2 * GROUP)]
+    assert len(set(prompts)) == 4 and len(set(prompts[:GROUP])) == 1
+
+
+def test_figures_are_medians_of_the_turns(monkeypatch):
+    seconds = iter((9.9, 2.0, 1.0, 4.0))  # of the warm-up, and of three turns
+
+    def loaded(address, model, turn, requests, max_tokens):
+        return {"seconds": next(seconds), "latencies_s": [0.1 * turn] * requests, "errors": {"429": 1}}
+
+    monkeypatch.setattr(http, "loaded", loaded)
+    found = http.turns("ours", "http://a", "m", 100, 16, 3, lambda text: None)
+    assert found == {
+        "requests_per_s": 50.0, "turns": [50.0, 100.0, 25.0], "tokens_per_s": 800.0, "p50_s": 0.2, "p99_s": 0.2,
+        "errors": {"429": 3},
+    }  # fmt: skip
+
+
+def test_a_server_that_answers_nothing_and_too_few_files_are_one_line(monkeypatch):
+    monkeypatch.setattr(http, "loaded", lambda *_: {"seconds": 1.0, "latencies_s": [], "errors": {"500": 8}})
+    with pytest.raises(Failed, match=r"ours: no request was answered: \{'500': 8\}"):
+        http.turns("ours", "http://a", "m", 8, 16, 1, lambda text: None)
+    monkeypatch.setattr(http.resource, "getrlimit", lambda _: (1_024, 4_096))
+    with pytest.raises(Failed, match="5000 open files are needed, and the limit is 4096"):
+        http.allow_files(5_000)
