@@ -39,7 +39,8 @@ def chat_completion(
         message = {"role": "assistant", "content": answer.sample.text}
         choice = {"index": len(choices), "message": message, "logprobs": None} | _end(naming, answer)
         if request.logprobs:
-            choice["logprobs"] = {"content": list(_logprob_contents(answer.sample, model))}
+            as_ids = bool(request.return_tokens_as_token_ids)
+            choice["logprobs"] = {"content": list(_logprob_contents(answer.sample, model, as_ids))}
         choices.append(choice | _ids(request.return_token_ids, answer))
     found = _answer("chatcmpl", "chat.completion", model, choices, answers)
     if request.return_token_ids:
@@ -52,7 +53,8 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     for answer in answers[0]:
         choice = {"index": len(choices), "token_ids": list(answer.sample.token_ids), "logprobs": None}
         if request.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": list(_logprob_contents(answer.sample, model))}
+            contents = _logprob_contents(answer.sample, model, as_ids=True)  # as prime-rl's renderers want them
+            choice["logprobs"] = {"content": list(contents)}
         choices.append(choice | _end(naming, answer))
     found = _answer("gen", "generate", model, choices, answers)
     named = {} if request.request_id is None else {"request_id": request.request_id}
@@ -129,11 +131,11 @@ def _completion_logprobs(sample: SampleResult, model: ServedModel, as_ids: bool)
     }
 
 
-def _logprob_contents(sample: SampleResult, model: ServedModel) -> Iterable[dict]:
+def _logprob_contents(sample: SampleResult, model: ServedModel, as_ids: bool = False) -> Iterable[dict]:
     for token, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
         piece = model.prompts.piece(token)
         yield {
-            "token": piece,
+            "token": f"token_id:{token}" if as_ids else piece,
             "token_id": token,
             "logprob": logprob,
             "bytes": list(piece.encode()),

@@ -141,6 +141,7 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     def prompts(self) -> list[dict]:
         return [{"messages": tuple(message.as_text() for message in self.messages)}]
