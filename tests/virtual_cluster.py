@@ -1,4 +1,4 @@
-"""Stories on the simulated cluster, in virtual time: two replicas, the real coordinator, sessions and client."""
+"""Stories on the simulated cluster, in virtual time: two replicas, real coordinator, sessions, client and gateway."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -30,6 +30,38 @@ def play(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -> None:
     loop = VirtualLoop()
     loop.run_until_complete(whole())
     end_of(loop)
+
+
+def play_gateway(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -> None:
+    """Runs `story(cluster, http)`. `http(role)`: an `httpx.AsyncClient` of a gateway with tokens, of a trainer."""
+    import httpx
+
+    from tailrace.app.calls.client import RolloutClient
+    from tailrace.app.fuzz.cluster import SimulatedPrompts
+    from tailrace.app.fuzz.drivers import TaskHeartbeat
+    from tailrace.app.gateway.config import GatewayConfig
+    from tailrace.app.gateway.routes import make_app
+    from tailrace.app.gateway.service import GatewayService, ServedModel
+    from tailrace.deployments.messages.roles import Role
+
+    tokens = {role: f"{role}-{'x' * 16}" for role in Role}
+    file = folder / "tokens"
+    file.write_text("".join(f"{role} {token}\n" for role, token in tokens.items()))
+
+    async def with_gateway(cluster, client) -> None:
+        service = GatewayService(
+            lambda role: RolloutClient(handle=cluster.handle(), heartbeat=TaskHeartbeat, role=role)
+        )
+        service._model = ServedModel("simulated", "simulated", 512, SimulatedPrompts())  # else transformers loads it
+        app = make_app(service, GatewayConfig(tokens_file=str(file)))
+
+        def http(role: Role = Role.TRAINER) -> httpx.AsyncClient:
+            headers = {"Authorization": f"Bearer {tokens[role]}"}
+            return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers)
+
+        await story(cluster, http)
+
+    play(with_gateway, folder, **sizes)
 
 
 def steps(cluster) -> list[int]:

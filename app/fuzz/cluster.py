@@ -56,7 +56,7 @@ class Numbers:
     def __len__(self) -> int:
         return VOCABULARY
 
-    def decode(self, token_ids, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids, skip_special_tokens: bool = False) -> str:
         return " ".join(map(str, token_ids))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

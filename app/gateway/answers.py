@@ -69,7 +69,8 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     for answer in answers[0]:
         choice = {"index": len(choices), "token_ids": list(answer.sample.token_ids), "logprobs": None}
         if request.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": chat_logprobs(answer.sample, model, False)}
+            content = chat_logprobs(answer.sample, model, True)  # token ids, as prime-rl's renderers want them
+            choice["logprobs"] = {"content": content}
         choices.append(choice | end(naming, answer))
     found = _answer("gen", "generate", model, choices, answers)
     named = {} if request.request_id is None else {"request_id": request.request_id}

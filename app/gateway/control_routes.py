@@ -18,7 +18,7 @@ from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.weight_transfer import backend_of, named_in_memory
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.transfer import MEMORY
-from tailrace.deployments.staging.slots import memory_source, slot_of
+from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
 
 NO_LORA = "adapters of LoRA are not served; merge them and send all weights, as docs/http.md shows"
 REFUSED = {
@@ -35,8 +35,11 @@ REFUSED = {
 
 
 class WeightsUpdate(BaseModel):
-    """prime-rl's form: `weight_dir`, a folder of safetensors, and `version`, by default the next one. Or vLLM's form:
-    `update_info`, of the trainer's transfer engine, between `/start_weight_update` and `/finish_weight_update`."""
+    """prime-rl's form: `weight_dir`, a folder of safetensors or `memory:...`, and `version`, by default the next one.
+
+    vLLM's form: `update_info`, of the trainer's transfer engine, between `/start_weight_update` and
+    `/finish_weight_update`.
+    """
 
     model_config = ConfigDict(extra="forbid")
     weight_dir: str | None = None
@@ -128,10 +131,12 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
     async def update_weights(update: WeightsUpdate, http: Request):
         role = http.scope["role"]
         if update.update_info is None:
+            if is_memory(update.weight_dir):
+                _check_here(update.weight_dir)
             loaded = await service.update_weights(role, update.weight_dir, update.version)
             return {"message": f"weights {loaded} are loaded", "weight_version": str(loaded)}
         if "source" in update.update_info:
-            _check_here(update.update_info)
+            _check_here(named_in_memory(update.update_info))
         await service.client(role).transfer_weights("part", update.update_info)
         return {"message": "Weights updated"}
 
@@ -151,11 +156,10 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
         return {"slots": await service.client(http.scope["role"]).own_slots()}
 
 
-def _check_here(info: dict[str, Any]) -> None:
+def _check_here(source: str) -> None:
     """Raises ValueError if weights in memory are not on the gateway's machine: replicas would look there in vain."""
-    source = named_in_memory(info)
     if slot_of(memory_source(source)) is None:
-        raise ValueError(f"update_info: {source} is not in this machine's memory; stage it here, or give a weight_dir")
+        raise ValueError(f"{source} is not in the memory of the gateway's machine; stage it there, or give a folder")
 
 
 def _add_phases(app: FastAPI, service: GatewayService) -> None:

@@ -11,23 +11,25 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.weights.over_http import HttpWeights
 from tailrace.deployments.messages.transfer import MEMORY
 
 
 @dataclass
 class MemoryTrainerInitInfo(TrainerInitInfo):
-    """`app_name`: the Serve application."""
+    """`app_name`: the Serve application; not used over HTTP."""
 
     backend: ClassVar[str] = MEMORY
     app_name: str = "tailrace"
 
 
 class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
-    """`client`: vLLM's `RayVLLMWeightSyncClient` over a `WeightsReceiver` of this node."""
+    """`client`: vLLM's `RayVLLMWeightSyncClient` over a `WeightsReceiver` of this node, or its
+    `HTTPVLLMWeightSyncClient` with the address of a gateway on this machine; then Ray is not needed here."""
 
     init_info_cls = MemoryTrainerInitInfo
 
-    def __init__(self, *, service: RolloutClient, **upstream):
+    def __init__(self, *, service: RolloutClient | HttpWeights | None, **upstream):
         super().__init__(**upstream)
         self._service = service
 
@@ -41,7 +43,7 @@ class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
             client=client,
             source=source,
             is_sender=init_info.is_sender,
-            service=RolloutClient(init_info.app_name) if init_info.is_sender else None,
+            service=_service_of(client, init_info) if init_info.is_sender else None,
         )
         if engine.is_sender:
             client.init_weight_transfer_engine({"backend": MEMORY})
@@ -58,6 +60,10 @@ class MemoryTrainerEngine(TrainerWeightTransferEngine[MemoryTrainerInitInfo]):
         staged = self._service.stage_weights_blocking(version, iter(self.source))
         self.client.update_weights({"source": str(staged.stage.seal())})
         self.client.finish_weight_update()
+
+
+def _service_of(client, init_info: MemoryTrainerInitInfo) -> RolloutClient | HttpWeights:
+    return HttpWeights(client.base_url) if hasattr(client, "base_url") else RolloutClient(init_info.app_name)
 
 
 def register() -> None:

@@ -3,51 +3,19 @@
 import logging
 from hashlib import blake2b
 
-import httpx
 import pytest
-from virtual_cluster import play as play_on
-from virtual_cluster import quiet, under_way
+from virtual_cluster import play_gateway, quiet, under_way
 
-from tailrace.app.calls.client import RolloutClient
-from tailrace.app.fuzz.cluster import SimulatedPrompts
-from tailrace.app.fuzz.drivers import TaskHeartbeat
-from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.control_routes import REFUSED
-from tailrace.app.gateway.routes import make_app
-from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.messages.roles import Role
 
-TOKENS = {role: f"{role}-{'x' * 16}" for role in Role}
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
 
 
 @pytest.fixture
 def play(tmp_path):
-    """Runs `story(cluster, http)`; `http` gives a caller of a role, over ASGI."""
     logging.disable(logging.ERROR)  # contained errors are expected here
-    tokens = tmp_path / "tokens"
-    tokens.write_text("".join(f"{role} {token}\n" for role, token in TOKENS.items()))
-
-    def run(story, **sizes):
-        async def told(cluster, client):
-            service = GatewayService(
-                lambda role: RolloutClient(handle=cluster.handle(), heartbeat=TaskHeartbeat, role=role)
-            )
-            service._model = ServedModel("simulated", "simulated", 512, SimulatedPrompts())
-            app = make_app(service, GatewayConfig(tokens_file=str(tokens)))
-
-            def http(role: Role = Role.TRAINER) -> httpx.AsyncClient:
-                return httpx.AsyncClient(
-                    transport=httpx.ASGITransport(app),
-                    base_url="http://gateway",
-                    headers={"Authorization": f"Bearer {TOKENS[role]}"},
-                )
-
-            await story(cluster, http)
-
-        play_on(told, tmp_path, **sizes)
-
-    yield run
+    yield lambda story, **sizes: play_gateway(story, tmp_path, **sizes)
     logging.disable(logging.NOTSET)
 
 
@@ -156,7 +124,11 @@ def test_an_update_in_phases_is_committed_whole_or_not_at_all(play, monkeypatch)
     [
         ("/update_weights", {"weight_dir": None}, "give weight_dir, a folder, or update_info; prime-rl:"),
         ("/update_weights", {"weight_dir": "w1", "update_info": {}}, "or update_info; not both"),
-        ("/update_weights", {"update_info": {"source": "memory:x/1/0123456789abcdef"}}, "is not in this machine's mem"),
+        (
+            "/update_weights",
+            {"update_info": {"source": "memory:x/1/0123456789abcdef"}},
+            "is not in the memory of",
+        ),
         ("/update_weights", {"update_info": {"names": []}}, "no weight update is open"),
         ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
         ("/init_weight_transfer_engine", {"init_info": {"packed": True}}, "IPC's handles come pickled over HTTP"),

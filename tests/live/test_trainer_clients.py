@@ -1,0 +1,91 @@
+"""Trainers' own clients, unmodified, against a gateway on this machine: vLLM's weight-sync client and TRL's client."""
+
+import pytest
+import requests
+import torch
+from live.test_gateway import PROMPT, TOKENS, address, asked, http  # noqa: F401 - its fixtures: a service with a gateway
+from transformers import AutoModelForCausalLM
+from trl.generation.vllm_client import VLLMClient
+from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tailrace.app.calls.client import WeightsRejected
+from tailrace.app.model import perturbed
+from tailrace.app.weights.over_http import HttpWeights
+from tailrace.app.weights.trainer_engine import MemoryTrainerInitInfo, register
+
+
+@pytest.fixture(scope="module")
+def trainer_url(address) -> str:  # noqa: F811
+    """The gateway's address with a trainer's token: clients send it by themselves."""
+    return address[0].replace("http://", f"http://trainer:{TOKENS['trainer']}@")
+
+
+@pytest.fixture(scope="module")
+def other(tiny_model, tmp_path_factory):
+    return perturbed(tiny_model, tmp_path_factory.mktemp("other") / "weights", seed=1, scale=0.5)
+
+
+def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_url, other, tiny_model):  # noqa: F811
+    register()
+    before = asked(http, 0)["choices"][0]
+    assert http.post("/update_weights", json={"weight_dir": str(other)}).status_code == 200
+    by_folder = asked(http, 0)["choices"][0]
+    assert http.post("/update_weights", json={"weight_dir": str(tiny_model)}).status_code == 200
+    version = int(http.get("/weight_info").json()["weight_version"])
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    sync = HTTPVLLMWeightSyncClient(trainer_url)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        MemoryTrainerInitInfo(rank=0), client=sync, source=ModuleSource(model)
+    )
+    engine.send_weights()
+    after = asked(http, 0)["choices"][0]
+    assert after["token_ids"] == by_folder["token_ids"] != before["token_ids"]
+    assert [span["version"] for span in after["weight_versions"]] == [str(version + 1)]
+    sync.start_weight_update()  # and breaks off
+    sync.start_weight_update()
+    with pytest.raises(requests.HTTPError, match="400"):
+        sync.finish_weight_update("99")
+    sync.shutdown_weight_transfer_engine()
+    assert http.get("/weight_info").json()["weight_version"] == str(version + 1)
+    with pytest.raises(requests.HTTPError, match="401"):
+        HTTPVLLMWeightSyncClient(trainer_url.replace("trainer:", "trainer:x")).start_weight_update()
+
+
+def test_weights_over_http_need_no_ray_at_the_trainer(http, trainer_url, tiny_model):  # noqa: F811
+    weights = HttpWeights(trainer_url)
+    version = weights.status_blocking().weights_version
+    tensors = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
+    del tensors["lm_head.weight"]  # tied
+    loaded = weights.send_weights_blocking(version + 1, tensors)
+    assert loaded.version == version + 1 and loaded.digest and loaded.staged_s > 0
+    del tensors["model.norm.weight"]
+    with pytest.raises(WeightsRejected, match=r"no tensor model\.norm\.weight, which the running model has"):
+        weights.send_weights_blocking(version + 2, tensors)
+    assert weights.status_blocking() == (version + 1, loaded.digest)
+    with pytest.raises(PermissionError, match="needs role trainer"):
+        HttpWeights(trainer_url.replace(TOKENS["trainer"], TOKENS["observer"])).send_weights_blocking(9, tensors)
+
+
+def test_trls_client_generates_and_chats_and_says_which_transfer_engine_is_absent(trainer_url):
+    client = VLLMClient(trainer_url)
+    settings = {"n": 2, "max_tokens": 8, "generation_kwargs": {"seed": 5}}
+    found = client.generate([list(PROMPT), [7, 8]], **settings)
+    assert found["prompt_ids"] == [list(PROMPT), [7, 8]]
+    assert [len(ids) for ids in found["completion_ids"]] == [8] * 4
+    assert found["logprob_token_ids"] == [[[token] for token in ids] for ids in found["completion_ids"]]
+    assert client.generate([list(PROMPT), [7, 8]], **settings) == found, "the seed is the first index"
+    messages = [[{"role": "user", "content": text}] for text in ("Hello", "Good night")]
+    chats = client.chat(messages, **settings)
+    assert len(chats["prompt_ids"]) == 2 and [len(ids) for ids in chats["completion_ids"]] == [8] * 4
+    assert chats["logprob_token_ids"] == [[[token] for token in ids] for ids in chats["completion_ids"]]
+    assert client.get_world_size() == 2
+    assert client.get_server_info()["model_config"] | {"model": ""} == {
+        "model": "", "max_model_len": 512, "logprobs_mode": "processed_logprobs", "dtype": "torch.float32",
+    }  # fmt: skip
+    client.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="has no weight-transfer engine"):
+        client.init_communicator("cpu")
+    with pytest.raises(Exception, match=r"Request failed: 400.*prompt_logprobs: not supported"):
+        client.get_sequence_logprobs([[5, 6, 7]], [1])
