@@ -29,7 +29,24 @@ def changed(tmp_path):
 
 
 def test_the_eight_workloads_are_there():
-    assert scenario_names() == NAMES
+    assert scenario_names() == sorted([*NAMES, "tools-8b"])
+
+
+def test_a_workload_of_turns_says_that_it_is_assumed_and_has_its_figures():
+    scenario = load_scenario("tools-8b").scaled(0.1)
+    (groups,) = scenario.workload(seed=3).steps
+    kinds = {key: kind for key, _, kind, _ in scenario.notes()}
+    assert {kinds[key] for key in kinds if key.startswith("turns.")} == {"assumed"}
+    gaps = [gap for group in groups for sample in group.gaps for gap in sample]
+    assert len(gaps) == sum(min(5, length) - 1 for group in groups for length in group.lengths)
+    for group in groups:
+        for length, sample in zip(group.lengths, group.gaps, strict=True):
+            ends = [0, *(gap.tokens for gap in sample), length]
+            assert all(before < after for before, after in pairwise(ends))
+    assert np.mean([gap.tool_s for gap in gaps]) == pytest.approx(10, rel=0.15)
+    assert np.mean([gap.outside_tokens for gap in gaps]) == pytest.approx(600, rel=0.15)
+    fewer = load_scenario("tools-8b").scaled(0.05).workload(seed=3).steps[0]
+    assert [group.gaps for group in fewer] == [group.gaps for group in groups[: len(fewer)]], "of each group alone"
 
 
 @pytest.mark.parametrize("name", NAMES)

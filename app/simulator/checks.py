@@ -4,9 +4,16 @@ A race is decided here again: its chunk is the first to end, or an original that
 Invariant: it reads no book of the core, of the host or of a replica. Called by `Host` where a run is to be checked.
 """
 
-from tailrace.app.simulator.types import Workload
+from tailrace.app.simulator.types import Workload, WorkloadGroup
 from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
-from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished, Event, ReplicaJoined, SamplesSubmitted
+from tailrace.policies.protocol.events import (
+    ChunkEnd,
+    ChunkFinished,
+    Event,
+    ReplicaJoined,
+    SampleReturned,
+    SamplesSubmitted,
+)
 
 
 class LawBroken(AssertionError):
@@ -35,6 +42,10 @@ class Checks:
         self._left |= lengths
         self._made |= dict.fromkeys(lengths, 0)
 
+    def turn(self, sample_id: str, length: int) -> None:
+        """A later turn, of this true length, comes as a request of its own."""
+        self._left[sample_id], self._made[sample_id] = length, 0
+
     def event(self, event: Event) -> None:
         self._demand(event.now >= self._now, f"{event} after {self._now}")
         self._now = event.now
@@ -46,6 +57,8 @@ class Checks:
                 self._prompts |= {
                     f"{spec.group_id}#{i}": spec.prompt_tokens for spec in event.groups for i in range(spec.samples)
                 }
+            case SampleReturned():
+                self._prompts[event.sample_id] += event.outside_tokens
             case ChunkFinished():
                 self._finished(event)
 
@@ -97,6 +110,11 @@ def check_step(workload: Workload, step: int, room: int) -> None:
     lengths = [length for group in groups for length in group.lengths]
     if not 1 <= min(lengths) <= max(lengths) <= most:
         raise ValueError(f"{workload.name}, step {step}: lengths must be 1 to {most} tokens")
-    longest = max(group.prompt_tokens for group in groups) + most
+    longest = max(group.prompt_tokens + _outside_tokens(group) for group in groups) + most
     if longest > room:
         raise ValueError(f"{workload.name}: {longest} tokens of context; a replica has KV for {room}")
+
+
+def _outside_tokens(group: WorkloadGroup) -> int:
+    """Of the sample with the most of them."""
+    return max((sum(gap.outside_tokens for gap in gaps) for gaps in group.gaps), default=0)

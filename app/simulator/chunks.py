@@ -6,7 +6,7 @@ Plain records. Invariant: only `SimulatedSample.length` is a truth that no live 
 
 from typing import NamedTuple
 
-from tailrace.app.simulator.types import WorkloadGroup
+from tailrace.app.simulator.types import Gap, WorkloadGroup
 
 
 class GroupProgress:
@@ -28,25 +28,51 @@ class FreedKv(NamedTuple):
 
 
 class SimulatedSample:
-    """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds."""
+    """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds; `fresh`: those
+    that have never been computed; `outside`: those that came between its turns, `turn` of them being over."""
 
-    __slots__ = ("begun", "chunks", "drafted", "draws", "freed_kv", "index", "kv_version", "length", "made", "moves",
-                 "preemptions", "progress", "recomputed", "replica", "sample_id", "stored", "submitted_s",
-                 "verifications")  # fmt: skip
+    __slots__ = ("begun", "chunks", "drafted", "draws", "freed_kv", "fresh", "gaps", "index", "kv_version", "length",
+                 "made", "moves", "outside", "preemptions", "progress", "recomputed", "replica", "returned",
+                 "sample_id", "stored", "submitted_s", "turn", "verifications")  # fmt: skip
 
     def __init__(self, progress: GroupProgress, index: int, submitted_s: float):
         self.progress, self.index, self.submitted_s = progress, index, submitted_s
         self.sample_id = f"{progress.group.group_id}#{index}"
         self.length = progress.group.lengths[index]
+        self.gaps = progress.group.gaps[index] if progress.group.gaps else ()
+        self.fresh = progress.group.prompt_tokens
+        self.outside = self.turn = self.returned = 0
         self.begun, self.kv_version = False, 0
         self.made = self.stored = self.chunks = self.moves = self.preemptions = self.recomputed = self.draws = 0
         self.verifications = self.drafted = 0.0
         self.freed_kv: FreedKv | None = None
         self.replica = None  # where its last chunk ran, or runs
 
+    @property
+    def gap(self) -> Gap | None:
+        """After the present turn, or None after the last one."""
+        return self.gaps[self.turn] if self.turn < len(self.gaps) else None
+
+    @property
+    def until(self) -> int:
+        """Tokens at which the present turn ends."""
+        return self.gap.tokens if self.gap else self.length
+
+    @property
+    def context(self) -> int:
+        return self.progress.group.prompt_tokens + self.outside + self.made
+
+    def begin_turn(self) -> None:
+        """A tool has answered."""
+        self.returned += self.context - self.fresh
+        self.outside += self.gap.outside_tokens
+        self.fresh += self.gap.outside_tokens
+        self.turn += 1
+
     def take(self, chunk: "SimulatedChunk") -> None:
         """A chunk of it has stopped, and counts."""
         self.made += int(chunk.made)
+        self.fresh = 0
         self.stored, self.freed_kv, self.replica = chunk.stored, chunk.freed_kv, chunk.replica
         self.verifications += chunk.verifications
         self.drafted += chunk.drafted
@@ -74,7 +100,7 @@ class SimulatedChunk:
         self.chunk_id, self.sample, self.tokens = chunk_id, sample, tokens
         self.expected_tokens, self.class_starts = expected_tokens, class_starts
         self.start, self.stored, self.replica = sample.made, sample.stored, sample.replica
-        self.context = sample.progress.group.prompt_tokens + self.start  # as it starts
+        self.context = sample.context  # as it starts
         self.prefill = self.pulled = 0
         self.made, self.since, self.rate, self.cost, self.part = 0.0, 0, 1.0, 1.0, 1.0
         self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break

@@ -139,7 +139,7 @@ class ModelledFleet:
         """The sources of the KV of a starting chunk's context: KV still on its replica or shared with a mate; then the
         pool's, if worth a pull; the rest is computed. Returns the seconds of the pull."""
         sample, replica, model = chunk.sample, chunk.replica, self.model
-        here = replica.cached(chunk.context, sample.freed_kv, now)
+        here = replica.cached(chunk.context - sample.fresh, sample.freed_kv, now)
         if sample.progress in replica.prompts:
             here = max(here, sample.progress.group.prompt_tokens)
         replica.prompts.add(sample.progress)
@@ -148,8 +148,7 @@ class ModelledFleet:
         if min_pull_tokens is not None and model.fetch_tokens_s and gain >= max(1, min_pull_tokens):
             chunk.pulled = gain
         chunk.prefill = chunk.context - here - chunk.pulled
-        if sample.chunks > 1:
-            sample.recomputed += chunk.prefill
+        sample.recomputed += max(0, chunk.prefill - sample.fresh)
         return model.fetch_base_s + chunk.pulled / model.fetch_tokens_s if chunk.pulled else 0.0
 
     def save_s(self, chunk: SimulatedChunk) -> float:

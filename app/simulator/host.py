@@ -8,6 +8,7 @@ nothing runs of the last one, copies that were beaten included. Called by `tailr
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -27,11 +28,18 @@ from tailrace.policies.protocol.actions import (
     Action,
     EmitGroup,
     EndSample,
+    EndTurn,
     ReleaseKv,
     SampleEnd,
     SetReplicas,
     StartChunk,
 )
+
+HOLD_S = 3600.0
+"""For which a sample is held between two turns: the longest that a session takes."""
+
+TURN_MARK = "@"
+"""Between a sample's id and the number of a turn that is a request of its own."""
 
 TICK_S = 1.0
 """Between ticks at which nothing has come, where the core looks around by itself: a live one looks more often, and
@@ -51,6 +59,7 @@ def simulate(
     check: bool = False,
     reveal: bool = False,
     elastic: Limits | None = None,
+    holds: bool = True,
     system: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:
@@ -58,9 +67,10 @@ def simulate(
     KV; without it replicas queue and preempt as vLLM does. Drafts are made by `policies.drafting` with chances by
     `acceptance`, or by the `speculation` of a replica's index; with neither there are none. `elastic`: within these
     limits `policies.tail` says how many replicas there are; a start takes the model's start_s. `reveal`: true lengths
-    go to the core, which only `oracle_longest_first` takes. `check`: raise LawBroken where a law breaks. `progress`
-    gets the numbers of ended and all samples. Raises ValueError where a sample can never fit on a replica, or fails,
-    and for `policies.racing` without a `speculation` that knows its methods.
+    go to the core, which only `oracle_longest_first` takes. `holds`: a sample is held between its turns; else each turn
+    is a new request, known from no other. `check`: raise LawBroken where a law breaks. `progress` gets the numbers of
+    ended and all samples. Raises ValueError where a sample can never fit on a replica, or fails, and for
+    `policies.racing` without a `speculation` that knows its methods.
     """
     if speculation is None:
         if policies.racing.room:
@@ -80,6 +90,7 @@ def simulate(
         spans=kept,
         check=check,
         progress=progress,
+        holds=holds,
     )
     host.run()
     return host.result(system, seed)
@@ -91,7 +102,7 @@ class SimulatedHost:
     overlaps = False
     """Whether several steps are in flight; then samples of the earlier one go first."""
 
-    def __init__(self, *, workload, fleet, policies, admission, reveal, elastic, spans, check, progress):
+    def __init__(self, *, workload, fleet, policies, admission, reveal, elastic, spans, check, progress, holds=True):
         self._workload, self._fleet, self._admission, self._reveal = workload, fleet, admission, reveal
         self._spans, self._progress = spans, progress
         self._core = RolloutCore(policies, limits=elastic)
@@ -101,6 +112,8 @@ class SimulatedHost:
         self._now, self._number, self._events = 0.0, 0, 0
         self._step, self._samples = -1, {}
         self._running: dict[str, SimulatedChunk] = {}
+        self._holds = holds
+        self._away = 0  # samples whose tools run
         self._total = sum(len(group.lengths) for step in workload.steps for group in step)
         self._ended: list[Ended] = []
         self._moments = OccupancySeries(self._moment)
@@ -135,7 +148,7 @@ class SimulatedHost:
 
     def _acted(self) -> None:
         """After the actions of a decision: the next step, once nothing is left of the last one."""
-        if len(self._ended) < self._total and not (self._samples or self._running):
+        if len(self._ended) < self._total and not (self._samples or self._running or self._away):
             self._submit()
 
     def _took(self, chunk: SimulatedChunk) -> None:
@@ -167,6 +180,8 @@ class SimulatedHost:
                     self._start(action, touched)
                 case AbortChunk():
                     self._abort(action, touched)
+                case EndTurn():
+                    self._leave(self._samples[action.sample_id])
                 case EndSample():
                     self._end(action)
                 case EmitGroup():
@@ -202,20 +217,34 @@ class SimulatedHost:
             progress = GroupProgress(group, self._step)
             added += [SimulatedSample(progress, index, self._now) for index in range(len(group.lengths))]
         self._samples |= {sample.sample_id: sample for sample in added}
-        lengths = {sample.sample_id: sample.length for sample in added}
+        lengths = {sample.sample_id: sample.length if self._holds else sample.until for sample in added}
         if self._checks:
             self._checks.submit(lengths)
         if self._reveal:
             self._inbox.append(ev.LengthsRevealed(self._now, lengths))
-        specs = (ev.GroupSpec(g.group_id, g.prompt_tokens, len(g.lengths), max_tokens, g.past_lengths) for g in groups)
-        self._inbox.append(
-            ev.SamplesSubmitted(
-                now=self._now,
-                batch_id=f"step-{self._step}",
-                groups=tuple(specs),
-                priority=-self._step if self.overlaps else 0,
-                step=self._step,
+        specs = (
+            ev.GroupSpec(
+                group_id=g.group_id,
+                prompt_tokens=g.prompt_tokens,
+                samples=len(g.lengths),
+                max_tokens=max_tokens,
+                past_lengths=g.past_lengths,
+                hold_s=HOLD_S if g.gaps and self._holds else 0.0,
             )
+            for g in groups
+        )
+        requests = not self._holds and any(group.gaps for group in groups)
+        self._inbox.append(self._batch(tuple(specs), is_open=requests))
+
+    def _batch(self, specs: tuple[ev.GroupSpec, ...], is_open: bool = False) -> ev.SamplesSubmitted:
+        """Groups of the present step. `is_open`: more come."""
+        return ev.SamplesSubmitted(
+            now=self._now,
+            batch_id=f"step-{self._step}",
+            groups=specs,
+            priority=-self._step if self.overlaps else 0,
+            step=self._step,
+            open=is_open,
         )
 
     # ---- chunks ----------------------------------------------------------------------------------------------
@@ -226,7 +255,7 @@ class SimulatedHost:
             sample.chunks += 1
             sample.moves += sample.replica not in (None, replica)
             sample.replica = replica
-        tokens = min(action.max_tokens, sample.length - sample.made)
+        tokens = min(action.max_tokens, sample.until - sample.made)
         chunk = SimulatedChunk(action.chunk_id, sample, tokens, action.expected_tokens, action.class_starts)
         chunk.replica, chunk.method, chunk.weights_version = replica, action.method, action.weights_version
         if action.kv_version != sample.kv_version:  # KV of other weights is never read
@@ -286,7 +315,8 @@ class SimulatedHost:
     def _stopped(self, chunk: SimulatedChunk) -> None:
         """A chunk has left its replica; if its sample continues, its new KV goes to the pool first."""
         chunk.over = True
-        goes_on = chunk.keeps and chunk.generated < chunk.sample.length
+        sample = chunk.sample
+        goes_on = chunk.keeps and chunk.generated < (sample.length if self._holds else sample.until)
         model = self._fleet.model
         if goes_on and model.fetch_tokens_s:
             save_s = self._fleet.save_s(chunk)
@@ -302,7 +332,7 @@ class SimulatedHost:
 
     def _finish(self, chunk: SimulatedChunk) -> None:
         end = ev.ChunkEnd.ABORTED if chunk.aborted else ev.ChunkEnd.LENGTH
-        if chunk.generated == chunk.sample.length < self._workload.max_tokens:
+        if chunk.generated == chunk.sample.until < self._workload.max_tokens:
             end = ev.ChunkEnd.STOP
         drafted, accepted = round(chunk.drafted), min(round(chunk.drafted), round(chunk.accepted))
         self._inbox.append(
@@ -337,9 +367,13 @@ class SimulatedHost:
         if action.end not in (SampleEnd.STOP, SampleEnd.LENGTH):
             raise ValueError(f"{action.sample_id} ended as {action.end}: {action.error}")
         sample = self._samples.pop(action.sample_id)
+        if sample.gap is not None:
+            sample.stored = 0  # released with its request
+            self._leave(sample)
+            return
         self._ended.append(
             Ended(
-                sample_id=sample.sample_id,
+                sample_id=sample.sample_id.partition(TURN_MARK)[0],
                 step=sample.progress.step,
                 tokens=sample.made,
                 submitted_s=sample.submitted_s,
@@ -351,10 +385,40 @@ class SimulatedHost:
                 verifications=sample.verifications,
                 drafted=sample.drafted,
                 accepted=sample.made - sample.verifications,
+                turns=sample.turn + 1,
+                returned_tokens=sample.returned,
             )
         )
+        if not (self._holds or self._samples or self._away) and sample.gaps:
+            self._inbox.append(self._batch(()))
         if self._progress:
             self._progress(len(self._ended), self._total)
+
+    # ---- turns -----------------------------------------------------------------------------------------------
+
+    def _leave(self, sample: SimulatedSample) -> None:
+        """A turn has ended: its tool runs. A sample that has but one turn has no tool, and its driver says so."""
+        if sample.gap is None:
+            self._inbox.append(ev.SampleCancelled(self._now, sample.sample_id))
+            return
+        self._away += 1
+        self._at(self._now + sample.gap.tool_s, self._come_back, sample)
+
+    def _come_back(self, sample: SimulatedSample) -> None:
+        self._away -= 1
+        outside_tokens, most = sample.gap.outside_tokens, self._workload.max_tokens - sample.made
+        sample.begin_turn()
+        if self._holds:
+            hold_s = HOLD_S if sample.gap else 0.0
+            self._inbox.append(ev.SampleReturned(self._now, sample.sample_id, outside_tokens, most, hold_s))
+            return
+        group_id = f"{sample.sample_id.partition(TURN_MARK)[0]}{TURN_MARK}{sample.turn}"
+        sample.sample_id, sample.begun = f"{group_id}#0", False
+        sample.progress = GroupProgress(replace(sample.progress.group, past_lengths=()), sample.progress.step)
+        self._samples[sample.sample_id] = sample
+        if self._checks:
+            self._checks.turn(sample.sample_id, sample.until - sample.made)
+        self._inbox.append(self._batch((ev.GroupSpec(group_id, sample.context, 1, most),), is_open=True))
 
     def _drop_kv(self, action: ReleaseKv) -> None:
         sample = self._samples.get(action.sample_id)

@@ -8,13 +8,13 @@ group, epoch) alone: more groups, samples, epochs or steps change none of it. Ca
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from statistics import NormalDist
 
 import numpy as np
 
-from tailrace.app.simulator.types import WorkloadGroup
+from tailrace.app.simulator.types import Gap, WorkloadGroup
 
 NORMAL = NormalDist()
 LEAST_SPREAD, MOST_SPREAD = 0.02, 3.0
@@ -159,6 +159,38 @@ def _group_steps(law: Law, group_id, samples, steps, drift, seed, epochs, prompt
         WorkloadGroup(group_id, prompt_tokens, lengths[n], tuple(lengths[n - k] for k in range(1, epochs + 1)), odds)
         for n in range(steps)
     ]
+
+
+def with_gaps(
+    groups: tuple[WorkloadGroup, ...],
+    step: int,
+    turns: int,
+    tool_s: float,
+    spread: float,
+    outside_tokens: int,
+    seed: int,
+) -> tuple[WorkloadGroup, ...]:
+    """The samples in `turns` turns, or one for each token of shorter ones: their ends are drawn evenly, the seconds of
+    each tool (mean `tool_s`) and its tokens (mean `outside_tokens`) from log-normal laws of this spread."""
+    return tuple(
+        replace(
+            group,
+            gaps=tuple(
+                _gaps(
+                    length, turns, (tool_s, outside_tokens), spread, _stream(seed, f"{group.group_id}/{step}/{i}/turns")
+                )
+                for i, length in enumerate(group.lengths)
+            ),
+        )
+        for group in groups
+    )
+
+
+def _gaps(length: int, turns: int, means: tuple[float, float], spread: float, stream: np.random.Generator):
+    count = min(turns, length) - 1
+    ends = np.sort(stream.choice(np.arange(1, length), count, replace=False)).tolist() if count else []
+    tools, tokens = (mean * np.exp(spread * stream.standard_normal(count) - spread**2 / 2) for mean in means)
+    return tuple(Gap(*gap) for gap in zip(ends, tools.tolist(), tokens.round().astype(int).tolist(), strict=True))
 
 
 def _levels(persist: float, noise: Mapping[int, float]) -> Iterator[tuple[int, float]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tailrace.app.simulator.acceptance import AcceptanceTable, Measured, ModelledMethod
-from tailrace.app.simulator.laws import Law, draw_steps, solve
+from tailrace.app.simulator.laws import Law, draw_steps, solve, with_gaps
 from tailrace.app.simulator.types import Workload, WorkloadGroup
 from tailrace.app.strict_yaml import read_yaml
 
@@ -88,6 +88,15 @@ class MethodFigures(ScenarioModel):
     token_s: Known[NotNegative]
 
 
+class TurnFigures(ScenarioModel):
+    """Turns of a sample, with a tool between each two: its seconds and its tokens are log-normal, of these means."""
+
+    turns: Known[Count]
+    tool_s: Known[NotNegative]
+    outside_tokens: Known[NotNegative]
+    spread: Known[NotNegative]
+
+
 class Scenario(ScenarioModel):
     """One paper's workload on its cluster. `model` and `gpu` are names in hardware's tables; `claims` are the paper's
     results, each a range, as ratios to its baseline unless the key says otherwise. `training_gpus`: of rollout and
@@ -111,6 +120,7 @@ class Scenario(ScenarioModel):
     acceptance: AcceptanceFigures
     methods: dict[str, MethodFigures] = {}
     claims: dict[str, Known[tuple[float, float]]] = {}
+    turns: TurnFigures | None = None
 
     @model_validator(mode="after")
     def _has_a_law(self):
@@ -154,6 +164,9 @@ class Scenario(ScenarioModel):
         drift = self.lengths.drift.value if self.lengths.drift else 0.0
         counts = self.prompts.value, self.samples.value, steps
         drawn = draw_steps(self.law(), *counts, drift, seed, self.epochs.value, self.prompt_tokens.value)
+        if (turns := self.turns) is not None:
+            figures = turns.turns.value, turns.tool_s.value, turns.spread.value, turns.outside_tokens.value
+            drawn = tuple(with_gaps(groups, step, *figures, seed) for step, groups in enumerate(drawn))
         return Workload(self.name, self.max_tokens.value, drawn)
 
     def whole(self) -> "Scenario":
@@ -206,7 +219,7 @@ def _first(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "file"
     if first["type"] == "extra_forbidden":
-        models = (Scenario, LengthFigures, AcceptanceFigures, MethodFigures, Known)
+        models = (Scenario, LengthFigures, AcceptanceFigures, MethodFigures, TurnFigures, Known)
         near = get_close_matches(str(first["loc"][-1]), sorted({n for model in models for n in model.model_fields}))
         return f"{key}: unknown key; {'did you mean ' + ', '.join(near) + '?' if near else 'remove it'}"
     if first["type"] == "value_error":

@@ -31,7 +31,8 @@ Evidence = Literal["own", "group", "history", "all"]
 class System:
     """`evidence`: the source of drafts. `policies` without `chunking` takes `chunk_share` of the workload's.
     `races`: where replicas have room, copies race, each with one of the workload's draft models in turn with the
-    target, by the table that SpecActor's systems have it by, on the replica's own GPUs."""
+    target, by the table that SpecActor's systems have it by, on the replica's own GPUs. `holds`: samples are held
+    between their turns; else each turn is a new request."""
 
     about: str
     policies: dict
@@ -40,6 +41,7 @@ class System:
     reveal: bool = False
     chunk_share: float = 1.0
     races: bool = False
+    holds: bool = True
 
     def bundle(self, chunk_tokens: int) -> Policies:
         tokens = max(1, round(chunk_tokens * self.chunk_share))
@@ -57,10 +59,12 @@ def _fixed(tokens: int) -> dict:
     return {"drafting": {"type": "fixed", "tokens": tokens}}
 
 
-def _ours(about: str, changes: dict, evidence: Evidence = "all", races: bool = False) -> System:
+def _ours(
+    about: str, changes: dict, evidence: Evidence = "all", races: bool = False, holds: bool = True
+) -> System:  # fmt: skip
     """Chunks of a quarter: a chunk reserves the KV of all tokens that it may make, so long ones leave KV unused, and
     the cost of a hand-over is small against that."""
-    return System(about, OURS | changes, evidence, chunk_share=0.25, races=races)
+    return System(about, OURS | changes, evidence, chunk_share=0.25, races=races, holds=holds)
 
 
 def _static(about: str, changes: dict, evidence: Evidence) -> System:
@@ -84,6 +88,14 @@ SYSTEMS = {
     "tailrace_own": _ours("tailrace, drafts from the sample itself alone", {"drafting": "goodput"}, "own"),
     "tailrace_fixed": _ours("tailrace, four drafts a step, always", _fixed(4)),
     "tailrace": _ours("remaining, with drafts from group and history by goodput", {"drafting": "goodput"}),
+    "tailrace_near": _ours(
+        "tailrace; a sample stays where its KV is unless a move pays",
+        {"drafting": "goodput", "placement": "cost_aware"},
+    ),
+    "tailrace_requests": _ours(
+        "tailrace_near; each turn of a sample is a new request", {"drafting": "goodput", "placement": "cost_aware"},
+        holds=False,
+    ),
     "tailrace_release": _ours(
         "tailrace; replicas that run nothing are given back", {"drafting": "goodput", "tail": "release"},
     ),
@@ -186,7 +198,7 @@ class Setup:
             self.workload, self.cluster, policies, seed=seed, admission=chosen.admission, speculation=speculation,
             acceptance=sees, spans=spans, check=check,
             elastic=None if isinstance(policies.tail, Hold) else Limits(1, self.cluster.replicas),
-            reveal=chosen.reveal, system=name, progress=progress,
+            reveal=chosen.reveal, holds=chosen.holds, system=name, progress=progress,
         )  # fmt: skip
         found = [bounds(step, self.cluster, best, drafts) for step in self.workload.steps]
         return replace(run, bounds={key: sum(of_step[key] for of_step in found) for key in found[0]})

@@ -8,17 +8,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class Gap(NamedTuple):
+    """Between two turns of a sample: after `tokens` tokens of all turns so far a tool takes `tool_s` seconds, and
+    `outside_tokens` of its answer come into the context."""
+
+    tokens: int
+    tool_s: float
+    outside_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadGroup:
     """A prompt, the true lengths of its samples in tokens (each 1 to max_tokens), and those of earlier epochs, newest
     first. `predictability` is how much likelier its drafts are right than the average group's, as a factor of the
-    odds."""
+    odds. `gaps`: of each sample, those between its turns; empty if each has one turn."""
 
     group_id: str
     prompt_tokens: int
     lengths: tuple[int, ...]
     past_lengths: tuple[tuple[int, ...], ...] = ()
     predictability: float = 1.0
+    gaps: tuple[tuple[Gap, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,8 @@ class Span(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How one sample went. `verifications`: engine steps it took part in; `drafted`, `accepted`: draft tokens."""
+    """How one sample went. `verifications`: engine steps it took part in; `drafted`, `accepted`: draft tokens.
+    `returned_tokens`: context that had been computed before, as its later turns began, over these."""
 
     sample_id: str
     step: int
@@ -114,6 +125,8 @@ class Ended(NamedTuple):
     verifications: float
     drafted: float
     accepted: float
+    turns: int = 1
+    returned_tokens: int = 0
 
 
 class Moment(NamedTuple):
