@@ -20,7 +20,7 @@ TOKEN = "a-token-of-24-characters"
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids: not honoured"),
         ({"watermarking": True}, "watermarking: not honoured"),
         ({"some_new_field": 3}, "some_new_field: not honoured here; remove it"),
     ],

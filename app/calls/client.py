@@ -16,7 +16,7 @@ from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.calls.refused import PoliciesRejected, QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
-from tailrace.app.calls.session import SessionCalls
+from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded

@@ -16,28 +16,27 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
-from typing import NamedTuple
-from uuid import uuid4
+from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken
-from tailrace.app.calls.resume import Interrupted, Patience, lost_service
-from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.app.calls.refused import RolloutRejected
 from tailrace.deployments.messages.rollout import (
     BatchSettings,
     GroupResult,
     PromptGroup,
-    Rejected,
-    RejectedBy,
+    PromptLogprobs,
     SamplingParams,
 )
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS, SampleAnswer, SampleRequest, SampleTokens
 
+if TYPE_CHECKING:  # it makes the sessions
+    from tailrace.app.calls.session_calls import SessionCalls
+
 
 class Scored(NamedTuple):
-    """`logprobs[i]` is of token i + 1, given those before it; one fewer than there are tokens."""
+    """`prompt`: of the tokens from the second on. The weights that it was computed under."""
 
-    logprobs: tuple[float, ...]
+    prompt: PromptLogprobs
     weights_version: int
     weights_digest: str
 
@@ -71,13 +70,14 @@ class RolloutSession:
 
     generate_blocking = blocking(generate)
 
-    async def score(self, token_ids: Sequence[int], **request) -> Scored:
+    async def score(self, token_ids: Sequence[int], top: int = 0, **request) -> Scored:
         """Logprobs of these tokens, from the second on, under the model's own distribution, by one pass of it.
 
-        `request`: `group`, `deadline_s`, as `generate` has them. The context must have room for one more token. Raises
-        as `generate`, and RolloutRejected if the pass failed or was cancelled.
+        `top`: likeliest tokens of each position, at most 128. `request`: `group`, `deadline_s`, as `generate` has them.
+        The context must have room for one more token. Raises as `generate`, and RolloutRejected if the pass failed or
+        was cancelled.
         """
-        answer = await self.generate(token_ids, index=0, max_tokens=1, sampling={"prompt_logprobs": True}, **request)
+        answer = await self.generate(token_ids, index=0, max_tokens=1, sampling={"prompt_logprobs": top}, **request)
         sample = answer.sample
         if not sample.segments:
             raise RolloutRejected(f"score of {len(token_ids)} tokens: {sample.error or sample.finish_reason}")
@@ -201,121 +201,3 @@ def groups_of_answers(answers: list[SampleAnswer]) -> dict[str, GroupResult]:
             step=mates[0].step,
         )
     return found
-
-
-class SessionCalls:
-    """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask` and `update_weights` are the client's."""
-
-    def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
-        """Open a session: single samples, asked for at any time; see `tailrace.app.calls.session`.
-
-        `batch_id`: by default a new name. `settings`: those of a RolloutBatch without groups, such as `seed`, `step`,
-        `priority`, `share`. Raises ValueError for others.
-        """
-        name = f"session-{uuid4().hex[:12]}" if batch_id is None else batch_id
-        return RolloutSession(self, BatchSettings(batch_id=name, **settings), self._heartbeat)
-
-    async def generate(self, settings: BatchSettings, request: SampleRequest) -> SampleAnswer:
-        """One sample of a session; `RolloutSession.generate` makes the request. Outlives the coordinator."""
-        patience, resumed = Patience(self._resume_s), False
-        while True:
-            try:
-                return await self._generate_once(settings, request, resumed)
-            except Interrupted as lost:
-                resumed = True
-                await patience.wait(lost)
-
-    generate_blocking = blocking(generate)
-
-    async def _generate_once(self, settings: BatchSettings, request: SampleRequest, resumed: bool) -> SampleAnswer:
-        sent = self._sent(settings)
-        call = self._handle.generate.remote(self._role, sent, request)
-        try:
-            answer = await call
-        except lost_service() as error:
-            raise Interrupted(error) from error
-        except asyncio.CancelledError:
-            call.cancel()  # else the sample would run to its end without a reader
-            raise
-        return await self._taken(answer, sent, resumed)
-
-    async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
-        """One sample of a session as its chunks end; `RolloutSession.stream` makes the request."""
-        patience, given, is_begun = Patience(self._resume_s), [], False
-        while True:
-            try:
-                async with aclosing(self._stream_once(settings, request, is_begun)) as items:
-                    async for item in items:
-                        part = _beyond(given, item)
-                        if part.token_ids or part.answer or not is_begun:
-                            is_begun = True
-                            given += part.token_ids
-                            patience.renew()
-                            yield part
-                        if part.answer:
-                            return
-                raise Interrupted(StreamBroken("the stream ended before the sample"))
-            except Interrupted as lost:
-                await patience.wait(lost)
-
-    stream_blocking = blocking_iterator(stream)
-
-    async def _stream_once(
-        self, settings: BatchSettings, request: SampleRequest, resumed: bool
-    ) -> AsyncIterator[SampleTokens]:
-        sent = self._sent(settings)
-        stream = self._stream.stream_sample.remote(self._role, sent, request)
-        try:
-            async for item in stream:
-                yield await self._taken(item, sent, resumed)
-        except lost_service() as error:
-            raise Interrupted(error) from error
-        finally:
-            stream.cancel()  # else the sample would run to its end without a reader
-
-    def _sent(self, settings: BatchSettings) -> BatchSettings:
-        """The settings as the coordinator gets them: it must not hold older weights than this client's last update."""
-        version = self._weights[0] if self._weights else 0
-        return settings.model_copy(update={"min_weights_version": max(settings.min_weights_version, version)})
-
-    async def _taken(self, answer, sent: BatchSettings, resumed: bool):
-        """The answer itself; raises for a refusal, Interrupted if the call may be made again."""
-        if isinstance(answer, NotAdmitted):
-            raise PermissionError(answer.reason)
-        if not isinstance(answer, Rejected):
-            return answer
-        version = self._weights[0] if self._weights else 0
-        if answer.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
-            await self.update_weights(*self._weights)  # the service was restarted
-            raise Interrupted(RolloutRejected(answer.reason))
-        if answer.by is RejectedBy.QUOTA:
-            raise Interrupted(QuotaExceeded(answer.reason)) if resumed else QuotaExceeded(answer.reason)
-        raise RolloutRejected(answer.reason)
-
-    async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
-        """End samples of a session, see `RolloutSession.cancel`."""
-        return await self._ask("cancel_samples", session, group, index)
-
-    cancel_samples_blocking = blocking(cancel_samples)
-
-    def renew_session(self, session: str) -> object:
-        """A sign of life. Does not wait for an answer."""
-        return self._handle.renew_session.remote(self._role, session)
-
-    async def close_session(self, session: str) -> bool:
-        """End a session, see `RolloutSession.close`. Returns False if it has ended."""
-        return await self._ask("close_session", session)
-
-    close_session_blocking = blocking(close_session)
-
-
-def _beyond(given: list[int], item: SampleTokens) -> SampleTokens:
-    """The part of an item that has not been given. Raises StreamBroken if it has other tokens at positions before."""
-    known = min(len(given) - item.start, len(item.token_ids))
-    whole = item.answer.sample.token_ids[: len(given)] if item.answer else given
-    if known < 0 or tuple(given[item.start : item.start + known]) != item.token_ids[:known] or [*whole] != given:
-        raise StreamBroken(
-            "the coordinator was lost, and the sample has other tokens now: the weights have changed, or it has ended "
-            "early; ask for it again"
-        )
-    return item.beyond(len(given))

@@ -12,6 +12,7 @@ from itertools import takewhile
 import numpy as np
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
+from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
 from tailrace.policies.protocol.events import ChunkEnd
 
@@ -192,7 +193,7 @@ class SimulatedStepper:
             computed_tokens=len(chunk.token_ids) - running.cached_tokens,
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
-            prompt_logprobs=-np.arange(1, len(chunk.token_ids), dtype=np.float32) if chunk.scores_prompt else None,
+            prompt_logprobs=_prompt_logprobs(chunk) if chunk.scores_prompt else None,
         )
         self._ended.append((chunk_id, result))
 
@@ -247,6 +248,10 @@ class SimulatedStepper:
 
     def close(self) -> None:
         self._running.clear()
+
+
+def _prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
+    return PromptLogprobs(logprobs=range(-1, -len(chunk.token_ids), -1), ranks=range(1, len(chunk.token_ids)))
 
 
 def _plan(chunk: ChunkRequest) -> KvPlan:

@@ -14,7 +14,7 @@ from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import ServedModel
-from tailrace.deployments.messages.rollout import SampleResult
+from tailrace.deployments.messages.rollout import SampleResult, Top
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -32,6 +32,7 @@ def completion(
             choice["logprobs"], _ = completion_logprobs(
                 answer.sample, model, bool(request.return_tokens_as_token_ids), 0
             )
+        choice["prompt_logprobs"] = prompt_logprobs(answer, model)
         choices.append(choice | _ids(request.return_token_ids, answer))
     return _answer("cmpl", "text_completion", model, choices, answers)
 
@@ -56,7 +57,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
     found = _answer("chatcmpl", "chat.completion", model, choices, answers)
     if request.return_token_ids:
         found["prompt_token_ids"] = list(answers[0][0].prompt_token_ids)
-    return found
+    return found | {"prompt_logprobs": prompt_logprobs(answers[0][0], model)}
 
 
 def with_calls(finish_reason: str, chat: Chat) -> str:
@@ -75,7 +76,8 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     found = _answer("gen", "generate", model, choices, answers)
     named = {} if request.request_id is None else {"request_id": request.request_id}
     prompt = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
-    same = {"request_id": found["id"], "output_mode": "tokens", "prompt_logprobs": None}
+    scores = prompt_logprobs(answers[0][0], model)
+    same = {"request_id": found["id"], "output_mode": "tokens", "prompt_logprobs": scores}
     return found | same | {"prompt_token_ids": prompt} | named
 
 
@@ -152,19 +154,54 @@ def completion_logprobs(
     found = {
         "tokens": names,
         "token_logprobs": list(piece.logprobs),
-        "top_logprobs": [{name: logprob} for name, logprob in zip(names, piece.logprobs, strict=True)],
+        "top_logprobs": [
+            {name: logprob} | {_name(token, model, as_ids): finite(other) for token, other in top}
+            for name, logprob, top in zip(names, piece.logprobs, _tops(piece), strict=True)
+        ],
         "text_offset": offsets[:-1],
     }
     return found, offsets[-1]
 
 
 def chat_logprobs(piece: SampleResult | SampleTokens, model: ServedModel, as_ids: bool) -> list[dict]:
-    found = []
-    for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
-        text = model.prompts.piece(token)
-        one = {"token": _name(token, model, as_ids), "token_id": token, "logprob": logprob}
-        found.append(one | {"bytes": list(text.encode()), "top_logprobs": []})
-    return found
+    return [
+        _entry(token, logprob, model, as_ids) | {"top_logprobs": [_entry(*one, model, as_ids) for one in top]}
+        for token, logprob, top in zip(piece.token_ids, piece.logprobs, _tops(piece), strict=True)
+    ]
+
+
+def _entry(token: int, logprob: float, model: ServedModel, as_ids: bool) -> dict:
+    text = model.prompts.piece(token)
+    name = f"token_id:{token}" if as_ids else text
+    return {"token": name, "token_id": token, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+def _tops(piece: SampleResult | SampleTokens) -> Sequence[Top]:
+    return piece.top_logprobs or ((),) * len(piece.token_ids)
+
+
+def prompt_logprobs(answer: SampleAnswer, model: ServedModel) -> list[dict | None] | None:
+    """Returns for each token of the prompt but the first its own logprob, then the likeliest tokens', by id; or None
+    if they are not asked for."""
+    found = answer.sample.prompt_logprobs
+    if found is None:
+        return None
+    positions: list[dict | None] = [None]
+    own = zip(answer.prompt_token_ids[1:], found.logprobs, found.ranks, found.top, strict=True)
+    for token, logprob, rank, top in own:
+        others = ((other, value, place) for place, (other, value) in enumerate(top, 1))
+        positions.append(
+            {
+                str(one): {"logprob": finite(value), "rank": place, "decoded_token": model.prompts.piece(one)}
+                for one, value, place in ((token, logprob, rank), *others)
+            }
+        )
+    return positions
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; vLLM sends this instead."""
+    return max(logprob, -9999.0)
 
 
 def _name(token: int, model: ServedModel, as_ids: bool) -> str:

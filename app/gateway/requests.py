@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.refusals import REFUSED
 from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 
 IGNORED = {
@@ -24,7 +25,7 @@ IGNORED = {
 NEUTRAL = {
     "best_of": (1,), "echo": (False,), "length_penalty": (1,), "use_beam_search": (False,), "suffix": ("",),
     "stream": (False,), "include_stop_str_in_output": (False,), "priority": (0,), "top_logprobs": (0, 1),
-    "prompt_logprobs": (0,), "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,),
     "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "documents": ([],),
     "skip_special_tokens": (True, False), "output_mode": ("tokens",), "return_prompt_text": (False,),
     "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "vllm_xargs": ({},),
@@ -88,6 +89,7 @@ class Sampled(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _honoured(self):
@@ -98,12 +100,17 @@ class Sampled(BaseModel):
     def sampling(self) -> SamplingParams:
         """Raises ValueError for values that no distribution has."""
         given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
-        given["structured_outputs"] = self.form()
+        given |= {"structured_outputs": self.form(), "top_logprobs": self.likeliest()}
         return SamplingParams(**{name: value for name, value in given.items() if value not in (None, "", [])})
 
     def form(self) -> dict[str, Any] | None:
         """The form that the answer must have."""
         return self.structured_outputs
+
+    def likeliest(self) -> int:
+        """Number of tokens of each position whose logprobs are asked for, besides that of the sampled one."""
+        asked = getattr(self, "logprobs", None) or 0
+        return asked if asked > 1 else 0  # trainers send 1 for that of the sampled token
 
 
 class StreamOptions(BaseModel):
@@ -134,6 +141,8 @@ class Answered(Sampled):
     def _streamed(self):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream; remove it or set stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: not with stream; remove one")
         if self.stop and not self.skip_special_tokens:
             raise ValueError("skip_special_tokens: stop texts are looked for without special tokens; remove one")
         return self
@@ -153,7 +162,7 @@ class CompletionRequest(Answered):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
     def prompts(self, tokenizer: Prompts) -> list[dict]:
@@ -167,7 +176,7 @@ class CompletionRequest(Answered):
 
 
 class TokensSampled(Sampled):
-    logprobs: int | None = Field(None, ge=0, le=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
 class TokensRequest(BaseModel):

@@ -39,7 +39,7 @@ class ServedModel(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None: as
+    """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None for as
     many as the model's context has room for. `chunk_tokens`: bound of an event of a stream."""
 
     prompts: Sequence[Mapping]

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
 from tailrace.app.calls.resume import Interrupted, Patience
-from tailrace.app.calls.session import RolloutSession, SessionCalls
+from tailrace.app.calls.session import RolloutSession
+from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.http import bodies
 from tailrace.app.http.connections import Connections
 from tailrace.app.http.refused import LOST, GivenUp, error_of, lost

@@ -75,4 +75,5 @@ def _tokens(part: ChunkResult, start: int) -> SampleTokens:
         token_ids=tuple(part.token_ids.tolist()),
         logprobs=tuple(part.logprobs.tolist()),
         raw_logprobs=tuple(part.raw_logprobs.tolist()),
+        top_logprobs=part.top_logprobs,
     )

@@ -6,7 +6,7 @@ counts tokens, this ledger holds them. Called by the coordinator alone.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -119,7 +119,8 @@ class SampleRecord:
             verifications=sum(part.verifications for part in self.parts),
             drafted_tokens=sum(part.drafted_tokens for part in self.parts),
             accepted_tokens=sum(part.accepted_tokens for part in self.parts),
-            prompt_logprobs=self._prompt_logprobs(),
+            top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in self.parts)),
+            prompt_logprobs=next((part.prompt_logprobs for part in self.parts if part.prompt_logprobs), None),
             close_calls=self._close_calls(),
             **self._drafts(),
         )
@@ -134,10 +135,6 @@ class SampleRecord:
             return text, stop
         last = token_ids[-1] if token_ids else None
         return prompts.decode(token_ids[:-1]), last if last in sampling.stop_token_ids else None
-
-    def _prompt_logprobs(self) -> tuple[float, ...]:
-        found = (part.prompt_logprobs for part in self.parts if part.prompt_logprobs is not None)
-        return tuple(next(found, np.empty(0, np.float32)).tolist())
 
     def _close_calls(self) -> tuple[int, ...]:
         starts = accumulate((len(part.token_ids) for part in self.parts), initial=0)

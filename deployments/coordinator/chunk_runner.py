@@ -95,7 +95,6 @@ class ChunkRunner:
 def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> None:
     """Raises ValueError, one line, if an answer cannot be of this chunk: its tokens must not reach a sample."""
     tokens, problem = result.token_ids, None
-    scored = result.prompt_logprobs
     if result.chunk_id != start.chunk_id:
         problem = f"it is of {result.chunk_id}"
     elif result.weights_version != start.weights_version:
@@ -106,9 +105,11 @@ def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> 
         problem = f"{len(tokens)} tokens, {len(result.logprobs)} and {len(result.raw_logprobs)} logprobs"
     elif len(tokens) and tokens.min() < 0:
         problem = f"token {tokens.min()}"
-    elif scored is not None and len(scored) != prompt_tokens - 1:
-        problem = f"{len(scored)} logprobs of a prompt of {prompt_tokens} tokens"
-    elif any(np.isnan(some).any() for some in (result.logprobs, result.raw_logprobs, scored) if some is not None):
+    elif result.top_logprobs and len(result.top_logprobs) != len(tokens):
+        problem = f"{len(tokens)} tokens, {len(result.top_logprobs)} top_logprobs"
+    elif result.prompt_logprobs is not None and len(result.prompt_logprobs.logprobs) != prompt_tokens - 1:
+        problem = f"{len(result.prompt_logprobs.logprobs)} logprobs of a prompt of {prompt_tokens} tokens"
+    elif any(np.isnan(some).any() for some in (result.logprobs, result.raw_logprobs)):
         problem = "a logprob is not a number: the model's weights are broken"
     if problem is not None:
         raise ValueError(f"chunk {start.chunk_id}: the answer of {start.replica_id} is refused: {problem}")

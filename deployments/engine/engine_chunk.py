@@ -8,6 +8,7 @@ import numpy as np
 from tailrace.deployments.constraints.stop_texts import Decode, first_end
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
 from tailrace.policies.protocol.events import ChunkEnd
 
@@ -26,7 +27,7 @@ class EngineChunk:
     verifications: int = 0  # steps that emitted tokens
     token_ids: list[int] = field(default_factory=list)
     record: DrawRecord = field(default_factory=DrawRecord.none)  # of requests before the present one
-    prompt_logprobs: np.ndarray | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     redrawn: dict[int, DrawRecord] = field(default_factory=dict)  # by place in token_ids
 
     def context(self) -> np.ndarray:
@@ -43,7 +44,7 @@ class EngineChunk:
         if self.first_token_s is None:
             self.first_token_s, self.cached_tokens = now_s, output.num_cached_tokens
             if self.chunk.scores_prompt:
-                self.prompt_logprobs = np.array(output.prompt_logprobs.logprobs, np.float32)
+                self.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
 
     def answer(self) -> list[int]:
         return self.context()[self.chunk.prompt_tokens :].tolist()
@@ -78,6 +79,19 @@ class EngineChunk:
             drafted_tokens=record.drafted,
             accepted_tokens=record.accepted,
             drafts=drafts,
+            top_logprobs=record.tops,
             prompt_logprobs=self.prompt_logprobs,
             close_calls=tuple(np.flatnonzero(record.margins < np.float32(tolerance)).tolist()),
         )
+
+
+def prompt_logprobs(flat) -> PromptLogprobs:
+    """Returns those of vLLM's FlatLogprobs of a prompt: at each position but the first its own token, then others."""
+    tops = list(zip(flat.token_ids, flat.logprobs, strict=True))
+    places = list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]
+    own = [start for start, _ in places]
+    return PromptLogprobs(
+        logprobs=tuple(flat.logprobs[at] for at in own),
+        ranks=tuple(flat.ranks[at] for at in own),
+        top=tuple(tuple(tops[start + 1 : end]) for start, end in places),
+    )

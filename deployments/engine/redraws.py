@@ -121,4 +121,7 @@ class Redraws:
         for place, record in running.redrawn.items():
             running.record.logprobs[place : place + 1] = record.logprobs
             running.record.raw_logprobs[place : place + 1] = record.raw_logprobs
+            if record.tops:
+                tops = (*running.record.tops[:place], *record.tops, *running.record.tops[place + 1 :])
+                running.record = running.record._replace(tops=tops)
         return running.record

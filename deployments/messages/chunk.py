@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
-from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.messages.rollout import PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]
@@ -64,7 +64,7 @@ class ChunkRequest:
     @property
     def scores_prompt(self) -> bool:
         """Whether its result has `prompt_logprobs`: a sample's first chunk does."""
-        return self.sampling.prompt_logprobs and len(self.token_ids) == self.answer_start
+        return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.answer_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class ChunkResult:
     accepted_tokens: int = 0
     drafts: DraftReport | None = None  # None without a draft plan
     close_calls: tuple[int, ...] = ()  # places in token_ids that noise may change, see engine_config
-    prompt_logprobs: np.ndarray | None = None  # float32, of prompt tokens from the second on, if this chunk gives them
+    top_logprobs: tuple[Top, ...] = ()  # of each token's position, if asked for
+    prompt_logprobs: PromptLogprobs | None = None  # if this chunk gives them
 
 
 @dataclass(frozen=True, slots=True)

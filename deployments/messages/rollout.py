@@ -92,11 +92,23 @@ class RolloutBatch(BatchSettings):
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise ValueError(f"prompt_id {twice!r} is given twice")
-        if (asking := next((one.prompt_id for one in self.groups if one.sampling.prompt_logprobs), None)) is not None:
-            raise ValueError(f"prompt {asking!r}: a batch gives no prompt_logprobs; ask for them in an open session")
+        if (asking := next((one.prompt_id for one in self.groups if one.sampling.wants_logprobs), None)) is not None:
+            raise ValueError(f"prompt {asking!r}: top_logprobs and prompt_logprobs come in open sessions alone")
         if (samples := sum(group.samples for group in self.groups)) > MAX_SAMPLES:
             raise ValueError(f"{samples} samples in one batch; at most {MAX_SAMPLES}, give several batches")
         return self
+
+
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens of one position and their logprobs, by falling logprob. -inf: the filters drop it."""
+
+
+class PromptLogprobs(Message):
+    """Of a prompt's tokens from the second on, under the model's own distribution. `ranks`: the likeliest has 1."""
+
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top: tuple[Top, ...] = ()
 
 
 class Segment(Message):
@@ -152,9 +164,8 @@ class SampleResult(Message):
     accepted_by_position: tuple[int, ...] = Field(
         (), description="element j: verifications that accepted more than j draft tokens"
     )
-    prompt_logprobs: tuple[float, ...] = Field(
-        (), description="under the model's own distribution, of the prompt's tokens from the second on, if asked for"
-    )
+    top_logprobs: tuple[Top, ...] = Field((), description="of each token's position, if asked for, as `logprobs` are")
+    prompt_logprobs: PromptLogprobs | None = None
     close_calls: tuple[int, ...] = Field(
         (), description="positions whose two best candidates were closer than the engine's tolerance"
     )

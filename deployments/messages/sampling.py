@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, model_vali
 from tailrace.deployments.messages.message import RequestMessage
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_LOGPROBS = 128
+"""Of one position."""
 Bias = Annotated[FiniteFloat, Field(ge=-100.0, le=100.0)]
 Token = Annotated[int, Field(ge=0)]
 
@@ -81,7 +83,12 @@ class SamplingParams(RequestMessage):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="taken off logits of the answer's tokens")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time that they came")
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: bool = Field(False, description="logprobs of the prompt's tokens, too; in open sessions alone")
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_LOGPROBS, description="likeliest tokens whose logprobs come with each token; in open sessions"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens; 0: their own logprobs alone"
+    )
 
     @model_validator(mode="after")
     def _check(self):
@@ -92,6 +99,11 @@ class SamplingParams(RequestMessage):
         if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
             raise ValueError("structured_outputs: the form ends the answer; remove ignore_eos and min_tokens")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether logprobs of other tokens than the sampled ones are asked for."""
+        return self.top_logprobs > 0 or self.prompt_logprobs is not None
 
     @property
     def changes_logits(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tailrace.deployments.messages.rollout import Message, PromptGroup, RequestMessage, SampleResult
+from tailrace.deployments.messages.rollout import Message, PromptGroup, RequestMessage, SampleResult, Top
 
 MAX_INDEX = 2**31 - 1
 """Drafts travel with 32-bit indexes."""
@@ -44,10 +44,13 @@ class SampleRequest(RequestMessage):
         return self
 
 
+COLUMNS = "token_ids", "logprobs", "raw_logprobs", "top_logprobs"
+
+
 class SampleTokens(Message):
     """More tokens of a sample that runs, from answer position `start` on. Tokens that were given never change.
 
-    `logprobs`, `raw_logprobs`: as in SampleResult. `prompt_token_ids`: in the first message of a stream alone, which
+    Logprobs: as in SampleResult. `prompt_token_ids`: in the first message of a stream alone, which
     comes once the sample is taken. `answer`: the whole sample, in the last one alone.
     """
 
@@ -56,14 +59,14 @@ class SampleTokens(Message):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Top, ...] = ()
     answer: "SampleAnswer | None" = None
 
     def beyond(self, position: int) -> "SampleTokens":
         """The same without the tokens before answer position `position`."""
         cut = max(0, position - self.start)
         return self.model_copy(
-            update={"start": self.start + cut}
-            | {name: getattr(self, name)[cut:] for name in ("token_ids", "logprobs", "raw_logprobs")}
+            update={"start": self.start + cut} | {name: getattr(self, name)[cut:] for name in COLUMNS}
         )
 
 

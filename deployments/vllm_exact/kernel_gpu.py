@@ -65,7 +65,7 @@ def _cut(ordered, units, target):
     return ordered.gather(1, (kept - 1).clamp(min=0))
 
 
-def _floors(logits, ordered, peak, temperature, top_p, top_k, min_p):
+def floors(logits, ordered, peak, temperature, top_p, top_k, min_p):
     """Returns f32[n, 1]: the smallest kept logit after min_p, top_k, top_p; -inf: all are kept. `ordered` falls."""
     bar = peak.double() + torch.log(min_p.double()) * temperature
     floor = bar.float()
@@ -97,8 +97,8 @@ def _margins(race, token, logits, peak, heat, floor, filters, tolerance):
     wide, may_drop, best = floor, torch.zeros_like(token, dtype=torch.bool), race.gather(1, token)
     if filters is not None:
         ordered, by = logits.sort(dim=1, descending=True).values, tolerance / heat
-        wide = _floors(logits, ordered, peak, heat, *_moved(*filters, by)) - tolerance
-        tight = _floors(logits, ordered, peak, heat, *_moved(*filters, -by)) + tolerance
+        wide = floors(logits, ordered, peak, heat, *_moved(*filters, by)) - tolerance
+        tight = floors(logits, ordered, peak, heat, *_moved(*filters, -by)) + tolerance
         own = logits.gather(1, token)
         weights = torch.exp((logits.double() - peak.double()) / heat)
         mass = torch.where(logits >= floor, weights, 0.0).sum(dim=1, keepdim=True)
@@ -124,7 +124,7 @@ def _draw(logits, noise, temperature, filters, forced, tolerance):
     open_floor = torch.full_like(peak, -torch.inf)
     floor = open_floor
     if filters is not None:
-        floor = _floors(logits, logits.sort(dim=1, descending=True).values, peak, heat, *filters)
+        floor = floors(logits, logits.sort(dim=1, descending=True).values, peak, heat, *filters)
     race = torch.where(logits > -torch.inf, noise / weights, torch.inf)
     kept = torch.where(logits >= floor, race, torch.inf)
     token = torch.where(greedy, top, kept.argmin(dim=1, keepdim=True))

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable, verify_drafts_only
 from tailrace.kvpool.config import PoolEndpoint
@@ -135,6 +136,7 @@ def engine_arguments(config: EngineConfig) -> dict:
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "async_scheduling": False,  # the sampler must know each position when it draws
+        "max_logprobs": MAX_LOGPROBS,
         "disable_log_stats": True,
         "seed": 0,
     }

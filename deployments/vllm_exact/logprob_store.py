@@ -5,9 +5,12 @@ A row that vLLM samples, discards (partial prefill) and samples again therefore 
 `sampler.py` writes. The engine replica takes each request's entries exactly once, after vLLM has dropped it.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+
+from tailrace.deployments.messages.rollout import Top
 
 FIELDS = {
     "logprobs": np.float32,
@@ -20,13 +23,17 @@ BLANKS = {"logprobs": np.nan, "raw_logprobs": np.nan, "margins": np.inf, "drafte
 
 
 class DrawRecord(NamedTuple):
-    """Of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft tokens."""
+    """Of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft tokens.
+
+    `tops`: of each token's position, if the request asks for them, see `top_logprobs`.
+    """
 
     logprobs: np.ndarray
     raw_logprobs: np.ndarray
     margins: np.ndarray
     drafted: int
     accepted: int
+    tops: tuple[Top, ...] = ()
 
     @classmethod
     def none(cls) -> "DrawRecord":
@@ -35,7 +42,8 @@ class DrawRecord(NamedTuple):
     def then(self, other: "DrawRecord") -> "DrawRecord":
         """Returns the record of these tokens and of the other ones after them."""
         arrays = (np.concatenate(pair) for pair in zip(self[:3], other[:3], strict=True))
-        return DrawRecord(*arrays, drafted=self.drafted + other.drafted, accepted=self.accepted + other.accepted)
+        counts = self.drafted + other.drafted, self.accepted + other.accepted
+        return DrawRecord(*arrays, *counts, tops=self.tops + other.tops)
 
 
 class LogprobStore:
@@ -46,6 +54,7 @@ class LogprobStore:
         self._free = list(range(requests))
         self._first = np.zeros(requests, np.int64)
         self._fields = {name: np.zeros((requests, tokens), kind) for name, kind in FIELDS.items()}
+        self._tops: dict[int, dict[int, Top]] = {}  # by slot and position, of requests that ask for them
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -72,6 +81,12 @@ class LogprobStore:
         for name, values in zip(FIELDS, (logprobs, raw_logprobs, margins, drafted, accepted), strict=True):
             self._fields[name][slots, places] = values
 
+    def write_tops(self, slots, positions, rows, tops: Mapping[int, Top]) -> None:
+        """Notes the likeliest tokens of (slot, position) entries, all i64[m]; `tops` has them by row, if asked for."""
+        for slot, position, row in zip(slots, positions, rows, strict=True) if tops else ():
+            if row in tops:
+                self._tops.setdefault(int(slot), {})[int(position)] = tops[row]
+
     def take(self, req_id: str, start: int, count: int) -> DrawRecord:
         """Returns the record of `count` tokens from position `start`.
 
@@ -85,11 +100,13 @@ class LogprobStore:
         if count and begin < 0:
             raise ValueError(f"{req_id}: position {start} is before the first one drawn, {self._first[slot]}")
         self._free.append(self._slot_of.pop(req_id))
+        tops = self._tops.pop(slot, {})
         begin = max(begin, 0)
         self._reserve(begin + count)
         taken = {name: field[slot, begin : begin + count] for name, field in self._fields.items()}
         arrays = (taken[name].copy() for name in ("logprobs", "raw_logprobs", "margins"))
-        return DrawRecord(*arrays, drafted=int(taken["drafted"].sum()), accepted=int(taken["accepted"].sum()))
+        counts = int(taken["drafted"].sum()), int(taken["accepted"].sum())
+        return DrawRecord(*arrays, *counts, tops=tuple(tops[start + i] for i in range(count)) if tops else ())
 
     def _open(self, req_id, position):
         if not self._free:

@@ -107,7 +107,7 @@ class Requests:
             ignore_eos=chunk.sampling.ignore_eos,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            prompt_logprobs=0 if chunk.scores_prompt and not private else None,  # 0: of the prompt's own tokens alone
+            prompt_logprobs=chunk.sampling.prompt_logprobs if chunk.scores_prompt and not private else None,
             flat_logprobs=True,
             skip_reading_prefix_cache=True if private or chunk.scores_prompt else None,
             extra_args={ARGS_KEY: args},

@@ -16,6 +16,7 @@ import torch
 from tailrace.deployments.constraints.logit_rules import LogitRules, RuleBook, rule_args
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
+from tailrace.deployments.vllm_exact.top_logprobs import top_logprobs
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
@@ -53,6 +54,7 @@ def extra_args(
         "tolerance": tolerance * stretch,
         "stops": stops,
         "rules": rule_args(sampling, bad_words or []),
+        "tops": sampling.top_logprobs,
     }
 
 
@@ -89,6 +91,7 @@ class _Batch:
     slots: np.ndarray | None  # None: warm-up
     stops: np.ndarray  # bool[n]: whether a close call ends a request's step
     rules: dict[int, LogitRules]  # by batch index
+    tops: dict[int, int]  # by batch index: the number of likeliest tokens whose logprobs are asked for
 
 
 class ExactSampler:
@@ -111,14 +114,17 @@ class ExactSampler:
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor):
-        """Returns vLLM's LogprobsTensors of the tokens [m] alone, so `num_logprobs` is 0. Called like the former.
+        """Returns vLLM's LogprobsTensors of the tokens [m] and of the likeliest ones. Called like the former.
 
         vLLM's own compiles a kernel when it is called first.
         """
         from vllm.v1.outputs import LogprobsTensors
 
-        chosen = logprobs.gather(1, token_ids.long()[:, None])
-        return LogprobsTensors(token_ids.int()[:, None], chosen, (logprobs >= chosen).sum(1, dtype=torch.int32))
+        own = token_ids.long()[:, None]
+        chosen = logprobs.gather(1, own)
+        values, tokens = logprobs.topk(num_logprobs, dim=1)
+        ranks = (logprobs >= chosen).sum(1, dtype=torch.int32)
+        return LogprobsTensors(torch.cat([own, tokens], dim=1).int(), torch.cat([chosen, values], dim=1), ranks)
 
     def take_closed(self) -> dict[str, int]:
         """Returns, by request, the position of the close call that ended its step; of the steps since the last call."""
@@ -132,9 +138,11 @@ class ExactSampler:
 
     def __call__(self, logits, sampling_metadata, **_):
         batch, positions = self.batch(logits.shape[0])
-        drawn = self.draw(logits, batch, np.arange(len(positions)), positions)
+        owner = np.arange(len(positions))
+        drawn, tops = self.draw(logits, batch, owner, positions)
         if batch.slots is not None:
             self.records.write(batch.slots, positions, *drawn[1:])
+            self.records.write_tops(batch.slots, positions, owner, tops)
             rows = np.flatnonzero(batch.stops & (drawn[3] < batch.columns["tolerance"]))
             self.close(batch, rows, positions[rows])
         return output(drawn[0][:, None], logits.device)
@@ -145,7 +153,7 @@ class ExactSampler:
         if held.num_reqs != count:
             nothing = np.zeros(count, bool)
             columns = _columns([WARM_UP] * count)
-            batch = _Batch(states=[], columns=columns, replays={}, slots=None, stops=nothing, rules={})
+            batch = _Batch(states=[], columns=columns, replays={}, slots=None, stops=nothing, rules={}, tops={})
             return batch, np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = [self._runner.requests[req_id] for req_id in held.req_ids]
@@ -158,13 +166,17 @@ class ExactSampler:
         slots = self.records.slots(held.req_ids, positions)
         stops = np.array([a.get("stops", False) for a in args], bool)
         rules = self._rule_book.of(states, args)
+        tops = {i: a["tops"] for i, a in enumerate(args) if a.get("tops")}
         self._batch = _Batch(
-            states=states, columns=_columns(args), replays=replays, slots=slots, stops=stops, rules=rules
+            states=states, columns=_columns(args), replays=replays, slots=slots, stops=stops, rules=rules, tops=tops
         )
         return self._batch, positions
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
-        """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`."""
+        """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`.
+
+        Returns its results, and by row the likeliest tokens and their logprobs, of requests that ask for them.
+        """
         forced = np.full(len(owner), NOTHING, np.int32)
         if batch.replays:
             for row, (i, position) in enumerate(zip(owner.tolist(), positions.tolist(), strict=True)):
@@ -179,10 +191,17 @@ class ExactSampler:
             for row in rows.tolist():
                 batch.rules[owner[row]].apply(logits[row], held[owner[row], : positions[row]])
         drawn = self._sample_rows(logits, columns.pop("key"), positions, **columns, forced=forced)
+        tops = self._tops(logits, batch.tops, owner, columns) if batch.tops else {}
         if raw is not None:
             tokens = torch.from_numpy(drawn[0][rows].astype(np.int64)).to(raw.device)
             drawn[2][rows] = raw.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu().numpy()
-        return drawn
+        return drawn, tops
+
+    def _tops(self, logits, wanted: dict[int, int], owner: np.ndarray, columns: dict) -> dict[int, tuple]:
+        rows = np.flatnonzero(np.isin(owner, list(wanted)))
+        here = {name: values[rows] for name, values in columns.items()}
+        found = top_logprobs(logits[rows], max(wanted.values()), here)
+        return {row: top[: wanted[owner[row]]] for row, top in zip(rows.tolist(), found, strict=True)}
 
 
 class ExactRejectionSampler:
@@ -198,7 +217,7 @@ class ExactRejectionSampler:
         here = rows >= 0
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)
         owner[rows[here]], offset[rows[here]] = np.nonzero(here)
-        tokens, *values = self._sampler.draw(logits, batch, owner, first[owner] + offset)
+        (tokens, *values), tops = self._sampler.draw(logits, batch, owner, first[owner] + offset)
         emitted, accepted = verify(tokens[rows], drafts, counts)
         if batch.slots is not None:
             if batch.stops.any():
@@ -209,6 +228,7 @@ class ExactRejectionSampler:
             values = [column[rows[i, j]] for column in values]
             drafted = np.where(j == 0, counts[i], 0)
             self._sampler.records.write(batch.slots[i], first[i] + j, *values, drafted, j < accepted[i])
+            self._sampler.records.write_tops(batch.slots[i], first[i] + j, rows[i, j], tops)
         return output(emitted, logits.device)
 
 

@@ -43,6 +43,7 @@ ASKED = {
     "regex": {"structured_outputs": {"regex": r"[a-f]{3}-[0-9]{4}"}, "temperature": 0.8, "top_p": 0.9},
     "choice": {"structured_outputs": {"choice": ["a heron", "a hound"]}},
     "stop": {"stop": [" the", ","]},
+    "tops": {"top_logprobs": 3, "top_p": 0.9},
 }
 
 
@@ -91,29 +92,44 @@ def answers(engine):
 
 @pytest.mark.parametrize("name", ASKED)
 def test_chunks_of_7_have_the_tokens_of_the_whole_answer(engine, answers, name):
-    whole, tokens, logprobs, raw = answers[name], [], [], []
+    whole, tokens, logprobs, raw, tops = answers[name], [], [], [], ()
     while len(tokens) < TOKENS:
         (part,) = run(engine, chunk(name, tokens, min(7, TOKENS - len(tokens))))
         tokens += part.token_ids.tolist()
         logprobs += part.logprobs.tolist()
         raw += part.raw_logprobs.tolist()
+        tops += part.top_logprobs
         if part.end is ChunkEnd.STOP:
             break
     assert tokens == whole.token_ids.tolist() and part.end is whole.end
     np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-3)
     np.testing.assert_allclose(raw, whole.raw_logprobs, atol=1e-3)
+    assert [one[0][0] for one in tops] == [one[0][0] for one in whole.top_logprobs]
+
+
+def test_the_likeliest_tokens_have_the_logprobs_that_draws_of_them_have(answers):
+    tops = answers["tops"]
+    assert [len(top) for top in tops.top_logprobs] == [3] * TOKENS and not answers["plain"].top_logprobs
+    drawn = zip(tops.token_ids.tolist(), tops.logprobs.tolist(), tops.top_logprobs, strict=True)
+    shared = [(dict(top)[token], logprob) for token, logprob, top in drawn if token in dict(top)]
+    assert len(shared) > TOKENS // 2
+    np.testing.assert_allclose(*zip(*shared, strict=True), atol=1e-4)
 
 
 def test_a_pass_over_prompt_and_answer_scores_the_answer_as_it_was_drawn(engine, answers):
     plain = answers["plain"]
     context = chunk("plain", plain.token_ids)
-    asked = SamplingParams(prompt_logprobs=True)
+    asked = SamplingParams(prompt_logprobs=2)
     changes = {"prompt_tokens": len(context.token_ids), "sampling": asked, "max_tokens": 1}
     (first,) = run(engine, replace(context, chunk_id="score", **changes))
     scored = run(engine, *(replace(context, chunk_id=f"score/{n}", **changes) for n in range(2)), chunk("plain"))
-    assert first.prompt_logprobs.shape == (len(context.token_ids) - 1,) and scored[2].prompt_logprobs is None
+    assert len(first.prompt_logprobs.logprobs) == len(context.token_ids) - 1 and scored[2].prompt_logprobs is None
     for one in (first, *scored[:2]):
-        np.testing.assert_allclose(one.prompt_logprobs[-TOKENS:], plain.raw_logprobs, atol=1e-3)
+        found = one.prompt_logprobs
+        np.testing.assert_allclose(found.logprobs[-TOKENS:], plain.raw_logprobs, atol=1e-3)
+        for token, logprob, rank, top in zip(context.token_ids[1:], *dict(found).values(), strict=True):
+            assert len(top) == 2 and top[0][1] >= top[1][1]
+            assert rank > 2 or top[rank - 1] == (token, logprob)
     (goes_on,) = run(engine, replace(context, sampling=asked, max_tokens=1))
     assert goes_on.prompt_logprobs is None, "the first chunk of a sample has them"
 

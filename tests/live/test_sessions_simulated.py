@@ -68,10 +68,10 @@ def test_a_score_has_a_logprob_for_each_token_but_the_first_and_a_batch_gives_no
         async with client.open() as session:
             scored = await session.score((5, 6, 7, 8))
             answer = await session.generate((5, 6, 7, 8), max_tokens=8)
-        assert scored.logprobs == (-1, -2, -3) and scored.weights_version == 0 and scored.weights_digest
-        assert answer.sample.prompt_logprobs == ()
-        asked = PromptGroup(prompt_id="p", token_ids=(1, 2), sampling={"prompt_logprobs": True})
-        with pytest.raises(ValueError, match="prompt 'p': a batch gives no prompt_logprobs; ask for them in an open"):
+        assert scored.prompt.logprobs == (-1, -2, -3) and scored.weights_version == 0 and scored.weights_digest
+        assert answer.sample.prompt_logprobs is None
+        asked = PromptGroup(prompt_id="p", token_ids=(1, 2), sampling={"prompt_logprobs": 0})
+        with pytest.raises(ValueError, match="prompt 'p': top_logprobs and prompt_logprobs come in"):
             RolloutBatch(batch_id="b", groups=(asked,))
 
     play(story)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.app.gateway.requests import Answered
+from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 
 TEMPLATE_OWN = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -130,6 +131,7 @@ class ChatRequest(Answered):
     messages: list[RequestedMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -140,6 +142,8 @@ class ChatRequest(Answered):
 
     @model_validator(mode="after")
     def _fitting(self):
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: set logprobs to true with it")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: set add_generation_prompt to false with it")
         names = {tool.function.name for tool in self.tools or ()}
@@ -151,6 +155,9 @@ class ChatRequest(Answered):
         if own := TEMPLATE_OWN & (self.chat_template_kwargs or {}).keys():
             raise ValueError(f"chat_template_kwargs: {min(own)} is not the template's; remove it")
         return self
+
+    def likeliest(self) -> int:
+        return self.top_logprobs or 0
 
     @property
     def may_call(self) -> bool:
