@@ -26,14 +26,13 @@ CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
 
 
 class ChattingPrompts(SimulatedPrompts):
-    """A chat is its messages' numbers in a row, those of a user after a 3, of an assistant after a 4."""
+    """A chat is its messages' numbers in a row, those of a user after a 3; each answer is a 9 after a 4."""
 
     closing = str(EOS)
 
     def chat(self, messages, add_generation_prompt=True, **template) -> str:
-        begin = {"user": 3, "assistant": 4}
-        text = "".join(f"{begin[message['role']]} {message['content']} {EOS} " for message in messages)
-        return text + ("4 " if add_generation_prompt else "")
+        numbers = [f"3 {one['content']} {EOS}" if one["role"] == "user" else f"4 9 {EOS}" for one in messages]
+        return " ".join([*numbers, "4"] if add_generation_prompt else numbers)
 
     def piece(self, token_id: int) -> str:
         return str(token_id)
