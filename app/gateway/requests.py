@@ -17,14 +17,14 @@ from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 IGNORED = {
     "user", "request_id", "detokenize", "cache_salt", "service_tier", "store",
     "metadata", "safety_identifier", "prompt_cache_key", "routed_experts_prompt_start", "session_id", "mm_payload",
-    "spaces_between_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache", "stream_interval",
+    "spaces_between_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache",
     "return_mm_kwargs", "return_token_offsets", "truncation_side",
 }  # fmt: skip
 """Fields that change no token, and whose answer is the same here."""
 
 NEUTRAL = {
     "best_of": (1,), "echo": (False,), "length_penalty": (1,), "use_beam_search": (False,), "suffix": ("",),
-    "stream": (False,), "include_stop_str_in_output": (False,), "priority": (0,), "top_logprobs": (0, 1),
+    "include_stop_str_in_output": (False,), "priority": (0,), "top_logprobs": (0, 1),
     "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,),
     "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "documents": ([],),
     "skip_special_tokens": (True, False), "output_mode": ("tokens",), "return_prompt_text": (False,),
@@ -90,6 +90,7 @@ class Sampled(BaseModel):
     frequency_penalty: float | None = None
     structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream_interval: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _honoured(self):
@@ -121,40 +122,55 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Answered(Sampled):
-    """Fields of completions and chats alike: how the answer is given."""
+class Streamable(BaseModel):
+    """A request whose answer may be a stream."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stream_interval: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _streamed(self):
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream; remove it or set stream")
+        if self.stream and self.sampled().prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: not with stream; remove one")
+        return self
+
+    def sampled(self) -> Sampled:
+        """Its sampling parameters."""
+        raise NotImplementedError
+
+    def chunk_tokens(self) -> int | None:
+        """Bound of an event of a stream; None if there is none."""
+        return max(self.sampled().stream_interval or 0, STREAM_CHUNK_TOKENS) if self.stream else None
+
+    def wants_usage(self, always: bool) -> bool:
+        """Whether a stream's events have the usage: each of them (`always`), or the last."""
+        options = self.stream_options or StreamOptions()
+        return bool(options.continuous_usage_stats if always else options.include_usage)
+
+
+class Answered(Sampled, Streamable):
+    """Fields of completions and chats alike: how the answer is given."""
+
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
+
+    def sampled(self) -> Sampled:
+        return self
 
     def form(self) -> dict[str, Any] | None:
         asked = None if self.response_format is None else self.response_format.form()
         return asked or self.structured_outputs
 
     @model_validator(mode="after")
-    def _streamed(self):
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream; remove it or set stream")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: not with stream; remove one")
+    def _fitting_stops(self):
         if self.stop and not self.skip_special_tokens:
             raise ValueError("skip_special_tokens: stop texts are looked for without special tokens; remove one")
         return self
-
-    def chunk_tokens(self) -> int | None:
-        """Bound of an event of a stream; None if there is none."""
-        return max(self.stream_interval or 0, STREAM_CHUNK_TOKENS) if self.stream else None
-
-    def wants_usage(self, always: bool) -> bool:
-        """Whether a stream's events have the usage: each of them (`always`), or the last."""
-        options = self.stream_options or StreamOptions()
-        return bool(options.continuous_usage_stats if always else options.include_usage)
 
 
 class CompletionRequest(Answered):
@@ -179,15 +195,16 @@ class TokensSampled(Sampled):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-class TokensRequest(BaseModel):
+class TokensRequest(Streamable):
     """`/inference/v1/generate`: token ids in and out."""
 
     model_config = ConfigDict(extra="allow")
-    model: str | None = None
     request_id: str | None = None
     token_ids: list[int] = Field(min_length=1)
     sampling_params: TokensSampled = TokensSampled()
-    return_token_ids: bool | None = None
+
+    def sampled(self) -> Sampled:
+        return self.sampling_params
 
     @model_validator(mode="after")
     def _honoured(self):

@@ -26,7 +26,7 @@ from tailrace.app.gateway.event_stream import EventStream, left
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
-from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream
+from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream, TokensStream
 from tailrace.app.gateway.tokenizing import add_tokenizing
 from tailrace.deployments.messages.roles import Role
 
@@ -72,8 +72,11 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     async def generate(request: TokensRequest, http: Request):
         model, sampled = await service.model(request.model), request.sampling_params
         prompts = [{"token_ids": tuple(request.token_ids)}]
-        wanted = Wanted(prompts, sampled.n, sampled.max_tokens or 16, sampled.sampling())  # 16: vLLM's default
+        bound = sampled.max_tokens or 16  # vLLM's default
+        wanted = Wanted(prompts, sampled.n, bound, sampled.sampling(), request.chunk_tokens())
         naming = Naming.of(http.headers, sampled.seed)
+        if request.stream:
+            return await _streamed(service, http, TokensStream(request, model, naming, wanted))
         return await _made(service, http, wanted, naming, partial(answers.tokens, request, model, naming))
 
 

@@ -5,7 +5,7 @@ A choice's last event has its finish_reason, and the fields that whole answers h
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from secrets import token_hex
 
 from tailrace.app.gateway import answers
@@ -13,7 +13,7 @@ from tailrace.app.gateway.answer_text import stream_text, text_of
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.deltas import CallDeltas, TextDeltas
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.requests import Answered, CompletionRequest
+from tailrace.app.gateway.requests import CompletionRequest, Streamable, TokensRequest
 from tailrace.app.gateway.service import ServedModel, Wanted
 from tailrace.app.gateway.stream_text import StreamText
 from tailrace.deployments.messages.session import SampleTokens
@@ -29,7 +29,7 @@ class AnswerStream:
 
     prefix = kind = ""
 
-    def __init__(self, request: Answered, model: ServedModel, naming: Naming, wanted: Wanted):
+    def __init__(self, request: Streamable, model: ServedModel, naming: Naming, wanted: Wanted):
         self.request, self.model, self.naming, self.wanted = request, model, naming, wanted
         self._same = {
             "id": f"{self.prefix}-{token_hex(12)}",
@@ -106,7 +106,15 @@ class CompletionStream(AnswerStream):
             yield choice
 
 
-class ChatStream(AnswerStream):
+class PromptedStream(AnswerStream):
+    """A stream of one prompt, whose token ids are a field of the first event, not of a choice."""
+
+    def _event(self, choice: dict) -> dict:
+        prompt = choice.pop("prompt_token_ids", None)
+        return super()._event(choice) | ({} if prompt is None else {"prompt_token_ids": prompt})
+
+
+class ChatStream(PromptedStream):
     """Events of `/v1/chat/completions`."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
@@ -115,10 +123,6 @@ class ChatStream(AnswerStream):
         super().__init__(*request)
         self._chat = chat
         self._deltas: dict[int, TextDeltas | CallDeltas] = {}
-
-    def _event(self, choice: dict) -> dict:
-        prompt = choice.pop("prompt_token_ids", None)
-        return super()._event(choice) | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def _begin(self, number: int) -> Iterator[dict]:
         prompts, sampling, calls = self.model.prompts, self.wanted.sampling, self._chat.calls
@@ -152,6 +156,28 @@ class ChatStream(AnswerStream):
             yield same | (last if place == len(found) - 1 else {})
 
 
+class TokensStream(PromptedStream):
+    """Events of `/inference/v1/generate`."""
+
+    prefix, kind = "gen", "generate"
+    request: TokensRequest
+
+    def __init__(self, request: TokensRequest, *more):
+        super().__init__(request, *more)
+        self._same |= {"request_id": request.request_id or self._same["id"], "output_mode": "tokens"}
+
+    def _begin(self, number: int) -> Iterator[dict]:
+        if self.request.return_token_ids:
+            prompt = list(self._prompts[number])
+            yield {"token_ids": [], "logprobs": None, "finish_reason": None, "prompt_token_ids": prompt}
+
+    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+        choice = {"token_ids": list(part.token_ids), "logprobs": None, "finish_reason": None}
+        if self.request.sampling_params.logprobs is not None:
+            choice["logprobs"] = {"content": answers.chat_logprobs(part, self.model, False)}
+        yield choice | ({} if part.answer is None else answers.end(self.naming, part.answer))
+
+
 def joined(deltas: Iterator[dict]) -> Iterator[dict]:
     """Pieces of content that follow each other as one."""
     content = ""
@@ -165,6 +191,3 @@ def joined(deltas: Iterator[dict]) -> Iterator[dict]:
         yield delta
     if content:
         yield {"content": content}
-
-
-StreamOf = Callable[[ServedModel, Naming, Wanted], AnswerStream]

@@ -162,7 +162,7 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
     [
         ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, "greater than 0"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options: only with stream"),
-        ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream: not honoured here"),
+        ("/inference/v1/generate", {"token_ids": [1], "output_mode": "text"}, "output_mode: not honoured here"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
         ("/v1/completions", {"prompt": []}, "prompt is empty"),
         ("/v1/completions", {"prompt": [600_000]}, "600000 is not in the vocabulary"),

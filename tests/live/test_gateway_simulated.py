@@ -26,14 +26,13 @@ CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
 
 
 class ChattingPrompts(SimulatedPrompts):
-    """A chat is its messages' numbers in a row, those of a user after a 3, of an assistant after a 4."""
+    """A chat is its messages' numbers in a row, those of a user after a 3; each answer is a 9 after a 4."""
 
     closing = str(EOS)
 
     def chat(self, messages, add_generation_prompt=True, **template) -> str:
-        begin = {"user": 3, "assistant": 4}
-        text = "".join(f"{begin[message['role']]} {message['content']} {EOS} " for message in messages)
-        return text + ("4 " if add_generation_prompt else "")
+        numbers = [f"3 {one['content']} {EOS}" if one["role"] == "user" else f"4 9 {EOS}" for one in messages]
+        return " ".join([*numbers, "4"] if add_generation_prompt else numbers)
 
     def piece(self, token_id: int) -> str:
         return str(token_id)
@@ -136,6 +135,26 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(play):
         assert used == sorted(used) and events[-1]["usage"] == whole["usage"]
 
     play(story)
+
+
+def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
+    async def story(cluster, http, app):
+        sampling = {"max_tokens": 90, "n": 2, "seed": 3, "logprobs": 1}
+        asked = {"token_ids": PROMPT, "sampling_params": sampling, "return_token_ids": True}
+        whole = (await http.post("/inference/v1/generate", json=asked)).json()
+        answer = await http.post(
+            "/inference/v1/generate", json=asked | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+        assert events[0]["prompt_token_ids"] == PROMPT and events[-1]["usage"] == whole["usage"]
+        for expected in whole["choices"]:
+            pieces = choices_of(events, expected["index"])
+            assert flat(piece["token_ids"] for piece in pieces) == expected["token_ids"] and len(pieces) > 3
+            contents = flat(piece["logprobs"]["content"] for piece in pieces if piece["logprobs"])
+            assert contents == expected["logprobs"]["content"]
+            assert pieces[-1]["weight_versions"] == expected["weight_versions"]
+
+    play(story, mean_tokens=400)
 
 
 def test_the_end_of_an_answer_is_named(play):

@@ -32,7 +32,7 @@ class Chat:
         self._digests = list(accumulate(normal, digest_after, initial=digest_of(request.template())))
         try:
             self.token_ids = self._encoded()
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"messages: the chat template refuses them: {error}") from error
 
     def _calls(self, tool_parser: ToolParser | None) -> RequestedCalls | None:
@@ -63,7 +63,7 @@ class Chat:
                 turn = self._conversations.find(self._digests[answered])
                 after = None if turn is None else self._after(answered, turn, text)
                 if after is not None:
-                    return (*turn.token_ids.tolist(), *self._prompts.encode(after))
+                    return (*turn.token_ids.tolist(), *after)
         return tuple(self._prompts.encode(text, request.add_special_tokens))
 
     def _text(self, count: int, generates: bool, continues: bool = False) -> str:
@@ -71,14 +71,18 @@ class Chat:
         template = self.request.template() | ({"continue_final_message": True} if continues else {})
         return self._prompts.chat(self._messages[:count], generates, **template)
 
-    def _after(self, answered: int, turn: AnsweredTurn, text: str) -> str | None:
-        """The text that follows a turn's token ids in `text`; None if that does not begin with the conversation."""
+    def _after(self, answered: int, turn: AnsweredTurn, text: str) -> list[int] | None:
+        """The tokens of the text that follows a turn in `text`; None if that does not begin with the conversation, or
+        if the tokenizer does not encode a part as in the whole."""
         before, until = self._text(answered - 1, True), self._text(answered, False)
         closing = self._prompts.closing if turn.closing is None else self._prompts.piece(turn.closing)
         at = until.rfind(closing, len(before)) if closing else -1
         if at < 0 or not until.startswith(before) or not text.startswith(until):
             return None
-        return text[at + (0 if turn.closing is None else len(closing)) :]
+        after, last = text[at + (0 if turn.closing is None else len(closing)) :], int(turn.token_ids[-1])
+        found = self._prompts.encode(after)
+        joined = self._prompts.decode([last, *found], special=True)
+        return found if joined == self._prompts.decode([last], special=True) + after else None
 
     # ---- the answer ----------------------------------------------------------------------------------
 
