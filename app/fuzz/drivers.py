@@ -16,6 +16,7 @@ from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.stepper import EOS, token_at
+from tailrace.app.verification.asking import two_turns
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
@@ -23,6 +24,11 @@ from tailrace.policies.core.failures import MAX_ATTEMPTS
 from tailrace.policies.protocol.actions import SampleEnd
 
 AGAIN_S = 2.0
+
+TURNS_SHARE = 0.4
+"""Of the samples of a driver that asks for single ones."""
+
+HOLDS_S = (0.0, 1.0, 60.0)
 
 
 class Wrong(AssertionError):
@@ -153,26 +159,33 @@ class SimulatedDriver:
         return groups
 
     async def _roll_singles(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
-        """All groups of a batch, each sample on its own and in any order."""
-        rng = Random(f"{batch.seed}/{batch.batch_id}/singles")
+        """All groups of a batch, each sample on its own and in any order, some in two turns."""
+        rng, turns = (Random(f"{batch.seed}/{batch.batch_id}/{name}") for name in ("singles", "turns"))
         wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
         rng.shuffle(wanted)
         rank = {"priority": batch.priority, "share": batch.share}
         while True:
-            session = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank)
+            session, late = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank), []
             try:
                 for group, index in wanted:
                     of = rng.choice((None, group.samples))
-                    session.submit(
-                        group.token_ids, group=group.prompt_id, index=index, of=of, max_tokens=group.max_tokens
-                    )
+                    if turns.random() < TURNS_SHARE:
+                        split, hold_s = turns.randint(1, group.max_tokens), turns.choice(HOLDS_S)
+                        late.append(asyncio.ensure_future(two_turns(session, group, index, split, hold_s)))
+                    else:
+                        given = {"group": group.prompt_id, "index": index, "of": of}
+                        session.submit(group.token_ids, **given, max_tokens=group.max_tokens)
                     await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
-                return groups_of_answers([answer async for answer in session.samples()])
+                answers = [answer async for answer in session.samples()]
+                return groups_of_answers([*answers, *(await asyncio.gather(*late))])
             except (WeightsRejected, RolloutRejected) as error:
                 if isinstance(error, RolloutRejected) and not self._ledger.policies_failed:
                     raise
                 await asyncio.sleep(AGAIN_S)
             finally:
+                for task in late:
+                    task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
                 await session.close()
 
     async def _update(self, client: RolloutClient) -> None:

@@ -12,6 +12,8 @@ from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Roll
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd
 
+HOLD_S = 30.0
+
 SEED = 0
 """Of the order of requests and the places of splits."""
 
@@ -27,22 +29,27 @@ async def one_by_one(client: RolloutClient, batch: RolloutBatch) -> list[GroupRe
 
 
 async def in_two_turns(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
-    """Every sample in two turns, split at a random place: the second one's prompt ends with the first one's tokens."""
+    """Every sample in two turns, split at a random place: the second one's prompt ends with the first one's tokens.
+    Every other one is held between them."""
     rng = Random(SEED)
     async with opened(client, batch) as session:
         turns = [
-            two_turns(session, group, index, rng.randint(1, max(1, group.max_tokens - 1)))
+            two_turns(session, group, index, rng.randint(1, max(1, group.max_tokens - 1)), HOLD_S * (index % 2))
             for group in batch.groups
             for index in range(group.samples)
         ]
         return list(groups_of_answers(await asyncio.gather(*turns)).values())
 
 
-async def two_turns(session: RolloutSession, group: PromptGroup, index: int, split: int) -> SampleAnswer:
+async def two_turns(
+    session: RolloutSession, group: PromptGroup, index: int, split: int, hold_s: float
+) -> SampleAnswer:  # fmt: skip
+    """One sample, whose first turn ends at `split` tokens, and is held for `hold_s` seconds."""
     settings = settings_of(group, index)
-    first = await session.generate(**prompt_of(group), **settings, max_tokens=split)
+    first = await session.generate(**prompt_of(group), **settings, max_tokens=split, hold_s=hold_s)
     left = group.max_tokens - len(first.sample.token_ids)
     if first.sample.finish_reason is not SampleEnd.LENGTH or not left:
+        await session.cancel(group.prompt_id, index)  # no further turn comes
         return first
     context = (*first.prompt_token_ids, *first.sample.token_ids)
     then = await session.generate(context, **settings, max_tokens=left)

@@ -16,6 +16,7 @@ from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.tail import command as tail
 from benchmarks.commands.train import command as train
+from benchmarks.commands.turns import command as turns
 from benchmarks.commands.weights import command as weights
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
@@ -54,6 +55,7 @@ command.add_command(ladder, "ladder")
 command.add_command(tail)
 command.add_command(weights)
 command.add_command(train)
+command.add_command(turns)
 
 
 @command.command()

@@ -1,0 +1,50 @@
+"""Turns and tools on a modelled cluster: samples that are held between their turns, against each turn as a new request.
+
+Both by the same policies, on the same draws of the workload; the simulated shell drives the live core.
+"""
+
+from collections.abc import Callable, Sequence
+
+from tailrace.app.simulator.report import spread, summary
+from tailrace.app.simulator.scenario import Scenario
+from tailrace.app.simulator.systems import Setup, system
+from tailrace.app.simulator.types import SimulatedRun
+
+SYSTEMS = {"held": "tailrace_near", "requests": "tailrace_requests"}
+
+
+def measure(scenario: Scenario, seeds: int, say: Callable[[str], None]) -> dict:
+    """`makespan_ratio`: requests over held; with `recomputed_share` as [mean, min, max] over the seeds."""
+    runs: dict[str, list[dict]] = {name: [] for name in SYSTEMS}
+    for seed in range(seeds):
+        setup = Setup.of(scenario, seed)
+        for name, of in SYSTEMS.items():
+            runs[name].append(figures(setup.run(of, system(of), seed)))
+            shown = {key: runs[name][-1][key] for key in ("makespan_s", "recomputed_share")}
+            say(f"seed {seed}, {name}: {shown}")
+    pairs = list(zip(runs["requests"], runs["held"], strict=True))
+    return {
+        "workload": scenario.name,
+        "replicas": scenario.replicas,
+        "samples": scenario.prompts.value * scenario.samples.value,
+        "makespan_ratio": _spread([one["makespan_s"] / held["makespan_s"] for one, held in pairs]),
+        "recomputed_share": {name: _spread([one["recomputed_share"] for one in of]) for name, of in runs.items()},
+        "runs": runs,
+    }
+
+
+def figures(run: SimulatedRun) -> dict:
+    """Of one run. `recomputed_share`: tokens of context that were computed again, over those that turns began with and
+    that had been computed before."""
+    of_all = summary(run)
+    returned = sum(ended.returned_tokens for ended in run.ended)
+    kept = ("makespan_s", "tail_s", "tokens", "mean_sample_s", "moves", "acceptance_length", "recomputed_tokens")
+    return {key: of_all[key] for key in kept} | {
+        "turns": sum(ended.turns for ended in run.ended),
+        "returned_tokens": returned,
+        "recomputed_share": round(of_all["recomputed_tokens"] / returned, 6) if returned else None,
+    }
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [round(value, 5) for value in spread(values)]

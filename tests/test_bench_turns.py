@@ -1,0 +1,34 @@
+"""`bench turns`: what it asks, and what it reports of both modes."""
+
+import json
+
+import pytest
+
+from tailrace.app.cli import run
+
+
+def test_held_turns_compute_less_again_than_requests(capsys):
+    assert run(["bench", "turns", "--scale", "0.03", "--seeds", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (result["workload"], result["replicas"], result["samples"]) == ("tools-8b", 2, 2 * 16 * 8)
+    assert result["recomputed_share"]["held"][2] < 0.05 < result["recomputed_share"]["requests"][1]
+    assert result["makespan_ratio"][1] > 1.0
+    for held, requests in zip(result["runs"]["held"], result["runs"]["requests"], strict=True):
+        same = ("tokens", "turns", "returned_tokens")
+        assert [held[key] for key in same] == [requests[key] for key in same]
+        assert held["turns"] > 4 * result["samples"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--workload", "moonlight"], "moonlight"),
+        (["--workload", "tools"], "tools-8b"),
+        (["--live", "--turns", "900"], "--turns"),
+        (["--turns", "1"], "--turns"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(capsys, given, named):
+    assert run(["bench", "turns", *given]) == 2
+    error = capsys.readouterr().err.strip()
+    assert named in error.splitlines()[-1]
