@@ -17,6 +17,7 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import ChatRequest, CompletionRequest
+from tailrace.app.http import connections
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 from tailrace.http import Client
 from tailrace.policies.protocol.actions import SampleEnd
@@ -302,8 +303,9 @@ def test_closing_an_iterator_or_the_client_ends_what_is_open():
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     client = Client("http://gateway", transport=httpx.MockTransport(answer))
+    (thread,) = set(threading.enumerate()) - before
     asyncio.run(leave(client))
     assert ended.acquire(timeout=10)
 
@@ -315,15 +317,40 @@ def test_closing_an_iterator_or_the_client_ends_what_is_open():
         return call
 
     assert asyncio.run(closed_meanwhile()).cancelled() and ended.acquire(timeout=10)
-    assert threading.active_count() == before
+    assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         client.weight_info_blocking()
 
 
 def test_a_client_that_is_forgotten_leaves_no_thread(gateway):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     client = gateway.client()
+    (thread,) = set(threading.enumerate()) - before
     client.weight_info_blocking()
-    assert threading.active_count() == before + 1
+    assert thread.is_alive()
     del client
-    assert threading.active_count() == before
+    assert not thread.is_alive()
+
+
+def test_at_most_max_open_requests_are_open_and_connections_are_used_again(gateway, monkeypatch):
+    open_now, most, made = 0, 0, []
+
+    async def answer(request):
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0)
+        open_now -= 1
+        return await gateway._answer(request)
+
+    new = connections.Pool._new
+    monkeypatch.setattr(connections.Pool, "_new", lambda pool: made.append(pool) or new(pool))
+    client = Client("http://gateway", "a-token", max_open=5, transport=httpx.MockTransport(answer))
+
+    async def story() -> int:
+        session = client.open()
+        for number in range(200):
+            session.submit((1,), group=str(number))
+        return len([answer async for answer in session.samples()])
+
+    assert asyncio.run(story()) == 200 and most == len(made) == 5

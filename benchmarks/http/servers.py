@@ -95,22 +95,23 @@ def vllm(shape: EngineShape, log: Path) -> Iterator[str]:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
             address = f"http://127.0.0.1:{port}"
-            await_health(address, lambda: server.poll() is None)
+            await_health(address, server, log)
             yield address
         finally:
             end_group(server)
 
 
-def await_health(address: str, alive=lambda: True) -> None:
+def await_health(address: str, server: subprocess.Popen | None = None, log: Path | None = None) -> None:
     """Returns once the server answers. Raises Failed if it ends before, or takes longer than START_S."""
     deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s and alive():
+    while time.monotonic() < deadline_s and (server is None or server.poll() is None):
         try:
             with urllib.request.urlopen(f"{address}/health", timeout=5):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.2)
-    raise Failed(f"no server answers at {address}; the last lines of its log say why")
+    last = "" if log is None else "; ".join(log.read_text(errors="replace").splitlines()[-15:])
+    raise Failed(f"no server answers at {address}, ended: {server and server.poll()} {last}")
 
 
 def end_group(server: subprocess.Popen) -> None:
