@@ -189,6 +189,15 @@ async def _reset(site: FaultSite, fault: Fault) -> None:
     await _tolerated(driver_client(site.cluster).reset_caches())
 
 
+async def _pause(site: FaultSite, fault: Fault) -> None:
+    """A trainer pauses the service for a while, and resumes it, whatever has become of the pause."""
+    client = driver_client(site.cluster)
+    pause = asyncio.ensure_future(_tolerated(client.pause(("keep", "wait")[fault.number % 2])))
+    await asyncio.sleep(fault.seconds)
+    await client.resume()
+    await pause
+
+
 async def _policy(site: FaultSite, fault: Fault) -> None:
     """A policy of the user's own gets into trouble. Batches may be ended by it."""
     site.ledger.policies_failed = True
@@ -232,11 +241,12 @@ KINDS: dict[str, Callable] = {
     "swallow": _swallow,
     "policy": _policy,
     "strange_batch": _strange_batch,
+    "pause": _pause,
 }
 
 LASTING = {
     "hang", "silence", "partition", "slow", "refuse", "late", "driver", "actor_down", "actor_hangs", "actor_odd",
-    "overwrite", "join", "policy",
+    "overwrite", "join", "policy", "pause",
 }  # fmt: skip
 """Kinds whose `seconds` say how long they hold."""
 
