@@ -39,8 +39,8 @@ class ServedModel(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None for as
-    many as the model's context has room for. `chunk_tokens`: bound of an event of a stream."""
+    """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None for
+    as many as the model's context has room for. `chunk_tokens`: bound of an event of a stream."""
 
     prompts: Sequence[Mapping]
     n: int
