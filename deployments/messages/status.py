@@ -78,4 +78,5 @@ class ServiceStatus(Message):
     at_door: tuple[str, ...] = ()  # batches that wait for a change of policies, limits or journal
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
+    held: int = 0  # samples between two turns
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND
