@@ -110,6 +110,9 @@ class _Reading:
                 self._sizes[name] += 1
             self._unended += group["samples"]
 
+    def _returned(self, event) -> None:
+        self._samples[event.sample_id].prompt_tokens += event.outside_tokens
+
     def _started(self, action) -> None:
         sample, number = self._samples[action.sample_id], self._lifetimes.names[action.replica_id]
         raced = getattr(action, "copy_of", None)
@@ -273,6 +276,7 @@ def _ended_of(sample_id: str, sample: RecordedSample) -> Ended:
 _HANDLERS = {
     "journal": _Reading._header,
     "SamplesSubmitted": _Reading._submitted,
+    "SampleReturned": _Reading._returned,
     "ReplicaJoined": _Reading._joined,
     "ReplicaLeft": _Reading._left,
     "SetReplicas": _Reading._set_replicas,

@@ -197,6 +197,7 @@ class Rollouts:
         return ServiceStatus(
             waiting=counts["waiting"],
             running=counts["running"],
+            held=counts["held"],
             batches=self._batches.statuses(streamed),
             replicas=replica_statuses(self._core.replicas, self._registry.reports),
             observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
