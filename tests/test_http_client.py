@@ -15,8 +15,9 @@ from test_imports import ROOT
 from tailrace.app.calls import resume
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.naming import Naming
-from tailrace.app.gateway.requests import ChatRequest, CompletionRequest
+from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 from tailrace.http import Client
@@ -168,9 +169,9 @@ def test_bodies_are_what_the_routes_take_for_the_same_group(gateway):
     (_, text, _), (_, chat, _), (_, plain, _) = gateway.seen
     assert CompletionRequest(**text).sampling() == ChatRequest(**chat).sampling() == sampling
     assert CompletionRequest(**plain).sampling() == SamplingParams()
-    assert CompletionRequest(**text).prompts() == [{"text": "a"}]
-    assert CompletionRequest(**plain).prompts() == [{"token_ids": (4, 5)}]
-    assert ChatRequest(**chat).prompts() == [{"messages": ({"role": "user", "content": "a"},)}]
+    assert CompletionRequest(**text).prompts(None) == [{"text": "a"}]
+    assert CompletionRequest(**plain).prompts(None) == [{"token_ids": (4, 5)}]
+    assert [one.normal() for one in ChatRequest(**chat).messages] == [{"role": "user", "content": "a"}]
     assert text["max_tokens"] == chat["max_tokens"] == 9
 
 

@@ -49,11 +49,12 @@ def play_gateway(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -
     file.write_text("".join(f"{role} {token}\n" for role, token in tokens.items()))
 
     async def with_gateway(cluster, client) -> None:
+        config = GatewayConfig(tokens_file=str(file))
         service = GatewayService(
-            lambda role: RolloutClient(handle=cluster.handle(), heartbeat=TaskHeartbeat, role=role)
+            lambda role: RolloutClient(handle=cluster.handle(), heartbeat=TaskHeartbeat, role=role), config
         )
         service._model = ServedModel("simulated", "simulated", 512, SimulatedPrompts())  # else transformers loads it
-        app = make_app(service, GatewayConfig(tokens_file=str(file)))
+        app = make_app(service, config)
 
         def http(role: Role = Role.TRAINER) -> httpx.AsyncClient:
             headers = {"Authorization": f"Bearer {tokens[role]}"}

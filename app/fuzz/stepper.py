@@ -251,7 +251,8 @@ class SimulatedStepper:
 
 
 def _prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
-    return PromptLogprobs(logprobs=range(-1, -len(chunk.token_ids), -1), ranks=range(1, len(chunk.token_ids)))
+    count = len(chunk.token_ids) - 1
+    return PromptLogprobs(logprobs=range(-1, -1 - count, -1), ranks=range(1, 1 + count), top=((),) * count)
 
 
 def _plan(chunk: ChunkRequest) -> KvPlan:

@@ -119,6 +119,7 @@ def end(naming: Naming, answer: SampleAnswer) -> dict:
     sample = answer.sample
     digests = {str(one.weights_version): one.weights_digest for one in sample.segments}
     key = {"seed": naming.seed, "step": naming.step, "group": answer.group, "index": sample.sample_index}
+    key["turn"] = naming.turn
     return {
         "finish_reason": FINISH[sample.finish_reason],
         "stop_reason": sample.stop_reason,

@@ -1,7 +1,8 @@
 """Names of the samples of HTTP requests: the part of their keys that is not the prompt.
 
-Tokens depend on weights, prompt, sampling parameters and (seed, step, group, index). The headers `X-Tailrace-Seed`,
-`-Step`, `-Group` and `-Index` give them. Without a group it is that of equal prompts; without an index it is the
+Tokens depend on weights, prompt, sampling parameters and (seed, step, group, index, turn). The headers
+`X-Tailrace-Seed`, `-Step`, `-Group`, `-Index` and `-Turn` give them; `-Hold` says for how many seconds a sample is held
+for its next turn. Without a group it is that of equal prompts; without an index it is the
 request's `seed`, or drawn here, and the answer says which. Samples of one request have indexes in a row.
 """
 
@@ -15,7 +16,7 @@ from tailrace.app.calls.session import prompt_name
 from tailrace.deployments.messages.rollout import BatchSettings
 from tailrace.deployments.messages.session import MAX_INDEX
 
-HEADERS = {name: f"x-tailrace-{name}" for name in ("seed", "step", "group", "index")}
+HEADERS = {name: f"x-tailrace-{name}" for name in ("seed", "step", "group", "index", "turn", "hold")}
 
 
 class Naming(NamedTuple):
@@ -25,21 +26,24 @@ class Naming(NamedTuple):
     step: int
     group: str | None
     index: int
+    turn: int = 0
+    hold_s: int = 0
 
     @classmethod
     def of(cls, headers: Mapping[str, str], request_seed: int | None) -> "Naming":
         """Raises ValueError that names the header."""
-        group, index = _text(headers, "group"), _number(headers, "index")
+        index = _number(headers, "index")
         if index is None:
             index = secrets.randbelow(MAX_INDEX // 2) if request_seed is None else index_of(request_seed)
-        return cls(_number(headers, "seed") or 0, _number(headers, "step") or 0, group, index)
+        seed, step, turn, hold_s = (_number(headers, name) or 0 for name in ("seed", "step", "turn", "hold"))
+        return cls(seed, step, _text(headers, "group"), index, turn, hold_s)
 
     def group_of(self, prompt: Mapping) -> str:
         return prompt_name(prompt) if self.group is None else self.group
 
     def sample(self, prompt: Mapping, number: int) -> str:
-        """The name of one of the samples of a prompt."""
-        return f"{self.seed}/{self.step}/{self.group_of(prompt)}/{self.index + number}"
+        """The name of the turn of one of the samples of a prompt."""
+        return f"{self.seed}/{self.step}/{self.group_of(prompt)}/{self.index + number}/{self.turn}"
 
     def session(self) -> BatchSettings:
         """The settings of the session that such requests share, on all replicas of the gateway."""

@@ -141,6 +141,8 @@ class GatewayService:
                     prompt_id=naming.group_of(prompt), samples=1, max_tokens=bound, sampling=wanted.sampling, **prompt
                 ),
                 index=naming.index + number,
+                turn=naming.turn,
+                hold_s=naming.hold_s,
                 chunk_tokens=wanted.chunk_tokens,
             )
             for prompt in wanted.prompts

@@ -174,7 +174,7 @@ class TokensStream(PromptedStream):
     def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
         choice = {"token_ids": list(part.token_ids), "logprobs": None, "finish_reason": None}
         if self.request.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": answers.chat_logprobs(part, self.model, False)}
+            choice["logprobs"] = {"content": answers.chat_logprobs(part, self.model, True)}
         yield choice | ({} if part.answer is None else answers.end(self.naming, part.answer))
 
 

@@ -24,11 +24,13 @@ def check_carried(settings: BatchSettings) -> None:
             raise ValueError(f"{name}: HTTP does not carry it; remove it, or connect by Ray")
 
 
-def named(settings: BatchSettings, group: str, index: int) -> dict[str, bytes]:
-    """Headers that name the first sample of a request. Raises ValueError for a group that no header can carry."""
+def named(settings: BatchSettings, group: str, index: int, turn: int = 0, hold_s: int = 0) -> dict[str, bytes]:
+    """Headers that name the first sample of a request, and its turn. Raises ValueError for a group that no header can
+    carry."""
     if group != group.strip() or not group.isprintable():
         raise ValueError(f"group {group!r}: over HTTP a name has printable characters, and no space at its ends")
     values = {"seed": settings.seed, "step": settings.step, "group": group, "index": index}
+    values |= {name: value for name, value in (("turn", turn), ("hold", hold_s)) if value}
     return {f"x-tailrace-{name}": str(value).encode() for name, value in values.items()}
 
 
@@ -36,6 +38,8 @@ def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
     """Route and body for `samples` samples of a group's prompt."""
     if group.forced_token_ids is not None:
         raise ValueError("forced_token_ids: HTTP does not carry it; connect by Ray to replay recorded answers")
+    if group.sampling.wants_logprobs:
+        raise ValueError("top_logprobs, prompt_logprobs: HTTP does not carry them here; ask the route")
     body = group.sampling.model_dump(mode="json", exclude_defaults=True)
     if "logit_bias" in body:
         body["logit_bias"] = dict(group.sampling.logit_bias)

@@ -11,6 +11,7 @@ tokens. 429 and 503 are asked again after their Retry-After. Raises ConnectionEr
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from math import ceil
 
 import httpx
 from pydantic import BaseModel, ConfigDict
@@ -135,18 +136,25 @@ class Client(SessionCalls):
         if request.deadline_s is not None:
             raise ValueError("deadline_s: HTTP does not carry it; cancel the call instead")
         try:
-            (answer,) = await self._answers(settings, request.group, request.index, 1)
+            turn = request.turn, ceil(request.hold_s)
+            (answer,) = await self._answers(settings, request.group, request.index, 1, *turn)
         except GivenUp as error:
             return bodies.failed_answer(settings, request.group, request.index, str(error))
         return answer
 
-    async def _answers(self, settings: BatchSettings, group: PromptGroup, index: int, count: int) -> list[SampleAnswer]:
+    async def _stream_once(self, settings: BatchSettings, request: SampleRequest, resumed: bool):
+        raise NotImplementedError("stream: this client gives whole answers; ask the route with `stream`")
+        yield
+
+    async def _answers(
+        self, settings: BatchSettings, group: PromptGroup, index: int, count: int, turn: int = 0, hold_s: int = 0
+    ) -> list[SampleAnswer]:
         """Samples `index` and after of a group, `count` of them, in one request."""
         bodies.check_carried(settings)
         if settings.weights_version is not None:
             await self._expect(settings.weights_version)
         path, body = bodies.request_of(group, count)
-        found = await self._once("POST", path, body, bodies.named(settings, group.prompt_id, index))
+        found = await self._once("POST", path, body, bodies.named(settings, group.prompt_id, index, turn, hold_s))
         answers = bodies.answers_of(found, settings, group.prompt_id)
         await self._check_versions(settings, answers)
         return answers

@@ -54,7 +54,7 @@ def test_requests_of_three_clients_have_the_tokens_of_a_batch(address):
         assert logprobs == pytest.approx(sample.logprobs, abs=1e-4)
         assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(sample.token_ids)}]
     assert found[3]["tailrace"] | {"weights_digests": {}} == {
-        "seed": 9, "step": 0, "group": "g", "index": 3, "weights_digests": {},
+        "seed": 9, "step": 0, "group": "g", "index": 3, "turn": 0, "weights_digests": {},
     }  # fmt: skip
 
 

@@ -141,10 +141,8 @@ def test_abuse_leaves_nothing_behind_and_changes_no_token(tmp_path, monkeypatch,
 
     async def whole():
         cluster = SimulatedCluster(size, Random(seed), LogDisk("sound", tmp_path, Random(0)))
-        gateway = service.GatewayService(lambda role: driver_client(cluster))
-        app = make_app(
-            gateway, GatewayConfig(tokens_file=str(tokens), max_open=MAX_OPEN, max_body_bytes=MAX_BODY_BYTES)
-        )
+        config = GatewayConfig(tokens_file=str(tokens), max_open=MAX_OPEN, max_body_bytes=MAX_BODY_BYTES)
+        app = make_app(service.GatewayService(lambda role: driver_client(cluster), config), config)
 
         async def all_of_a_group() -> list:
             callers = [Caller(app, body=normal(), headers=named(index)) for index in range(MAX_OPEN)]

@@ -163,7 +163,9 @@ def test_the_end_of_an_answer_is_named(play):
         (whole,) = (await answered(http, "/v1/completions", **asked))["choices"]
         assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", None) and whole["token_ids"][-1] == EOS
         assert whole["text"] == " ".join(map(str, whole["token_ids"][:-1])), "the end of sequence is no text"
-        (cut,) = (await answered(http, "/v1/completions", **asked | {"max_tokens": 5}))["choices"]
+        (cut,) = (await answered(http, "/v1/completions", **asked | {"max_tokens": len(whole["token_ids"]) - 1}))[
+            "choices"
+        ]
         assert (cut["finish_reason"], cut["stop_reason"]) == ("length", None)
         assert cut["text"] == " ".join(map(str, cut["token_ids"]))
         (ended,) = (await answered(http, "/v1/completions", **asked, stop_token_ids=[EOS]))["choices"]
@@ -230,5 +232,44 @@ def test_the_next_turn_goes_on_from_the_tokens_of_the_last_answer(play):
             messages = [*messages, message | {"refusal": None}, {"role": "user", "content": "8"}]
             assert ids[-1] == EOS and (not before or prompt == [*before, 3, 8, EOS, 4])
             before = [*prompt, *ids]
+
+    play(story)
+
+
+def test_turns_over_http_have_the_tokens_of_a_session_s_turns_and_are_held_between(play):
+    async def story(cluster, http, app):
+        context, outside, held = list(PROMPT), [[8, 9], []], []
+        for turn, more in enumerate(outside):
+            headers = {"x-tailrace-group": "task", "x-tailrace-index": "2", "x-tailrace-turn": str(turn)}
+            headers["x-tailrace-hold"] = "30" if turn == 0 else "0"
+            body = {"prompt": context, "max_tokens": 20, "return_token_ids": True, "stop_token_ids": [EOS]}
+            answer = await http.post("/v1/completions", json=body, headers=headers)
+            choice = answer.json()["choices"][0]
+            assert choice["tailrace"]["turn"] == turn
+            held.append(cluster.coordinator.rollouts.status().held)
+            context += choice["token_ids"] + more
+        assert held == [1, 0]
+        async with driver_client(cluster).open() as session:
+            asked = {"group": "task", "index": 2, "max_tokens": 20, "sampling": {"stop_token_ids": [EOS]}}
+            expected = list(PROMPT)
+            for turn, more in enumerate(outside):
+                found = await session.generate(tuple(expected), turn=turn, **asked)
+                expected += [*found.sample.token_ids, *more]
+        assert expected == context
+
+    play(story)
+
+
+def test_prompt_logprobs_are_by_position_and_by_token(play):
+    async def story(cluster, http, app):
+        body = await answered(http, "/v1/completions", prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
+        positions = body["choices"][0]["prompt_logprobs"]
+        assert positions[0] is None and [list(one) for one in positions[1:]] == [["6"], ["7"]]
+        assert positions[2]["7"] == {"logprob": -2.0, "rank": 2, "decoded_token": "7"}
+        sampling = {"max_tokens": 1, "prompt_logprobs": 1}
+        tokens = await http.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling})
+        assert tokens.json()["prompt_logprobs"] == positions
+        refused = await http.post("/v1/completions", json={"prompt": PROMPT, "prompt_logprobs": 1, "stream": True})
+        assert refused.status_code == 400 and "prompt_logprobs: not with stream" in refused.text
 
     play(story)
