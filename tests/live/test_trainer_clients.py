@@ -87,5 +87,6 @@ def test_trls_client_generates_and_chats_and_says_which_transfer_engine_is_absen
     client.reset_prefix_cache()
     with pytest.raises(RuntimeError, match="has no weight-transfer engine"):
         client.init_communicator("cpu")
-    with pytest.raises(Exception, match=r"Request failed: 400.*prompt_logprobs: not supported"):
-        client.get_sequence_logprobs([[5, 6, 7]], [1])
+    scores = client.get_sequence_logprobs([[5, 6, 7]], [1], top_logprobs=5)
+    assert [len(one) for one in scores["logprob_token_ids"][0]] == [5, 5]
+    assert all(one == sorted(one, reverse=True) and max(one) < 0 for one in scores["logprobs"][0])

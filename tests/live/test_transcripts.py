@@ -1,6 +1,6 @@
 """Requests of trainers that cannot be installed here, as their own client code sends them: tests/data/transcripts.
 
-An answer fits if it has the transcript's values; `$number`, `$text` and `$token_id` are kinds, a list of one item is
+An answer fits if it has the transcript's values; `$number`, `$text`, `$prompt_logprobs` and `$token_id` are kinds, a list of one item is
 that of each. Transcripts were written from the sources that they name.
 """
 
@@ -16,6 +16,9 @@ TRANSCRIPTS = Path(__file__).parent.parent / "data" / "transcripts"
 KINDS = {
     "$number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "$text": lambda value: isinstance(value, str) and value != "",
+    "$prompt_logprobs": lambda value: (
+        value[0] is None and all("logprob" in next(iter(one.values())) for one in value[1:])
+    ),
     "$token_id": lambda value: isinstance(value, str) and value.removeprefix("token_id:").isdigit(),
 }
 
