@@ -1,25 +1,52 @@
 """The gateway behind Serve's proxy: real clients over HTTP, and the tokens that a batch has."""
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import httpx
 import openai
 import pytest
-from gateway_service import TOKENS, caller
 from waiting import until
 
+from tailrace.app.cluster import service
+from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config
+from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.model import perturbed
+from tailrace.app.verification.tokens import with_engine
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 
+TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}
 PROMPT = (5, 300, 7, 41)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_model, tmp_path_factory):
+    """A service of the tiny model with a gateway that wants tokens."""
+    tokens = tmp_path_factory.mktemp("gateway") / "tokens"
+    tokens.write_text("# of the tests\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"model": str(tiny_model), "kv_cache_gib": 0.25, "max_model_len": 512}
+    file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
+    gateway = GatewayApplication(args=GatewayConfig(tokens_file=str(tokens), max_body_bytes=20_000))
+    changes = {"applications": (file.application, gateway), "http_options": HttpOptions(port=port)}
+    with service(file.model_copy(update=changes), None) as client:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        yield url, client
 
 
 @pytest.fixture(scope="module")
 def http(address):
     with caller(address[0], "trainer") as client:
         yield client
+
+
+def caller(url: str, role: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[role]}"}, timeout=120)
 
 
 def asked(http: httpx.Client, index: int, **changes) -> dict:
