@@ -87,7 +87,7 @@ async def _made(service: GatewayService, http: Request, request, prompts: list[d
         return JSONResponse(error_body(499, "the client has left"), 499)
     if failed := answers.failures(found):
         return JSONResponse(error_body(500, failed[0]), 500)
-    return body(request, model, naming, found)
+    return JSONResponse(body(request, model, naming, found))  # FastAPI would walk over every token of a dict
 
 
 async def _unless_gone(http: Request, work: Awaitable):
