@@ -15,6 +15,7 @@ from test_imports import ROOT
 from tailrace.app.calls import resume
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
@@ -78,6 +79,9 @@ class Gateway:
 @pytest.fixture
 def gateway():
     return Gateway()
+
+
+OF_ANSWERS = ("return_token_ids", "return_tokens_as_token_ids")
 
 
 def refusal(status: int, message: str = "no", **headers: str) -> httpx.Response:
@@ -207,6 +211,25 @@ def test_retry_after_is_kept(gateway, monkeypatch):
     gateway.script = [refusal(429, **{"retry-after": text}) for text in ("3", "86400", "Wed, 21 Oct 2015 07:28:00 GMT")]
     gateway.client().open().generate_blocking((1, 2))
     assert slept == [3.0, 60.0, 0.002]
+
+
+def test_a_bound_counts_from_the_first_break_of_its_kind():
+    """A service that was away for minutes may then, while it starts, answer in another form for a minute."""
+
+    async def story() -> None:
+        patience, loop = resume.Patience(10.0), asyncio.get_running_loop()
+        while loop.time() < 5.0:
+            await patience.wait(resume.Interrupted(ConnectionError("refused")))
+        with pytest.raises(ConnectionError, match="a page"):
+            while True:
+                await patience.wait(resume.Interrupted(ConnectionError("a page"), 1.0))
+        assert loop.time() == pytest.approx(6.0, abs=0.01)
+        with pytest.raises(ConnectionError, match="refused"):
+            while True:
+                await patience.wait(resume.Interrupted(ConnectionError("refused")))
+        assert loop.time() == pytest.approx(10.0, abs=0.01)
+
+    VirtualLoop().run_until_complete(story())
 
 
 @pytest.mark.parametrize(

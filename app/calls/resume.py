@@ -52,8 +52,8 @@ class Taken:
 
 
 class Interrupted(Exception):
-    """A call has broken off, and may be made again. `cause`: the error; `for_s`: at most for this long; `pause_s`: not
-    before this pause."""
+    """A call has broken off, and may be made again. `cause`: the error; `for_s`: at most for this long since the first
+    of the same bound; `pause_s`: not before this pause."""
 
     def __init__(self, cause: Exception, for_s: float = float("inf"), pause_s: float = 0.0):
         super().__init__(str(cause))
@@ -69,14 +69,14 @@ class Patience:
 
     def renew(self) -> None:
         """There was progress."""
-        self._since_s: float | None = None
+        self._since_s: dict[float, float] = {}  # first break of each bound, by the bound
         self._pause_s = PAUSE_S[0]
 
     async def wait(self, broken: Interrupted) -> None:
         """Pauses; the pauses grow. Raises the cause once it has lasted for too long."""
         now = asyncio.get_running_loop().time()
-        self._since_s = now if self._since_s is None else self._since_s
-        if now - self._since_s >= min(self._resume_s, broken.for_s):
+        began_s = self._since_s.setdefault(broken.for_s, now)
+        if now - began_s >= broken.for_s or now - min(self._since_s.values()) >= self._resume_s:
             raise broken.cause
         await asyncio.sleep(max(self._pause_s, broken.pause_s))
         self._pause_s = min(PAUSE_S[1], 2 * self._pause_s)

@@ -87,7 +87,7 @@ async def _made(service: GatewayService, http: Request, wanted: Wanted, naming: 
         return JSONResponse(error_body(499, "the client has left"), 499)
     if failed := answers.failures(found):
         return JSONResponse(error_body(500, failed[0]), 500)
-    return body(found)
+    return JSONResponse(body(found))  # FastAPI would walk over every token of a dict
 
 
 async def _streamed(service: GatewayService, http: Request, stream: AnswerStream):

@@ -1,4 +1,4 @@
-"""A service of the tiny model with a gateway that wants tokens, for the tests of HTTP."""
+"""A service of the tiny model with a gateway that wants tokens, for tests of its clients."""
 
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Requests of trainers that cannot be installed here, as their own client code sends them: tests/data/transcripts.
 
-An answer fits if it has the transcript's values; `$number`, `$text`, `$prompt_logprobs` and `$token_id` are kinds, a list
-of one item is that of each. Transcripts were written from the sources that they name.
+An answer fits if it has the transcript's values; `$number`, `$text`, `$prompt_logprobs` and `$token_id` are kinds, a
+list of one item is that of each. Transcripts were written from the sources that they name.
 """
 
 import asyncio
