@@ -16,7 +16,14 @@ def test_held_turns_compute_less_again_than_requests(capsys):
     for held, requests in zip(result["runs"]["held"], result["runs"]["requests"], strict=True):
         same = ("tokens", "turns", "returned_tokens")
         assert [held[key] for key in same] == [requests[key] for key in same]
-        assert held["turns"] > 4 * result["samples"]
+        assert held["turns"] > 4 * result["samples"] and held["acceptance_length"] > requests["acceptance_length"]
+
+
+def test_without_drafts_kv_and_lengths_alone_are_compared(capsys):
+    assert run(["bench", "turns", "--scale", "0.03", "--drafting", "off", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert {one["acceptance_length"] for of in result["runs"].values() for one in of} == {1.0}
+    assert result["makespan_ratio"][0] > 1.0
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,7 @@ def test_held_turns_compute_less_again_than_requests(capsys):
         (["--workload", "tools"], "tools-8b"),
         (["--live", "--turns", "900"], "--turns"),
         (["--turns", "1"], "--turns"),
+        (["--drafting", "goodputt"], "--drafting goodputt"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(capsys, given, named):

@@ -45,6 +45,13 @@ def test_a_prompt_has_one_name_whatever_surrounds_it():
     assert len(prompt_key("")) == 32
 
 
+def test_tokens_between_turns_are_kept_and_are_no_part_of_a_length():
+    history = opened(None)
+    history.record("k", "b/p", 3, [answer(0, 30)._replace(outside_tokens=12)])
+    assert history.lengths("k") == [PastLength(3, 18, True)]
+    assert len(history.answers("k", but_not_of="")[0].tokens) == 30
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_restart_finds_what_was_recorded(tmp_path, killed):
     path = tmp_path / "deep" / "history.sqlite"

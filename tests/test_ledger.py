@@ -92,6 +92,33 @@ def test_every_sample_has_its_own_key_and_replay():
     assert first.forced.tolist() == [7, 8] and second.forced.tolist() == [9]
 
 
+def test_a_later_turn_begins_with_all_before_it_and_counts_its_own():
+    group = record()
+    first = group.samples[1]
+    first.append(0, chunk([4, 5]), "r1")
+    first.end = SampleEnd.LENGTH
+    turn = first.next_turn(
+        key=9, prompt=np.array([1, 2, 3, 4, 5, 70, 71], np.int32), max_tokens=8, hold_s=0.0, now_s=3.0
+    )
+    turn.append(2, chunk([6]), "r1")
+    turn.append(3, chunk([7, 8]), "r2")
+    assert turn.context().tolist() == [1, 2, 3, 4, 5, 70, 71, 6, 7, 8]
+    assert (turn.tokens, turn.earlier_tokens, turn.outside_tokens, turn.max_tokens) == (5, 2, 2, 10)
+    assert [(segment.replica_id, segment.start, segment.end) for segment in turn.segments] == [
+        ("r1", 0, 1),
+        ("r2", 1, 3),
+    ]
+    whole = turn.answer()
+    assert whole.tokens.tolist() == [4, 5, 70, 71, 6, 7, 8] and whole.outside_tokens == 2
+    with pytest.raises(ValueError, match="the sample has 5 tokens"):
+        turn.append(0, chunk([6]), "r1")
+
+
+def test_the_first_turn_has_the_key_of_the_sample_and_each_later_one_its_own():
+    keys = [sample_key(0, 0, "p", 0, turn) for turn in range(4)] + [sample_key(0, 0, "p", 10), sample_key(0, 0, "p", 1)]
+    assert keys[0] == sample_key(0, 0, "p", 0) and len(set(keys)) == 6
+
+
 def test_the_sample_key_depends_on_all_it_is_made_of():
     keys = {sample_key(*of) for of in ((0, 0, "p", 0), (1, 0, "p", 0), (0, 1, "p", 0), (0, 0, "q", 0), (0, 0, "p", 1))}
     assert len(keys) == 5 and all(0 <= key < 1 << 64 for key in keys)

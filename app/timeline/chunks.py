@@ -114,9 +114,7 @@ class RecordedRace:
 @dataclass(slots=True)
 class RecordedSample:
     """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number.
-
-    `prompt_tokens`: of its context, also those that came between its turns.
-    """
+    `prompt_tokens`: of its context, also those that came between its turns."""
 
     batch: int
     prompt_tokens: int

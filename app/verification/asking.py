@@ -49,7 +49,8 @@ async def two_turns(
     first = await session.generate(**prompt_of(group), **settings, max_tokens=split, hold_s=hold_s)
     left = group.max_tokens - len(first.sample.token_ids)
     if first.sample.finish_reason is not SampleEnd.LENGTH or not left:
-        await session.cancel(group.prompt_id, index)  # no further turn comes
+        if hold_s:
+            await session.cancel(group.prompt_id, index)  # no further turn comes
         return first
     context = (*first.prompt_token_ids, *first.sample.token_ids)
     then = await session.generate(context, **settings, max_tokens=left)

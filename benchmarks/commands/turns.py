@@ -14,6 +14,8 @@ from tailrace.app.errors import BadInput
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Draws of the workload.")
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
               help="Share of replicas and prompts.")  # fmt: skip
+@click.option("--drafting", default="goodput", show_default=True,
+              help="A drafting policy; off shows what KV and lengths alone bring.")  # fmt: skip
 @click.option("--live", is_flag=True, help="Instead: on the replicas of --config, with its model.")
 @click.option("--prompts", type=click.IntRange(min=1), default=6, show_default=True, help="With --live.")
 @click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="With --live: per prompt.")
@@ -28,27 +30,32 @@ from tailrace.app.errors import BadInput
               help="With --live: the median of each counts.")  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @AS_JSON
-def command(workload, seeds, scale, live, config, as_json, repeats, **sizes):
+def command(workload, seeds, scale, drafting, live, config, as_json, repeats, **sizes):
     """Turns with tools between them: held samples against each turn as a new request.
 
     `recomputed_share`: of the context that turns begin with and that had been computed, the share that is computed
     again. Simulated at the size of a cluster, in about five minutes; with --live on real replicas, in about as long.
     """
-    result = _live(config, repeats, sizes) if live else _simulated(workload, seeds, scale)
+    result = _live(config, repeats, sizes) if live else _simulated(workload, seeds, scale, drafting)
     print_result(result, as_json)
 
 
-def _simulated(workload: str, seeds: int, scale: float) -> dict:
+def _simulated(workload: str, seeds: int, scale: float, drafting: str) -> dict:
     from benchmarks.control_plane.turns import measure
     from tailrace.app.simulator.scenario import load_scenario
+    from tailrace.policies.families.registry import Policies
 
+    try:
+        Policies(drafting=drafting)
+    except ValueError as error:
+        raise BadInput(f"--drafting {drafting}: no such policy; `tailrace policies` lists them") from error
     try:
         scenario = load_scenario(workload)
     except ValueError as error:
         raise BadInput(f"--workload {error}") from error
     if scenario.turns is None:
         raise BadInput(f"--workload {workload}: its samples have one turn; give a set-up with `turns`, as tools-8b has")
-    return measure(scenario.scaled(scale) if scale < 1 else scenario, seeds, say)
+    return measure(scenario.scaled(scale) if scale < 1 else scenario, seeds, drafting, say)
 
 
 def _live(config: Path, repeats: int, sizes: dict) -> dict:

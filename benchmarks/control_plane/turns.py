@@ -4,6 +4,7 @@ Both by the same policies, on the same draws of the workload; the simulated shel
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tailrace.app.simulator.report import spread, summary
 from tailrace.app.simulator.scenario import Scenario
@@ -13,19 +14,22 @@ from tailrace.app.simulator.types import SimulatedRun
 SYSTEMS = {"held": "tailrace_near", "requests": "tailrace_requests"}
 
 
-def measure(scenario: Scenario, seeds: int, say: Callable[[str], None]) -> dict:
+def measure(scenario: Scenario, seeds: int, drafting: str, say: Callable[[str], None]) -> dict:
     """`makespan_ratio`: requests over held; with `recomputed_share` as [mean, min, max] over the seeds."""
     runs: dict[str, list[dict]] = {name: [] for name in SYSTEMS}
     for seed in range(seeds):
         setup = Setup.of(scenario, seed)
         for name, of in SYSTEMS.items():
-            runs[name].append(figures(setup.run(of, system(of), seed)))
+            chosen = system(of)
+            chosen = replace(chosen, policies=chosen.policies | {"drafting": drafting})
+            runs[name].append(figures(setup.run(of, chosen, seed)))
             shown = {key: runs[name][-1][key] for key in ("makespan_s", "recomputed_share")}
             say(f"seed {seed}, {name}: {shown}")
     pairs = list(zip(runs["requests"], runs["held"], strict=True))
     return {
         "workload": scenario.name,
         "replicas": scenario.replicas,
+        "drafting": drafting,
         "samples": scenario.prompts.value * scenario.samples.value,
         "makespan_ratio": _spread([one["makespan_s"] / held["makespan_s"] for one, held in pairs]),
         "recomputed_share": {name: _spread([one["recomputed_share"] for one in of]) for name, of in runs.items()},

@@ -26,7 +26,9 @@ class HeldRecords:
             del self._held[_place(sample)]
 
     def of(self, name: str | None = None, index: int | None = None) -> list[str]:
-        """Ids of all, or of one group, or of one sample."""
+        """Ids of all, or of one group, or of one index."""
+        if name is not None and index is not None:  # of each new request: no look at all of them
+            return [self._held[name, index][0]] if (name, index) in self._held else []
         return [
             sample_id
             for (group, of), (sample_id, _) in self._held.items()
