@@ -9,10 +9,18 @@ import sys
 
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import tailrace
 from tailrace.app.weights.over_http import HttpWeights
+
+ANSWER = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
+}
+"""The form of an answer in ChatML. TRL's worker knows that of a few models, and wants it of the others."""
 
 
 def has_digit(completions, digit, **_):
@@ -25,6 +33,8 @@ def main(address: str, model: str) -> AsyncGRPOTrainer:
         import trl_on_a_cpu
 
         trl_on_a_cpu.patch()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = ANSWER
     prompts = [[{"role": "user", "content": f"Write the digit {digit}."}] for digit in range(10)]
     arguments = AsyncGRPOConfig(
         output_dir="out/trl-http",
@@ -46,6 +56,7 @@ def main(address: str, model: str) -> AsyncGRPOTrainer:
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": prompts[n], "digit": str(n)} for n in range(10)]),
         reward_funcs=has_digit,
+        processing_class=tokenizer,
         weight_transfer=tailrace.AsyncWeights(HttpWeights(address)),  # TRL's own goes by NCCL alone
     )
     trainer.train()

@@ -13,7 +13,7 @@ class ReplicaStatus(Message):
     running: int
     max_running: int
     kv_used_share: float
-    weights_version: int
+    weights_version: int  # -1: nothing starts there, as it holds another content of the version, or is paused
     preemptions: int
     work: dict[str, int] = Field(default_factory=dict)  # see EngineStats
     closing: bool = False  # it is to be given back, and takes no new chunks
