@@ -106,7 +106,7 @@ class LogprobStore:
         taken = {name: field[slot, begin : begin + count] for name, field in self._fields.items()}
         arrays = (taken[name].copy() for name in ("logprobs", "raw_logprobs", "margins"))
         counts = int(taken["drafted"].sum()), int(taken["accepted"].sum())
-        return DrawRecord(*arrays, *counts, tops=tuple(tops[start + i] for i in range(count)) if tops else ())
+        return DrawRecord(*arrays, *counts, tops=tuple(tops.get(start + i, ()) for i in range(count)) if tops else ())
 
     def _open(self, req_id, position):
         if not self._free:
