@@ -50,25 +50,26 @@ def test_a_tool_takes_its_time_and_the_replica_waits_for_it_alone():
     assert slow - quick == pytest.approx(30.0)
 
 
-def test_held_turns_compute_nothing_again_and_new_requests_all():
-    """Unless the request comes to the replica where its KV is left by chance: here both are empty, and the first is
-    taken."""
+def test_held_turns_compute_nothing_again_and_new_requests_the_answer_before():
+    """Of a request the pool keeps the prompt, for a minute. The replica may have the answer's KV by chance."""
     work = one_sample(Gap(100, 5.0, 50), Gap(200, 5.0, 70))
     held, again = alone(work), alone(work, holds=False)
     (held_end,), (end,) = held.ended, again.ended
     assert held_end.returned_tokens == end.returned_tokens == (200 + 100) + (200 + 200 + 50)
     assert (held_end.recomputed_tokens, held_end.turns, held_end.tokens) == (0, 3, 300)
-    assert end.recomputed_tokens in (0, end.returned_tokens) and (end.turns, end.tokens) == (3, 300)
+    assert end.recomputed_tokens in (0, 100, 200) and (end.turns, end.tokens) == (3, 300)
+    (late,) = alone(one_sample(Gap(100, 61.0, 50)), holds=False).ended
+    assert late.recomputed_tokens in (0, 300), "all of it, unless it comes to the replica where its KV is left"
 
 
-def test_turns_as_requests_compute_their_context_again_and_take_longer():
+def test_turns_as_requests_compute_more_again_and_take_longer():
     setup = Setup.of(load_scenario("tools-8b").scaled(0.05), 0)
     runs = {name: setup.run(name, system(name), 0) for name in ("tailrace_near", "tailrace_requests")}
     share = {
         name: sum(one.recomputed_tokens for one in run.ended) / sum(one.returned_tokens for one in run.ended)
         for name, run in runs.items()
     }
-    assert share["tailrace_near"] < 0.05 and share["tailrace_requests"] > 0.5
+    assert share["tailrace_near"] < 0.05 < share["tailrace_requests"]
     assert runs["tailrace_near"].makespan_s < runs["tailrace_requests"].makespan_s
 
 

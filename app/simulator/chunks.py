@@ -29,18 +29,19 @@ class FreedKv(NamedTuple):
 
 class SimulatedSample:
     """`made`: tokens at the end of its last chunk; `stored`: of its context, tokens that the pool holds; `fresh`: those
-    that have never been computed; `outside`: those that came between its turns, `turn` of them being over."""
+    that have never been computed; `outside`: those that came between its turns, `turn` of them being over;
+    `began_with`: the context with which the present turn began."""
 
-    __slots__ = ("begun", "chunks", "drafted", "draws", "freed_kv", "fresh", "gaps", "index", "kv_version", "length",
-                 "made", "moves", "outside", "preemptions", "progress", "recomputed", "replica", "returned",
-                 "sample_id", "stored", "submitted_s", "turn", "verifications")  # fmt: skip
+    __slots__ = ("began_with", "begun", "chunks", "drafted", "draws", "freed_kv", "fresh", "gaps", "index",
+                 "kv_version", "length", "made", "moves", "outside", "preemptions", "progress", "recomputed",
+                 "replica", "returned", "sample_id", "stored", "submitted_s", "turn", "verifications")  # fmt: skip
 
     def __init__(self, progress: GroupProgress, index: int, submitted_s: float):
         self.progress, self.index, self.submitted_s = progress, index, submitted_s
         self.sample_id = f"{progress.group.group_id}#{index}"
         self.length = progress.group.lengths[index]
         self.gaps = progress.group.gaps[index] if progress.group.gaps else ()
-        self.fresh = progress.group.prompt_tokens
+        self.fresh = self.began_with = progress.group.prompt_tokens
         self.outside = self.turn = self.returned = 0
         self.begun, self.kv_version = False, 0
         self.made = self.stored = self.chunks = self.moves = self.preemptions = self.recomputed = self.draws = 0
@@ -67,6 +68,7 @@ class SimulatedSample:
         self.returned += self.context - self.fresh
         self.outside += self.gap.outside_tokens
         self.fresh += self.gap.outside_tokens
+        self.began_with = self.context
         self.turn += 1
 
     def take(self, chunk: "SimulatedChunk") -> None:

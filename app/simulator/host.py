@@ -38,6 +38,9 @@ from tailrace.policies.protocol.actions import (
 HOLD_S = 3600.0
 """For which a sample is held between two turns: the longest that a session takes."""
 
+KEPT_S = 60.0
+"""For which the pool keeps the prompt of a request that has ended (`IDLE_S` of `deployments.batches.open_sessions`)."""
+
 TURN_MARK = "@"
 """Between a sample's id and the number of a turn that is a request of its own."""
 
@@ -368,7 +371,8 @@ class SimulatedHost:
             raise ValueError(f"{action.sample_id} ended as {action.end}: {action.error}")
         sample = self._samples.pop(action.sample_id)
         if sample.gap is not None:
-            sample.stored = 0  # released with its request
+            keeps = self._fleet.model.fetch_tokens_s and sample.gap.tool_s < KEPT_S
+            sample.stored = sample.began_with if keeps else 0  # the answer's has been released with its request
             self._leave(sample)
             return
         self._ended.append(

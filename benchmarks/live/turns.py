@@ -7,7 +7,7 @@ digits that no index can know.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -119,6 +119,9 @@ async def play(client: RolloutClient, work: Workload, held: bool) -> tuple[dict,
 
 async def play_all(client: RolloutClient, work: Workload, repeats: int, say: Callable[[str], None]) -> dict:
     runs: dict[str, list[dict]] = {mode: [] for mode in MODES}
+    say("one prompt of each mode first, not counted: engines measure their steps")
+    for mode in MODES:
+        await play(client, replace(work, prompts=1), mode == "held")
     expected = None
     for repeat in range(repeats):
         for mode in MODES if repeat % 2 == 0 else MODES[::-1]:

@@ -128,6 +128,10 @@ class GroupIndex:
         sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
         sample.known = start + len(tokens)
 
+    def interrupt(self, sample_index: int) -> None:
+        """The next tokens are not the sample's own: its last draft teaches nothing."""
+        self._sample(sample_index).lesson = -1
+
     def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
         """Returns known answer tokens [start, start + limit) of a sample, int32; none if they have a gap."""
         sample = self._samples.get(sample_index)

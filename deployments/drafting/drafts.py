@@ -106,6 +106,8 @@ class EngineDrafts:
             return
         prompt, answer = chunk.token_ids[: chunk.prompt_tokens], chunk.token_ids[chunk.prompt_tokens :]
         group = self._groups.open(plan.group, plan.epoch, prompt)
+        if chunk.prompt_tokens < chunk.answer_start == len(chunk.token_ids):
+            group.index.interrupt(plan.sample_index)  # a turn begins: others have said its last tokens
         group.index.extend(plan.sample_index, 0, answer)
         slot = self._free.pop() if self._free else len(self._running)
         report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
