@@ -31,9 +31,7 @@ def test_a_field_that_means_something_and_is_not_honoured_is_refused(fields, rea
 
 def test_fields_whose_values_mean_nothing_are_taken():
     """As openai's client, TRL and prime-rl send them."""
-    Sampled(
-        user="me", repetition_penalty=1.0, presence_penalty=0.0, stop=[], logit_bias=None, min_tokens=0
-    )
+    Sampled(user="me", repetition_penalty=1.0, presence_penalty=0.0, stop=[], logit_bias=None, min_tokens=0)
     TokensRequest(
         token_ids=[1], cache_salt="v3", priority=0, sampling_params={"skip_special_tokens": False, "logprobs": 1}
     )

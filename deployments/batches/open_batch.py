@@ -153,16 +153,15 @@ class OpenBatch(LiveBatch):
     def answer(self, sample_id: str, prompts: Prompts) -> None:
         sample = self.samples[sample_id]
         group = sample.group
-        self._answered.pop(sample_id)(
-            SampleAnswer(
-                batch_id=self.message.batch_id,
-                group=group.group.prompt_id,
-                prompt_token_ids=tuple(group.prompt.tolist()),
-                prompt_key=group.prompt_key,
-                step=group.step,
-                sample=sample.result(prompts),
-            )
+        answer = SampleAnswer(
+            batch_id=self.message.batch_id,
+            group=group.group.prompt_id,
+            prompt_token_ids=tuple(group.prompt.tolist()),
+            prompt_key=group.prompt_key,
+            step=group.step,
+            sample=sample.result(prompts),
         )
+        self._answered.pop(sample_id)(answer)  # after all that can fail: callers must hear of that
 
     def hand_out(self, group: GroupRecord, prompts: Prompts) -> None:
         """Its samples have been given already."""
