@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from fastapi import Response
 
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 class EventStream(Response):
@@ -36,7 +36,7 @@ class EventStream(Response):
         async def body(text: str, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
 
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         async with aclosing(self._events) as events:
             try:
                 async for event in events:

@@ -185,21 +185,19 @@ class OpenBatch(LiveBatch):
         return sample
 
     def answer(self, sample_id: str, prompts: Prompts) -> None:
-        answered = self._answered.pop(sample_id, None)
-        if answered is None:
+        if sample_id not in self._answered:
             return  # it has ended between two turns
         sample = self.samples[sample_id]
         group = sample.group
-        answered(
-            SampleAnswer(
-                batch_id=self.message.batch_id,
-                group=group.group.prompt_id,
-                prompt_token_ids=tuple(sample.prompt.tolist()),
-                prompt_key=group.prompt_key,
-                step=group.step,
-                sample=sample.result(prompts),
-            )
+        answer = SampleAnswer(
+            batch_id=self.message.batch_id,
+            group=group.group.prompt_id,
+            prompt_token_ids=tuple(sample.prompt.tolist()),
+            prompt_key=group.prompt_key,
+            step=group.step,
+            sample=sample.result(prompts),
         )
+        self._answered.pop(sample_id)(answer)  # after all that can fail: callers must hear of that
 
     def hand_out(self, group: GroupRecord, prompts: Prompts) -> None:
         """Its samples have been given already."""

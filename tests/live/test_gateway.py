@@ -82,6 +82,13 @@ def openai_client(address):
     return openai.OpenAI(base_url=f"{address[0]}/v1", api_key=TOKENS["evaluator"])
 
 
+@pytest.fixture(scope="module")
+def no_white_space(tiny_model) -> dict[str, int]:
+    """Biases without which random weights fill JSON with line breaks."""
+    vocabulary = json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"]
+    return {str(token): -100 for text, token in vocabulary.items() if not set(text) - set("ĠĊĉč")}
+
+
 def test_openai_s_own_client_gets_streams(openai_client):
     settings = {"model": openai_client.models.list().data[0].id, "max_tokens": 80, "seed": 4, "n": 2, "prompt": "Once"}
     whole = openai_client.completions.create(**settings)
@@ -93,9 +100,9 @@ def test_openai_s_own_client_gets_streams(openai_client):
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [expected.finish_reason]
 
 
-def test_openai_s_own_client_chats_with_tools_over_three_turns(openai_client):
+def test_openai_s_own_client_chats_with_tools_over_three_turns(openai_client, no_white_space):
     settings = {"model": openai_client.models.list().data[0].id, "max_tokens": 100, "seed": 4, "tools": TOOLS}
-    settings["extra_body"] = {"return_token_ids": True}
+    settings |= {"extra_body": {"return_token_ids": True}, "logit_bias": no_white_space}
     create = openai_client.chat.completions.create
     messages: list = [{"role": "user", "content": "Is it open?"}]
     first = create(messages=messages, tool_choice="required", parallel_tool_calls=False, **settings)
@@ -126,9 +133,10 @@ def test_openai_s_own_client_chats_with_tools_over_three_turns(openai_client):
     assert third.choices[0].message.content and not third.choices[0].message.tool_calls
 
 
-def test_openai_s_own_client_gets_json(openai_client):
+def test_openai_s_own_client_gets_json(openai_client, no_white_space):
     form = {"type": "json_schema", "json_schema": {"name": "door", "schema": OPEN}}
     settings = {"model": openai_client.models.list().data[0].id, "max_tokens": 100, "seed": 5}
+    settings["logit_bias"] = no_white_space
     answer = openai_client.chat.completions.create(
         messages=[{"role": "user", "content": "Is it open?"}], response_format=form, **settings
     )
