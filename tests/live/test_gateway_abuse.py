@@ -47,7 +47,7 @@ def completion(**changes) -> bytes:
 
 def http(body: bytes, token: str = TOKENS["evaluator"], size: int | None = None, more: str = "") -> bytes:
     """The bytes of a request. `size`: its content-length, if it is to be wrong."""
-    lines = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n{more}"
+    lines = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\nauthorization: Bearer {token}\r\n{more}"
     return f"{lines}content-length: {len(body) if size is None else size}\r\n\r\n".encode() + body
 
 
