@@ -52,8 +52,8 @@ class SessionCalls:
 
     async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
         """One sample of a session as its chunks end; `RolloutSession.stream` makes the request."""
-        patience, given, is_begun = Patience(self._resume_s), [], False
-        while True:
+        patience, given, is_begun, is_whole = Patience(self._resume_s), [], False, False
+        while not is_whole:
             try:
                 async with aclosing(self._stream_once(settings, request, is_begun)) as items:
                     async for item in items:
@@ -63,9 +63,9 @@ class SessionCalls:
                             given += part.token_ids
                             patience.renew()
                             yield part
-                        if part.answer:
-                            return
-                raise Interrupted(StreamBroken("the stream ended before the sample"))
+                        is_whole = part.answer is not None  # the call itself ends after it, without a cancel
+                if not is_whole:
+                    raise Interrupted(StreamBroken("the stream ended before the sample"))
             except Interrupted as lost:
                 await patience.wait(lost)
 

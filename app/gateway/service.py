@@ -111,6 +111,7 @@ class GatewayService:
                 async with aclosing(client.stream(settings, request)) as parts:
                     async for part in parts:
                         items.put_nowait((number, part))
+                items.put_nowait((number, None))
             except Exception as error:  # noqa: BLE001 - goes to the reader of all samples
                 items.put_nowait((number, error))
 
@@ -122,8 +123,10 @@ class GatewayService:
                     number, part = await items.get()
                     if isinstance(part, Exception):
                         raise part
-                    left -= part.answer is not None
-                    yield number, part
+                    if part is None:
+                        left -= 1
+                    else:
+                        yield number, part
             finally:
                 for reader in readers:
                     reader.cancel()
