@@ -1,0 +1,98 @@
+"""The HTTP client over real sockets, to a gateway of the simulated cluster: what both carry is equal to the bit."""
+
+import asyncio
+import logging
+import socket
+import threading
+from dataclasses import replace
+from random import Random
+
+import pytest
+import uvicorn
+from waiting import until
+
+from tailrace.app.fuzz import cluster
+from tailrace.app.fuzz.cluster import SimulatedCluster, SimulatedPrompts
+from tailrace.app.fuzz.drivers import driver_client
+from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.run import plan_of
+from tailrace.app.gateway import service
+from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.routes import make_app
+from tailrace.deployments.messages.delivery import WINDOW_BYTES
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.http import Client
+
+GROUPS = tuple(PromptGroup(prompt_id=f"é{n}", token_ids=(n + 1, 2), samples=4, max_tokens=90) for n in range(6))
+BATCH = RolloutBatch(batch_id="b", groups=GROUPS, seed=3, step=2)
+
+
+class Served:
+    """A cluster and its gateway on an event loop and a thread of their own. `expected`: the batch by Ray's way.
+
+    `cuts`: connections still to be closed by the server, each as its answer is due.
+    """
+
+    def __init__(self, folder):
+        self._folder, self.cuts, self.expected, self.server = folder, 0, None, None
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        until(lambda: self.server is not None and self.server.started)
+
+    async def _run(self) -> None:
+        sizes = {"replicas": 2, "mean_tokens": 60, "step_tokens": 4, "step_s": 0.01, "window_bytes": WINDOW_BYTES}
+        size = replace(plan_of(0).size, limits=None, policies={}, **sizes)
+        simulated = SimulatedCluster(size, Random(0), LogDisk("sound", self._folder, Random(0)))
+        self.expected = facts([group async for group in driver_client(simulated).rollout(BATCH)])
+        app = make_app(service.GatewayService(lambda role: driver_client(simulated)), GatewayConfig())
+        config = uvicorn.Config(self._cutting(app), log_level="critical")
+        self.server = uvicorn.Server(config)
+        await self.server.serve(sockets=[self._socket])
+
+    def _cutting(self, app):
+        async def cut(scope, receive, send) -> None:
+            async def broken(message) -> None:
+                if self.cuts > 0 and message["type"] == "http.response.body":
+                    self.cuts -= 1
+                    raise ConnectionError("cut")
+                await send(message)
+
+            await app(scope, receive, broken)
+
+        return cut
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "Prompts", lambda *_: SimulatedPrompts())
+    monkeypatch.setattr(cluster, "BOOT_S", (0.0, 0.1))  # of the wall clock here
+    logging.disable(logging.CRITICAL)
+    found = Served(tmp_path)
+    yield found
+    found.close()
+    logging.disable(logging.NOTSET)
+
+
+def facts(groups) -> dict:
+    return {
+        group.prompt_id: [
+            (group.prompt_token_ids, one.sample_index, one.token_ids, one.logprobs, one.text, one.finish_reason)
+            for one in group.samples
+        ]
+        for group in groups
+    }
+
+
+def test_a_batch_is_equal_to_the_bit_also_over_answers_that_are_cut(served):
+    client = Client(served.url)
+    assert facts(client.rollout_blocking(BATCH)) == served.expected
+    served.cuts = 4
+    assert facts(client.rollout_blocking(BATCH)) == served.expected
+    assert served.cuts == 0
+    client.close()
