@@ -158,13 +158,14 @@ class OpenSessions:
         if self._sessions.get(session.settings.batch_id) is not session:
             return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
         batch = session.batch
-        if batch is None or not batch.is_open:
+        if batch is not None and batch.is_open:
+            if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._now())) is not None:
+                self._taken(asked, sample_id, batch.samples[sample_id])
+                return None
+            self._end_held(batch, request.group.prompt_id, request.index)
+        if batch is None or not batch.is_open:  # also if an error has just ended it
             core_id = self._batches.new_core_id(session.settings.batch_id)
             batch = OpenBatch(session.settings, core_id, self._now())
-        if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._now())) is not None:
-            self._taken(asked, sample_id, batch.samples[sample_id])
-            return None
-        self._end_held(batch, request.group.prompt_id, request.index)
         new = batch.plan(prepared, request, past)
         if (refused := self._observe(batch.addition([new.spec], self._now()))) is not None:
             return refused

@@ -10,6 +10,7 @@ from test_sessions_simulated import PROMPT, _quiet, play  # noqa: F401 - fixture
 from tailrace.app.calls.session import RolloutSession
 from tailrace.app.fuzz.stepper import BLOCK_TOKENS, EOS
 from tailrace.deployments.messages.session import SampleAnswer
+from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.families.registry import Policies
 
 TURNS = 4
@@ -145,6 +146,20 @@ def test_a_change_of_policies_does_not_wait_for_held_samples(play):  # noqa: F81
             then = await session.generate(context, group="g", index=0, turn=1, max_tokens=20)
         assert then.prompt_token_ids == context
         assert cluster.coordinator.rollouts.status().policies["ordering"]["type"] == "fcfs"
+
+    play(story)
+
+
+def test_an_error_of_the_core_as_a_turn_begins_makes_it_a_new_context(play, monkeypatch):  # noqa: F811
+    async def story(cluster, client):
+        async with client.open() as session:
+            first = await session.generate(PROMPT, group="g", index=0, max_tokens=20, hold_s=30.0)
+            context = (*PROMPT, *first.sample.token_ids, *TOOL)
+            with monkeypatch.context() as patch:
+                patch.setattr(LengthTracker, "begin_turn", lambda *_: 1 / 0)
+                then = await session.generate(context, group="g", index=0, turn=1, max_tokens=20)
+            assert then.prompt_token_ids == context and cluster.coordinator.rollouts.books()["held"] == 0
+            assert cluster.coordinator.rollouts.status().contained == {"submit.ZeroDivisionError": 1}
 
     play(story)
 
