@@ -16,7 +16,7 @@ MAX_INDEX = 2**31 - 1
 
 STREAM_CHUNK_TOKENS = 32
 """Of a sample whose tokens are streamed. A stream shows nothing within a chunk, and each chunk costs about 30 ms: 480
-tokens of a small model took 2.4 s in one chunk, 2.8 s in chunks of 32, 3.9 s in chunks of 8 (two cores, with a pool)."""
+tokens of a small model took 2.4 s in one chunk, 2.8 s in chunks of 32, 3.9 s in chunks of 8 (two cores, a pool)."""
 
 
 class SampleRequest(RequestMessage):
