@@ -107,10 +107,11 @@ class PoolClient:
         self._counts["pool_tokens"] += pulled_tokens
         self._counts[f"recomputed_tokens.{cause}"] += result.computed_tokens
         self._counts["save_late"] += late
+        context_tokens = len(chunk.token_ids) + len(result.token_ids)
         return replace(
             result,
             pulled_tokens=pulled_tokens,
-            stored_tokens=traffic.saved_tokens,
+            stored_tokens=min(traffic.saved_tokens, context_tokens),  # vLLM saves drafts after a stop text, too
             kv_names=b"".join(traffic.names),
             recompute_cause=cause if result.computed_tokens else "",
         )

@@ -18,7 +18,8 @@ MAX_HOLD_S = 3600.0
 """An hour: a tool that takes longer costs less than the KV that would wait for it."""
 
 STREAM_CHUNK_TOKENS = 32
-"""Of a sample whose tokens are streamed. A chunk costs a call of an engine, and a stream shows nothing within one."""
+"""Of a sample whose tokens are streamed. A stream shows nothing within a chunk, and each chunk costs about 30 ms: 480
+tokens of a small model took 2.4 s in one chunk, 2.8 s in chunks of 32, 3.9 s in chunks of 8 (two cores, a pool)."""
 
 
 class SampleRequest(RequestMessage):
