@@ -1,7 +1,7 @@
 """Turns and tools on real replicas: samples that are held between their turns, against each turn as a new request.
 
-The modes take turns, with empty caches and no history, on one service; their tokens must be the same. A tool is a wait, and a text of
-digits that no index can know.
+The modes take turns on one service, with empty caches and no history; their tokens must be the same. A tool is a wait,
+and a text of digits that no index can know.
 """
 
 import asyncio
