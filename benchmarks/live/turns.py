@@ -1,7 +1,7 @@
 """Turns and tools on real replicas: samples that are held between their turns, against each turn as a new request.
 
-The modes take turns, with empty caches, on one service; their tokens must be the same. A tool is a wait, and a text of
-digits that no index can know.
+The modes take turns on one service, with empty caches and no history; their tokens must be the same. A tool is a wait,
+and a text of digits that no index can know.
 """
 
 import asyncio
@@ -94,8 +94,9 @@ async def trajectory(session: RolloutSession, work: Workload, number: int, index
 
 
 async def play(client: RolloutClient, work: Workload, held: bool) -> tuple[dict, list[Trajectory]]:
-    """All trajectories at once."""
+    """All trajectories at once. Without history: the runs make the same tokens, and would draft from each other."""
     await client.reset_caches()
+    await client.forget_history()
     began_s = time.monotonic()
     async with client.open(seed=5) as session:
         places = [(number, index) for number in range(work.prompts) for index in range(work.samples)]
