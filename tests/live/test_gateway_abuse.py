@@ -184,9 +184,9 @@ def held() -> dict[str, tuple[int, int]]:
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            name = (process.cmdline() or [""])[0]
-            if name.startswith(SERVERS):
-                found[name] = process.num_fds(), process.num_threads()
+            title = (process.cmdline() or [""])[0]  # with the name of the call that it runs
+            for server in filter(title.startswith, SERVERS):
+                found[server] = process.num_fds(), process.num_threads()
     assert len(found) == len(SERVERS), found
     return found
 
