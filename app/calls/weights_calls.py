@@ -67,6 +67,8 @@ class WeightsCalls:
         await asyncio.to_thread(keep_slots, self._slots_name(), self._app_name)
         return self._slots_name()
 
+    own_slots_blocking = blocking(own_slots)
+
     def _slots_name(self) -> str:
         import ray
 
@@ -136,6 +138,8 @@ class WeightsCalls:
         staged = memory_source(source)
         return await self.update_weights(staged.version if version is None else version, source, staged.digest)
 
+    finish_transfer_blocking = blocking(finish_transfer)
+
     async def rename_weights(self, version: str) -> WeightsLoaded:
         """The present weights under a higher number; under the present one nothing changes. Raises ValueError."""
         status = await self.status()
@@ -144,6 +148,8 @@ class WeightsCalls:
         if not status.weights_source:
             raise ValueError(f"weight version {version}: the weights are those of the start; update them first")
         return await self.update_weights(int(version), status.weights_source, status.weights_digest)
+
+    rename_weights_blocking = blocking(rename_weights)
 
 
 def staged_in(slots: Slots, version: int, served: tuple[int, str], tensors: Tensors) -> StagedWeights:

@@ -57,9 +57,10 @@ def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_ur
 
 
 def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(address, http):  # noqa: F811
-    client, settings = address[1], {"sampling_params": {"max_tokens": 400}}
-    tokens = [asked(http, index, **settings)["choices"][0]["token_ids"] for index in range(6)]
+    client, settings = address[1], {"sampling_params": {"max_tokens": 240}}
     with ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda index: asked(http, index, **settings), range(6)))
+        tokens = [one["choices"][0]["token_ids"] for one in expected]
         calls = [pool.submit(asked, http, index, **settings) for index in range(3)]
         until(lambda: client.status_blocking().running > 0)
         assert http.post("/pause?mode=keep").json() == {"status": "paused"}
