@@ -1,5 +1,7 @@
 """Trainers' own clients, unmodified, against a gateway on this machine: vLLM's weight-sync client and TRL's client."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import requests
 import torch
@@ -9,6 +11,7 @@ from trl.generation.vllm_client import VLLMClient
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from waiting import until
 
 from tailrace.app.calls.client import WeightsRejected
 from tailrace.app.model import perturbed
@@ -51,6 +54,23 @@ def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_ur
     assert http.get("/weight_info").json()["weight_version"] == str(version + 1)
     with pytest.raises(requests.HTTPError, match="401"):
         HTTPVLLMWeightSyncClient(trainer_url.replace("trainer:", "trainer:x")).start_weight_update()
+
+
+def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(address, http):  # noqa: F811
+    client, settings = address[1], {"sampling_params": {"max_tokens": 240}}
+    with ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda index: asked(http, index, **settings), range(6)))
+        tokens = [one["choices"][0]["token_ids"] for one in expected]
+        calls = [pool.submit(asked, http, index, **settings) for index in range(3)]
+        until(lambda: client.status_blocking().running > 0)
+        assert http.post("/pause?mode=keep").json() == {"status": "paused"}
+        assert http.get("/is_paused").json() == {"is_paused": True} and client.status_blocking().running == 0
+        waiting = client.status_blocking().waiting
+        calls += [pool.submit(asked, http, index, **settings) for index in range(3, 6)]
+        until(lambda: client.status_blocking().waiting == waiting + 3)
+        assert client.status_blocking().running == 0 and http.get("/health").status_code == 200
+        assert http.post("/resume").json() == {"status": "resumed"}
+        assert [call.result()["choices"][0]["token_ids"] for call in calls] == tokens
 
 
 def test_weights_over_http_need_no_ray_at_the_trainer(http, trainer_url, tiny_model):  # noqa: F811
