@@ -43,7 +43,7 @@ class GatewayService:
         self._client_of = client_of
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
-        self._loading = asyncio.Lock()
+        self._loading: asyncio.Task | None = None
         self._open: Counter[str] = Counter()  # requests by session
         self._renewing: asyncio.Task | None = None
 
@@ -54,14 +54,26 @@ class GatewayService:
 
     async def model(self, wanted: str | None = None) -> ServedModel:
         """The served model. Raises UnknownModel if a request wants another one."""
-        async with self._loading:  # once: transformers cannot be imported by two threads
-            if self._model is None:
-                status = await self.client(Role.OBSERVER).status()
-                prompts = await asyncio.to_thread(Prompts, status.model, status.max_model_len)
-                self._model = ServedModel(Path(status.model).name, status.model, status.max_model_len, prompts)
+        while self._model is None:
+            if self._loading is None:
+                self._loading = asyncio.ensure_future(self._load())
+                self._loading.add_done_callback(self._loaded)
+            await asyncio.shield(
+                self._loading
+            )  # a caller that leaves ends no import, and transformers cannot be imported by two threads
         if wanted not in (None, self._model.name, self._model.root):
             raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
         return self._model
+
+    async def _load(self) -> ServedModel:
+        status = await self.client(Role.OBSERVER).status()
+        prompts = await asyncio.to_thread(Prompts, status.model, status.max_model_len)
+        return ServedModel(Path(status.model).name, status.model, status.max_model_len, prompts)
+
+    def _loaded(self, task: asyncio.Task) -> None:
+        self._loading = None
+        if not task.cancelled() and task.exception() is None:
+            self._model = task.result()
 
     async def generate(
         self, role: Role, request: Sampled, prompts: Sequence[Mapping], max_tokens: int | None, naming: Naming
