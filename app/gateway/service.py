@@ -58,9 +58,7 @@ class GatewayService:
             if self._loading is None:
                 self._loading = asyncio.ensure_future(self._load())
                 self._loading.add_done_callback(self._loaded)
-            await asyncio.shield(
-                self._loading
-            )  # a caller that leaves ends no import, and transformers cannot be imported by two threads
+            await asyncio.shield(self._loading)  # a caller may leave; no two threads may import transformers
         if wanted not in (None, self._model.name, self._model.root):
             raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
         return self._model
