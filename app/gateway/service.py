@@ -61,7 +61,7 @@ class GatewayService:
         self._conversations = Conversations(config.conversation_tokens)
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
-        self._loading = asyncio.Lock()
+        self._loading: asyncio.Task | None = None
         self._open: Counter[str] = Counter()  # requests by session
         self._renewing: asyncio.Task | None = None
 
@@ -72,18 +72,28 @@ class GatewayService:
 
     async def model(self, wanted: str | None = None) -> ServedModel:
         """The served model. Raises UnknownModel if a request wants another one."""
-        async with self._loading:  # once: transformers cannot be imported by two threads
-            if self._model is None:
-                status = await self.client(Role.OBSERVER).status()
-                self._model = await asyncio.to_thread(self._load, status.model, status.max_model_len)
+        while self._model is None:
+            if self._loading is None:
+                self._loading = asyncio.ensure_future(self._load())
+                self._loading.add_done_callback(self._loaded)
+            await asyncio.shield(self._loading)  # a caller may leave; no two threads may import transformers
         if wanted not in (None, self._model.name, self._model.root):
             raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
         return self._model
 
-    def _load(self, folder: str, max_model_len: int) -> ServedModel:
+    async def _load(self) -> ServedModel:
+        status = await self.client(Role.OBSERVER).status()
+        return await asyncio.to_thread(self._read, status.model, status.max_model_len)
+
+    def _read(self, folder: str, max_model_len: int) -> ServedModel:
         prompts, name = Prompts(folder, max_model_len), self._config.tool_parser
         parser = None if name is None else ToolParser(name, prompts.tokenizer)
         return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
+
+    def _loaded(self, task: asyncio.Task) -> None:
+        self._loading = None
+        if not task.cancelled() and task.exception() is None:
+            self._model = task.result()
 
     async def chat(self, request: ChatRequest) -> Chat:
         """Raises ValueError, one line, if the request cannot be met."""

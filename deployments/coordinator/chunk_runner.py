@@ -110,6 +110,6 @@ def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> 
     elif result.prompt_logprobs is not None and len(result.prompt_logprobs.logprobs) != prompt_tokens - 1:
         problem = f"{len(result.prompt_logprobs.logprobs)} logprobs of a prompt of {prompt_tokens} tokens"
     elif any(np.isnan(some).any() for some in (result.logprobs, result.raw_logprobs)):
-        problem = "a logprob is not a number: the model's weights are broken"
+        problem = "a logprob is not a number: the sampling parameters allow no token, or the model's weights are broken"
     if problem is not None:
         raise ValueError(f"chunk {start.chunk_id}: the answer of {start.replica_id} is refused: {problem}")

@@ -8,6 +8,7 @@ import json
 import logging
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,3 +167,30 @@ def test_abuse_leaves_nothing_behind_and_changes_no_token(tmp_path, monkeypatch,
     loop.run_until_complete(whole())
     end_of(loop)
     assert statuses <= {200, 400, 401, 404, 413, 429, 499, None} and {200, 400, 401, 413, 429, 499} <= statuses
+
+
+def test_the_tokenizer_is_loaded_once_also_if_its_first_caller_leaves(monkeypatch):
+    loads, left = 0, asyncio.Event()
+
+    async def in_thread(*_):
+        nonlocal loads
+        loads += 1
+        await left.wait()
+        return SimulatedPrompts()
+
+    class Away:
+        async def status(self):
+            return SimpleNamespace(model="/m/simulated", max_model_len=512)
+
+    async def story() -> None:
+        gateway = service.GatewayService(lambda role: Away(), GatewayConfig())
+        first, second = (asyncio.ensure_future(gateway.model()) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        third = asyncio.ensure_future(gateway.model())
+        await asyncio.sleep(0.01)
+        left.set()
+        assert (await second).name == (await third).name == "simulated" and first.cancelled() and loads == 1
+
+    monkeypatch.setattr(service.asyncio, "to_thread", in_thread)
+    asyncio.run(story())
