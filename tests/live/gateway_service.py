@@ -14,6 +14,7 @@ from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions,
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.verification.tokens import with_engine
 
+PROMPT = (5, 300, 7, 41)
 TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}
 
 
@@ -39,3 +40,11 @@ def gateway(model: Path, folder: Path, **changes: int) -> Iterator[tuple[str, Ro
 
 def caller(url: str, role: str) -> httpx.Client:
     return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[role]}"}, timeout=120)
+
+
+def asked(http: httpx.Client, index: int, **changes) -> dict:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 24, "logprobs": 1}} | changes
+    headers = {"X-Tailrace-Seed": "9", "X-Tailrace-Group": "g", "X-Tailrace-Index": str(index)}
+    answer = http.post("/inference/v1/generate", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from live.test_gateway import TOKENS, address  # noqa: F401 - the fixture: a service with a gateway
+from gateway_service import TOKENS
 
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.renderers
-def test_rendered_messages_have_the_tokens_and_logprobs_of_a_batch(address, tiny_model):  # noqa: F811
+def test_rendered_messages_have_the_tokens_and_logprobs_of_a_batch(address, tiny_model):
     url, client = address
     command = [ROOT / ".venv-renderers/bin/python", ROOT / "integrations/renderers/roll.py"]
     done = subprocess.run(

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from live.test_gateway import TOKENS, address  # noqa: F401 - the fixture: a service with a gateway
+from gateway_service import TOKENS
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @pytest.mark.long
-def test_the_example_trains_three_steps_on_samples_of_its_own_weights(address, tiny_model, tmp_path):  # noqa: F811
+def test_the_example_trains_three_steps_on_samples_of_its_own_weights(address, tiny_model, tmp_path):
     url, client = address
     before = client.status_blocking().weights_version
     trainer = url.replace("http://", f"http://trainer:{TOKENS['trainer']}@")

@@ -8,13 +8,12 @@ from random import Random
 import httpx
 import openai
 import pytest
-from gateway_service import TOKENS, caller
+from gateway_service import PROMPT, TOKENS, asked, caller
 from waiting import until
 
 from tailrace.app.model import perturbed
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 
-PROMPT = (5, 300, 7, 41)
 OPEN = {
     "type": "object",
     "properties": {"open": {"type": "boolean"}},
@@ -22,20 +21,6 @@ OPEN = {
     "additionalProperties": False,
 }
 TOOLS = [{"type": "function", "function": {"name": "door", "parameters": OPEN, "strict": True}}]
-
-
-@pytest.fixture(scope="module")
-def http(address):
-    with caller(address[0], "trainer") as client:
-        yield client
-
-
-def asked(http: httpx.Client, index: int, **changes) -> dict:
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 24, "logprobs": 1}} | changes
-    headers = {"X-Tailrace-Seed": "9", "X-Tailrace-Group": "g", "X-Tailrace-Index": str(index)}
-    answer = http.post("/inference/v1/generate", json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def test_requests_of_three_clients_have_the_tokens_of_a_batch(address):

@@ -111,6 +111,6 @@ def test_single_samples_are_those_of_the_batch_and_weights_are_the_service_s(add
     answers = {answer.sample.sample_index: answer.sample.token_ids for answer in asyncio.run(story())}
     assert answers == {one.sample_index: one.token_ids for one in whole.samples}
     status, info = address[1].status_blocking(), light.server_info_blocking()
-    assert (info.model, info.weights_version, info.replicas) == (status.model, 0, 2)
+    assert (info.model, info.weights_version, info.replicas) == (status.model, status.weights_version, 2)
     assert light.weight_info_blocking().digest == status.weights_digest
     assert light.detokenize_blocking(light.tokenize_blocking("A word", add_special_tokens=False)) == "A word"

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 import torch
-from live.test_gateway import PROMPT, TOKENS, address, asked, http  # noqa: F401 - its fixtures: a service with a gateway
+from gateway_service import PROMPT, TOKENS, asked
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 from vllm.distributed.weight_transfer.base import ModuleSource
@@ -20,7 +20,7 @@ from tailrace.app.weights.trainer_engine import MemoryTrainerInitInfo, register
 
 
 @pytest.fixture(scope="module")
-def trainer_url(address) -> str:  # noqa: F811
+def trainer_url(address) -> str:
     """The gateway's address with a trainer's token: clients send it by themselves."""
     return address[0].replace("http://", f"http://trainer:{TOKENS['trainer']}@")
 
@@ -30,7 +30,7 @@ def other(tiny_model, tmp_path_factory):
     return perturbed(tiny_model, tmp_path_factory.mktemp("other") / "weights", seed=1, scale=0.5)
 
 
-def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_url, other, tiny_model):  # noqa: F811
+def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_url, other, tiny_model):
     register()
     before = asked(http, 0)["choices"][0]
     assert http.post("/update_weights", json={"weight_dir": str(other)}).status_code == 200
@@ -56,7 +56,7 @@ def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_ur
         HTTPVLLMWeightSyncClient(trainer_url.replace("trainer:", "trainer:x")).start_weight_update()
 
 
-def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(address, http):  # noqa: F811
+def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(address, http):
     client, settings = address[1], {"sampling_params": {"max_tokens": 240}}
     with ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda index: asked(http, index, **settings), range(6)))
@@ -73,7 +73,7 @@ def test_a_pause_holds_samples_in_flight_and_new_ones_and_changes_no_token(addre
         assert [call.result()["choices"][0]["token_ids"] for call in calls] == tokens
 
 
-def test_weights_over_http_need_no_ray_at_the_trainer(http, trainer_url, tiny_model):  # noqa: F811
+def test_weights_over_http_need_no_ray_at_the_trainer(http, trainer_url, tiny_model):
     weights = HttpWeights(trainer_url)
     version = weights.status_blocking().weights_version
     tensors = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
