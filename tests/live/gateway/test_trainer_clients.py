@@ -27,7 +27,7 @@ def trainer_url(address) -> str:
 
 @pytest.fixture(scope="module")
 def other(tiny_model, tmp_path_factory):
-    return perturbed(tiny_model, tmp_path_factory.mktemp("other") / "weights", seed=1, scale=0.5)
+    return perturbed(tiny_model, tmp_path_factory.mktemp("other") / "weights", seed=2, scale=0.5)
 
 
 def test_vllms_weight_sync_client_brings_weights_through_memory(http, trainer_url, other, tiny_model):
