@@ -84,7 +84,7 @@ def _answer(choice: dict, settings: BatchSettings, group: str) -> SampleAnswer:
         logprobs=logprobs["token_logprobs"] if content is None else [one["logprob"] for one in content],
         raw_logprobs=(),
         finish_reason=ENDS[choice["finish_reason"]],
-        stop_reason=choice["stop_reason"],
+        stop_reason=choice.get("stop_reason"),
         segments=[_segment(span, key["weights_digests"]) for span in choice["weight_versions"]],
     )
     return _as_answer(settings, group, choice["prompt_token_ids"], sample)
