@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ("--calls", "64", "--keys", "640", "--samples", "1024", "--json")
 
 
+@pytest.mark.long
 def test_every_part_is_measured_and_reported():
     command = [sys.executable, "-m", "tailrace", "bench", "control", *SMALL]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)

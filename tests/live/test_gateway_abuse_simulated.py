@@ -172,11 +172,11 @@ def test_abuse_leaves_nothing_behind_and_changes_no_token(tmp_path, monkeypatch,
 def test_the_tokenizer_is_loaded_once_also_if_its_first_caller_leaves(monkeypatch):
     loads, left = 0, asyncio.Event()
 
-    async def in_thread(*_):
+    async def in_thread(_, folder, max_model_len):
         nonlocal loads
         loads += 1
         await left.wait()
-        return SimulatedPrompts()
+        return service.ServedModel("simulated", folder, max_model_len, SimulatedPrompts())
 
     class Away:
         async def status(self):

@@ -14,6 +14,8 @@ from tailrace.app.verification.tokens import with_engine
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.policies.families.registry import Policies
 
+pytestmark = pytest.mark.long
+
 ONE_SLOT = {"max_running": 1, "cores": None}
 """Samples have to wait, so that there is time for KV to travel."""
 

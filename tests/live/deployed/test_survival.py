@@ -138,6 +138,7 @@ def test_leaving_the_iterator_cancels_the_batch(client):
     run(gone(client))
 
 
+@pytest.mark.long
 def test_a_killed_drivers_batch_goes_to_the_one_that_comes_back(client, tmp_path):
     batch = batch_of("comes-back", groups=2, samples=2, max_tokens=LONG_TOKENS, forced=True)
     path = tmp_path / "batch.json"

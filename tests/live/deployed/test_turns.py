@@ -3,6 +3,8 @@
 import asyncio
 from itertools import pairwise
 
+import pytest
+
 from tailrace.app.calls.session import RolloutSession
 from tailrace.deployments.messages.session import SampleAnswer
 
@@ -22,7 +24,10 @@ async def trajectory(session: RolloutSession, index: int, hold_s: float) -> list
     return answers
 
 
+@pytest.mark.long
 def test_held_turns_have_the_tokens_of_others_and_compute_at_most_a_block_a_chunk_again(client):
+    """And one more where a stop text ended the turn before: a block with drafts beyond it fits no later context."""
+
     async def story() -> tuple:
         async with client.open(seed=8) as session:
             held = await asyncio.gather(*(trajectory(session, index, 60.0) for index in range(4)))
@@ -40,5 +45,5 @@ def test_held_turns_have_the_tokens_of_others_and_compute_at_most_a_block_a_chun
         for before, after in pairwise(answers):
             computed = len(before.prompt_token_ids) + len(before.sample.token_ids) - 1
             again = after.sample.computed_tokens - (len(after.prompt_token_ids) - computed) - (after.sample.chunks - 1)
-            assert 0 <= again <= BLOCK_TOKENS * after.sample.chunks
+            assert 0 <= again <= BLOCK_TOKENS * (after.sample.chunks + (before.sample.stop_reason == " the"))
     assert held_now == 0 and client.status_blocking().batches == ()

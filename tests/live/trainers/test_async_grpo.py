@@ -215,6 +215,7 @@ def test_settings_that_would_not_be_honoured_are_refused(small_model, tmp_path, 
         trainer_of(small_model, tmp_path, AsyncStandIn(small_model), **settings)
 
 
+@pytest.mark.long
 def test_the_example_script_trains_on_a_real_service(tiny_model, tmp_path, monkeypatch):
     script = EXAMPLES / "trl_async_grpo.py"
     file = yaml.safe_load(DEFAULT_CONFIG.read_text())
