@@ -3,23 +3,18 @@
 import asyncio
 import json
 import logging
-from dataclasses import replace
 from itertools import chain
-from random import Random
 
 import httpx
 import pytest
+from virtual_cluster import play as play_on
 
-from tailrace.app.fuzz.cluster import SimulatedCluster, SimulatedPrompts
+from tailrace.app.fuzz.cluster import SimulatedPrompts
 from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.run import end_of, plan_of
 from tailrace.app.fuzz.stepper import EOS
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
-from tailrace.deployments.messages.liveness import LEASE_S
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
@@ -50,22 +45,14 @@ def play(tmp_path):
     """Runs a story with the gateway over a cluster of two replicas, and looks for leftovers after it."""
 
     def run(story, **sizes):
-        async def whole():
-            size = replace(plan_of(0).size, replicas=2, limits=None, mean_tokens=60, step_tokens=4, step_s=0.1)
-            cluster = SimulatedCluster(
-                replace(size, **(CHUNKS | sizes)), Random(0), LogDisk("sound", tmp_path, Random(0))
-            )
+        async def with_gateway(cluster, client):
             service = GatewayService(lambda role: driver_client(cluster), GatewayConfig())
             service._model = ServedModel("simulated", "simulated", 512, ChattingPrompts())
             app = make_app(service, GatewayConfig())
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
                 await story(cluster, http, app)
-            await asyncio.sleep(2 * LEASE_S)
-            assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}
 
-        loop = VirtualLoop()
-        loop.run_until_complete(whole())
-        end_of(loop)
+        play_on(with_gateway, tmp_path, **({"mean_tokens": 60} | CHUNKS | sizes))
 
     return run
 

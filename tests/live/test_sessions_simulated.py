@@ -3,23 +3,17 @@
 import asyncio
 import logging
 from contextlib import aclosing
-from dataclasses import replace
 from random import Random
 
 import pytest
+from virtual_cluster import play as play_on
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient, RolloutRejected
 from tailrace.app.calls.refused import StreamBroken
 from tailrace.app.calls.session import groups_of_answers
-from tailrace.app.fuzz.cluster import SimulatedCluster
-from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.run import end_of, plan_of
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.batches import open_batch, open_sessions
 from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
 from tailrace.deployments.batches.quotas import Quotas
-from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 from tailrace.policies.families.registry import Policies
@@ -38,21 +32,7 @@ def _quiet():
 @pytest.fixture
 def play(tmp_path):
     """Runs a story on a cluster of two replicas, and looks for leftovers after it."""
-
-    def run(story, **sizes):
-        async def whole():
-            size = replace(plan_of(0).size, replicas=2, limits=None, mean_tokens=60, step_tokens=4, step_s=0.1)
-            size = replace(size, **({"policies": {}} | sizes))
-            cluster = SimulatedCluster(size, Random(0), LogDisk("sound", tmp_path, Random(0)))
-            await story(cluster, driver_client(cluster))
-            await asyncio.sleep(2 * LEASE_S)
-            assert not {name: count for name, count in cluster.coordinator.rollouts.books().items() if count}
-
-        loop = VirtualLoop()
-        loop.run_until_complete(whole())
-        end_of(loop)
-
-    return run
+    return lambda story, **sizes: play_on(story, tmp_path, **({"mean_tokens": 60} | sizes))
 
 
 def tokens_of(groups) -> dict[str, list[tuple[int, ...]]]:
