@@ -171,6 +171,7 @@ def ways_of(journal) -> tuple[set, set]:
     return {start.way for start in starts if not start.start}, {start.way for start in starts}
 
 
+@pytest.mark.long
 def test_a_drafter_that_is_killed_takes_no_token_with_it_and_comes_back(client, expected):
     async def work():
         fixed = {"type": "fixed", "tokens": 8}

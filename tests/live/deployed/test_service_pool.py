@@ -127,6 +127,7 @@ def test_an_update_finds_old_kv_only_where_it_was_asked_for(client, other_weight
     assert (sum(hits) == 0) == (kv_on_update == "fresh")
 
 
+@pytest.mark.long
 def test_a_replica_that_starts_late_has_the_current_weights_before_it_is_used(client):
     wanted = batch("late", samples=4, max_tokens=64)
 
