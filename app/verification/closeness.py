@@ -44,7 +44,7 @@ def total(work: Counter[str]) -> Counter[str]:
 def noise_of(expected: list[GroupResult], got: list[GroupResult]) -> np.ndarray:
     """Returns f64[n]: how far the distance between two candidates moves, of each token that both rollouts share.
 
-    By raw logprobs; results over HTTP have none, so they tell nothing.
+    By raw logprobs; results over HTTP have none, so they are left out.
     """
     theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
     moved = [np.zeros(0)]

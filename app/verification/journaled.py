@@ -1,4 +1,4 @@
-"""What the coordinator's journal tells of a run: chunks that raced, and counts that results over HTTP do not carry.
+"""A run by the coordinator's journal: chunks that raced, and counts that results over HTTP do not carry.
 
 Called by app/verification/tokens.py.
 """

@@ -1,5 +1,6 @@
 """Services for the runs: the configured service with other engine settings, with replicas that may go, with a gateway
-for HTTP, or with a draft model. Starting one takes longer than a run, so runs of one kind share it. Called by tokens.py.
+for HTTP, or with a draft model. Runs of one kind share a service: starting one takes longer than a run. Called by
+tokens.py.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ Engine = tuple[tuple[str, object], ...]
 @dataclass(frozen=True, slots=True)
 class Service:
     """`engine`: settings that differ. `elastic`: replicas may be given back. `drafter`: a draft model has the place of
-    one replica. `gateway`: HTTP is beside it, on a free port of loopback. `restarted`: its cluster is a process of its
-    own, and is restarted under the run."""
+    one replica. `gateway`: it has HTTP, on a free port of loopback. `restarted`: its cluster is a process of its own,
+    and is restarted under the run."""
 
     engine: Engine = ()
     elastic: bool = False

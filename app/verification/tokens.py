@@ -44,7 +44,7 @@ REPORTED_S = 1.5
 
 async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, file: ServeFile) -> dict:
     """Roll out the workload once on all replicas of this service. Returns its groups, the note, tokens pulled, and
-    what its journal tells."""
+    counts by the journal."""
     journaled, batch = "races" in run.shows or run.clients, ruled(batch) if run.ruled else batch
     if journaled:
         await client.journal(True)
