@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(client, tmp_path
 
 @pytest.mark.parametrize(("version", "kv_on_update"), [(1, "fresh"), (2, "keep")])
 def test_an_update_finds_old_kv_only_where_it_was_asked_for(client, other_weights, version, kv_on_update):
-    wanted = batch(f"update-{version}", samples=1, max_tokens=160, keep_trace=True)
+    wanted = batch(f"update-{version}", samples=1, max_tokens=120, keep_trace=True)
 
     async def update():
         while not any(b.tokens > 200 for b in (await client.status()).batches):
@@ -123,7 +123,7 @@ def test_an_update_finds_old_kv_only_where_it_was_asked_for(client, other_weight
     hits = [chunk["attributes"]["cached_tokens"] for chunk in first_chunks(spans, version)]
     assert len(loaded.replicas) == 2 and loaded.version == version
     assert len(hits) == sum(crossing(group, version) is not None for group in groups.values()) > 0
-    assert all(len(group.samples[0].token_ids) <= 160 for group in groups.values())
+    assert all(len(group.samples[0].token_ids) <= 120 for group in groups.values())
     assert (sum(hits) == 0) == (kv_on_update == "fresh")
 
 

@@ -80,8 +80,8 @@ async def seen_tokens(client: RolloutClient, batch_id: str, tokens: int) -> None
 def test_a_batch_outlives_its_coordinator(client):
     async def killed():
         await client.set_policies(CHUNKS)
-        undisturbed = await tokens_of(client, batch_of("undisturbed", groups=3, samples=4, max_tokens=120))
-        batch = batch_of("survives", groups=3, samples=4, max_tokens=120)
+        undisturbed = await tokens_of(client, batch_of("undisturbed", groups=3, samples=4, max_tokens=72))
+        batch = batch_of("survives", groups=3, samples=4, max_tokens=72)
         killer = asyncio.create_task(kill_the_coordinator(client, batch.batch_id))
         found = await tokens_of(client, batch)
         return undisturbed, found, await killer

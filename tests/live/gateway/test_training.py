@@ -5,11 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from live.trainers.test_run import TASK
 
-from tailrace.app.cluster import service
-from tailrace.app.config import DEFAULT_CONFIG, ServeFile
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
@@ -19,14 +16,13 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "trl_grpo.py"
 
 
-@pytest.fixture(scope="module")
-def client(tiny_model):
-    file = yaml.safe_load(DEFAULT_CONFIG.read_text())
-    file["applications"][0]["args"]["engine"] |= {"model": str(tiny_model), "kv_cache_gib": 0.5, "max_model_len": 1024}
+@pytest.fixture(scope="module", autouse=True)
+def on_its_weights(client, tiny_model):
+    """The service has those that the trainers begin with, and reward functions are found, also by their processes."""
+    client.update_weights_blocking(client.status_blocking().weights_version + 1, str(tiny_model))
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "tests")  # the reward functions, also in the processes of the pool
-        with service(ServeFile.model_validate(file), None) as client:
-            yield client
+        patch.syspath_prepend(ROOT / "tests")
+        yield
 
 
 def test_the_example_script_trains_on_a_real_service(client, tiny_model, tmp_path, monkeypatch):

@@ -3,37 +3,21 @@
 import asyncio
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
+from gateway_service import slots
 from safetensors.numpy import load_file
 
 from tailrace.app.calls.client import RolloutClient, WeightsRejected
-from tailrace.app.cluster import service
-from tailrace.app.config import load_config
 from tailrace.app.model import perturbed
 from tailrace.app.verification.disturbances import kill_actors
-from tailrace.app.verification.tokens import with_engine
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 
 GROUPS = tuple(
     PromptGroup(prompt_id=str(i), text=text, samples=2, max_tokens=24)
     for i, text in enumerate(("Count to three:", "Name a colour:", "Say a word:"))
 )
-
-
-def slots() -> list[str]:
-    return sorted(path.name for path in Path("/dev/shm").glob("tailrace-*"))
-
-
-@pytest.fixture(scope="module")
-def client(tiny_model):
-    before = slots()
-    file = with_engine(load_config(), {"model": str(tiny_model), "kv_cache_gib": 0.25, "max_model_len": 512})
-    with service(file, None) as client:
-        yield client
-    assert set(slots()) <= set(before), "nothing of the service is left in shared memory"
 
 
 @pytest.fixture(scope="module")
