@@ -49,6 +49,7 @@ ROOMS = (
     "app/simulator_training",
     "app/report",
     "app/timeline",
+    "app/watch",
     "app/replay",
     "app/verification",
     "app/soak",

@@ -13,7 +13,7 @@ from tailrace.policies.families.registry import Policies
 
 COORDINATOR = Path(__file__).parent.parent / "deployments" / "coordinator" / "coordinator.py"
 RIGHTS = {
-    Role.OBSERVER: {"status", "replica_changes"},
+    Role.OBSERVER: {"status", "longest_samples", "replica_changes"},
     Role.EVALUATOR: {
         "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
         "stream_sample",

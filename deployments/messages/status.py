@@ -49,6 +49,20 @@ class BatchStatus(Message):
     seconds: float
 
 
+class SampleStatus(Message):
+    """A sample that has not ended. `tokens`: answer tokens, those of its running chunk as last reported;
+    `expected_tokens`: of the whole answer, by the `lengths` policy; `copies`: running ones that race with it."""
+
+    sample_id: str
+    state: str  # waiting, running or held
+    replica_id: str | None  # where its present or last chunk runs
+    tokens: int
+    expected_tokens: int
+    max_tokens: int
+    chunks: int
+    copies: int
+
+
 class PoolView(Message):
     """The KV pool: its own figures (see kvpool.status.PoolStatus), or None if it is down; and counts of its use.
 
