@@ -14,6 +14,7 @@ from tailrace.app.errors import MissingExtra, did_you_mean
 
 COMMANDS = {
     "bench": "Benchmarks of a checkout: `bench --help` lists them.",
+    "board": "Serve a page that shows a running service as it changes.",
     "compare": "Compare two simulations, system by system.",
     "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
     "drafts": "Inspect what drafts are made from.",
@@ -37,7 +38,8 @@ COMMANDS = {
 }
 
 
-FOLDERS = dict.fromkeys(("fuzz", "soak", "verify"), "checks.") | dict.fromkeys(("status", "timeline", "top"), "views.")
+VIEWS = "board", "status", "timeline", "top"
+FOLDERS = dict.fromkeys(("fuzz", "soak", "verify"), "checks.") | dict.fromkeys(VIEWS, "views.")
 """Commands of folders: `checks` disturb the service, or repeat a run, and check every token; `views` show a service or
 a run."""
 

@@ -50,6 +50,7 @@ ROOMS = (
     "app/report",
     "app/timeline",
     "app/watch",
+    "app/board",
     "app/replay",
     "app/verification",
     "app/soak",

@@ -33,7 +33,7 @@ from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
-from tailrace.deployments.messages.status import SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
@@ -218,6 +218,9 @@ class Rollouts:
 
     def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
         return longest_samples(self._core, count)
+
+    def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        return self._batches.detail(sample_id)
 
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tailrace.deployments.messages.rollout import Message
+from tailrace.deployments.messages.rollout import Message, Segment
 
 
 class ReplicaStatus(Message):
@@ -61,6 +61,21 @@ class SampleStatus(Message):
     max_tokens: int
     chunks: int
     copies: int
+
+
+class SampleDetail(Message):
+    """A sample that has not ended, as far as its chunks have. `segments`: of its present turn, each of one replica and
+    one version of the weights; `text`: of its last `text_tokens` tokens."""
+
+    sample_id: str
+    tokens: int
+    segments: tuple[Segment, ...]
+    cached_tokens: int
+    computed_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    text_tokens: int
+    text: str
 
 
 class PoolView(Message):
