@@ -43,8 +43,8 @@ test-verl: setup ## the plug-in for verl against verl 0.9.1, in an environment o
 	.venv-verl/bin/pip install -q --no-deps --no-build-isolation -e . -e integrations/verl && touch .venv-verl/.made; }
 	@cd integrations/verl && ../../.venv-verl/bin/python -m pytest
 
-test-renderers: setup ## prime-rl's renderers 0.1.12 against a gateway, in an environment of their own below .venv-renderers
-	@[ -e .venv-renderers/.made ] || { $(PYTHON) -m venv --clear .venv-renderers && \
+test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, in an environment of their own, .venv-renderers
+	@[ .venv-renderers/.made -nt integrations/renderers/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-renderers && \
 	.venv-renderers/bin/pip install -q --no-deps -r integrations/renderers/requirements.txt && touch .venv-renderers/.made; }
 	@$(PY) -m pytest --renderers -m renderers tests/live/trainers/test_renderers.py
 

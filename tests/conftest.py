@@ -22,7 +22,7 @@ TIERS = ("pure", "live", "gpu")
 ON_REQUEST = {
     "long": "the tests marked `long`",
     "hosts": "the tests on hosts of their own (root)",
-    "renderers": "the tests of prime-rl's renderers, which have an environment of their own",
+    "renderers": "the tests of prime-rl's renderers and verifiers, which have an environment of their own",
     "browser": "the test of the board in Chromium, which has an environment of its own",
 }
 HEAVY = {"ray", "vllm"}
