@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -47,6 +47,12 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 	@[ .venv-renderers/.made -nt integrations/renderers/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-renderers && \
 	.venv-renderers/bin/pip install -q --no-deps -r integrations/renderers/requirements.txt && touch .venv-renderers/.made; }
 	@$(PY) -m pytest --renderers -m renderers tests/live/trainers/test_renderers.py
+
+test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
+	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null
+	@[ -e .venv-browser/.made ] || { $(PYTHON) -m venv --clear .venv-browser && \
+	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made; }
+	@$(PY) -m pytest --browser -m browser tests/live/deployed/test_board_browser.py
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak
