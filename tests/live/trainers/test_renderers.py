@@ -44,13 +44,15 @@ def test_rendered_messages_have_the_tokens_and_logprobs_of_a_batch(address, tiny
 
 def turns_of(trace: dict) -> list[tuple[tuple, tuple, list]]:
     """Of each answer: the tokens before it, its tokens, and their logprobs."""
-    found, before = [], []
-    for node in trace["nodes"]:
-        sampled = [token for token, mine in zip(node["token_ids"], node["mask"], strict=True) if mine]
+    nodes, found = trace["nodes"], []
+
+    def path(place: int | None) -> list[int]:
+        return [] if place is None else path(nodes[place].get("parent")) + nodes[place]["token_ids"]
+
+    for place, node in enumerate(nodes):
         if node["sampled"]:
-            scaffold = node["token_ids"][: len(node["token_ids"]) - len(sampled)]
-            found.append(((*before, *scaffold), tuple(sampled), node["logprobs"]))
-        before += node["token_ids"]
+            tokens, answer = tuple(path(place)), sum(node["mask"])
+            found.append((tokens[:-answer], tokens[-answer:], node["logprobs"]))
     return found
 
 
