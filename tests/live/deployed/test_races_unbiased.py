@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.verification.runs import RACES
-from tailrace.app.verification.tokens import compare, copies
+from tailrace.app.verification.journaled import Journaled
+from tailrace.app.verification.tokens import compare
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
@@ -39,7 +40,7 @@ async def roll_all(client, prompts) -> dict:
     await client.journal(True)
     await client.set_policies(RACING)
     raced = [group for prompt in prompts for group in await rolled(client, prompt.prompt_id, [prompt], 0)]
-    return {"alone": alone, "raced": raced, "copies": copies(await client.journal(False))}
+    return {"alone": alone, "raced": raced, "copies": Journaled(await client.journal(False)).races}
 
 
 @pytest.fixture(scope="module")
