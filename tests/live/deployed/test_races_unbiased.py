@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
-from tailrace.app.verification.runs import RACES
 from tailrace.app.verification.journaled import Journaled
+from tailrace.app.verification.runs import RACES
 from tailrace.app.verification.tokens import compare
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
 from tailrace.policies.families.registry import Policies
