@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from random import Random
 
 from tailrace.app.fuzz.actors import SimulatedMaster, SimulatedShard
+from tailrace.app.fuzz.disk import Disk
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.replica import SimulatedReplica
-from tailrace.app.fuzz.stepper import VOCABULARY, Disk, SimulatedStepper
+from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog

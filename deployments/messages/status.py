@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import Message
 
 
@@ -83,4 +84,5 @@ class ServiceStatus(Message):
     max_model_len: int = 0  # tokens of prompt and answer
     paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
     held: int = 0  # samples between two turns
+    adapters: tuple[Adapter, ...] = ()  # that requests may name
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND
