@@ -29,6 +29,7 @@ class AdapterLoads:
         self.book = AdapterBook()
         self._alone = asyncio.Lock()
         self._is_first = True
+        self.read = adapter_digest  # of a folder, where no replica is up that could
 
     def observe(self, reports: Collection[EngineStats]) -> None:
         """Takes the first reports of replicas: an earlier coordinator may have named adapters."""
@@ -43,7 +44,7 @@ class AdapterLoads:
         async with self._alone:
             try:
                 found = await self._engines.load_adapter(path)
-                found = found or {await asyncio.to_thread(adapter_digest, path)}  # no replica is up
+                found = found or {await asyncio.to_thread(self.read, path)}
             except TimeoutError:
                 return Rejected(reason=f"adapter {name!r}: {path}: a replica could not load it in time")
             except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's

@@ -21,7 +21,7 @@ class Adapters:
 
     def __init__(self, engine):
         self._engine, config = engine, engine.vllm_config.lora_config
-        self._slots, self._capacity = (config.max_loras, config.max_cpu_loras) if config else (0, 0)
+        self.slots, self._capacity = (config.max_loras, config.max_cpu_loras) if config else (0, 0)
         self._numbers: dict[str, int] = {}  # of the loaded ones, by digest, the longest unused first
         self._made = 0
         self._used: Counter[str] = Counter()  # running chunks by digest
@@ -42,7 +42,7 @@ class Adapters:
 
         `digest`: of the content that is meant. Raises AdapterRefused, one line; nothing has changed then.
         """
-        if not self._slots:
+        if not self.slots:
             raise AdapterRefused(OFF)
         if digest not in self._numbers:
             found = adapter_digest(path)
@@ -90,10 +90,10 @@ class Adapters:
 
     def admits(self, chunk: ChunkRequest) -> bool:
         """Returns whether a new chunk may run at once: it has no adapter, or none waits and its own has a slot."""
-        return chunk.adapter is None or not self._slots or (not self._waiting and self._has_slot(chunk.adapter))
+        return chunk.adapter is None or not self.slots or (not self._waiting and self._has_slot(chunk.adapter))
 
     def _has_slot(self, adapter: Adapter) -> bool:
-        return adapter.digest in +self._used or len(+self._used) < self._slots
+        return adapter.digest in +self._used or len(+self._used) < self.slots
 
     def wait(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Keeps a chunk until `admitted` gives it."""

@@ -59,6 +59,7 @@ class Stepper:
             "block_tokens": settings.cache_config.block_size,
             "kv_capacity_blocks": self._requests.kv_blocks,
             "max_running": config.max_running,
+            "max_loras": self.adapters.slots,
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }

@@ -130,4 +130,5 @@ class EngineStats:
     # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
     work: dict[str, int] = field(default_factory=dict)
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost
+    max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
     adapters: tuple[Adapter, ...] = ()  # the last one of each name that it has heard of, loaded or not

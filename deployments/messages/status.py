@@ -22,9 +22,10 @@ class ReplicaStatus(Message):
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
     node_id: str = ""
     cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
-    dtype: str = ""  # see EngineStats, as the next two
+    dtype: str = ""  # see EngineStats, as the next three
     ranks: int = 1
     weight_transfer: str = ""
+    max_loras: int = 0
 
 
 class ReplicasChanged(Message):

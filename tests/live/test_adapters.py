@@ -175,17 +175,21 @@ def test_names_are_reported_until_they_are_forgotten(engine, adapters):
     assert "poet" not in [one.name for one in engine.stats().adapters]
 
 
+UP = "base_model.model.model.layers.{}.mlp.up_proj.lora_{}.weight"
+HEAD = "base_model.model.lm_head"
+
+
 @pytest.mark.parametrize(
     ("reason", "changes"),
     [
         ("LoRA rank 16 is greater than max_lora_rank 8", {"rank": 16}),
         ("does not yet support DoRA", {"config": {"use_dora": True}}),
-        ("lm_head", {"extra": {"base_model.model.lm_head.lora_A.weight": (4, 128)}}),
-        ("[4, 64], for a weight of [128, 128]", {"extra": {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": (4, 64)}}),
-        ("layers.7.mlp.up_proj", {"extra": {f"base_model.model.model.layers.7.mlp.up_proj.lora_{x}.weight": s for x, s in (("A", (4, 128)), ("B", (128, 4)))}}),
-        ("merge it", {"extra": {"base_model.model.lm_head.weight": (8, 8)}}),
+        ("lm_head", {"extra": {f"{HEAD}.lora_A.weight": (4, 128)}}),
+        ("[4, 64], for a weight of [128, 128]", {"extra": {UP.format(0, "A"): (4, 64)}}),
+        ("layers.7.mlp", {"extra": {UP.format(7, "A"): (4, 128), UP.format(7, "B"): (128, 4)}}),
+        ("merge it", {"extra": {f"{HEAD}.weight": (8, 8)}}),
     ],
-)  # fmt: skip
+)
 def test_a_bad_adapter_is_refused_in_one_line(engine, alone, tmp_path, reason, changes):
     import torch
 
