@@ -24,7 +24,7 @@ class AdapterCalls:
         The folder has PEFT's adapter_config.json and adapter_model.safetensors. The same content again changes nothing,
         so a call may be repeated; another content is the next version of the name, for the samples that come from now
         on: those in flight end with the one that they began with, so keep its folder for as long. Returns its version
-        and digest. Raises AdapterRejected, with the reason; the name then stands for the same as before.
+        and digest. Raises AdapterRejected, with the reason; the name then keeps its content.
         """
         answer = await self._ask("load_adapter", name, path)
         if isinstance(answer, Rejected):

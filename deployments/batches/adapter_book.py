@@ -38,7 +38,7 @@ class AdapterBook:
         self._named.pop(name, None)
 
     def adopt(self, found: Iterable[Adapter]) -> None:
-        """Takes what replicas know from an earlier coordinator, the highest version of each name."""
+        """Takes adapters that replicas know from an earlier coordinator, the highest version of each name."""
         for adapter in found:
             if adapter.version > self._versions.get(adapter.name, 0):
                 self._named[adapter.name], self._versions[adapter.name] = adapter, adapter.version

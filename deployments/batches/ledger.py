@@ -201,7 +201,7 @@ class GroupRecord:
     group: PromptGroup
     prompt: np.ndarray
     prompt_key: str
-    adapter: Adapter | None = None  # of all its samples, whatever its name stands for later
+    adapter: Adapter | None = None  # of all its samples, whatever content its name gets later
     samples: list[SampleRecord] = field(default_factory=list)
     prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
     log_name: bytes = b""  # in the token log, once that has written of it

@@ -20,7 +20,8 @@ from tailrace.deployments.messages.rollout import PromptGroup, Rejected, Rollout
 class Prepared:
     """A group with its prompt in token ids and `max_tokens` cut to the room that the model's context leaves.
 
-    `adapter`: the content that its adapter's name stands for; see `AdapterBook`."""
+    `adapter`: the present content of its adapter's name; see `AdapterBook`.
+    """
 
     group: PromptGroup
     token_ids: tuple[int, ...]

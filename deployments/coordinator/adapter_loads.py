@@ -1,6 +1,6 @@
 """Loads and unloads of adapters on all replicas, by a driver's call.
 
-Invariant: a name stands for a content only after every replica that is up has loaded it, and all of them read the same.
+Invariant: a name gets a content only after every replica that is up has loaded it, and all of them read the same.
 One that starts later loads it with the first chunk that wants it. Used by `Rollouts`.
 """
 

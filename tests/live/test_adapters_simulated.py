@@ -81,7 +81,7 @@ def test_a_turn_under_another_adapter_is_a_new_context(tmp_path):
             then = await session.generate(context, **asked)
         assert first.sample.token_ids == expected("poet", 0, 20)
         assert then.sample.token_ids == expected("", 0, 40)[20:]
-        assert then.sample.cached_tokens < len(context) - 8, "its KV is of other layers"
+        assert then.sample.computed_tokens >= len(context), "none of its KV was found"
 
     play(story, tmp_path, **LONG)
 
