@@ -123,9 +123,8 @@ class RolloutClient(SessionCalls, WeightsCalls, AdapterCalls):
                     await self.update_weights(*self._weights)  # the service was restarted
                     raise Interrupted(RolloutRejected(item.reason))
                 elif item.by is RejectedBy.ADAPTER:
-                    if await self._load_again({group.adapter for group in batch.groups}):
-                        raise Interrupted(UnknownAdapter(item.reason))
-                    raise UnknownAdapter(item.reason)
+                    unknown = UnknownAdapter(item.reason)
+                    raise Interrupted(unknown) if await self._load_again(batch.adapters) else unknown
                 elif item.by is RejectedBy.READER:
                     raise Interrupted(RolloutRejected(item.reason), READER_S)
                 elif item.by is RejectedBy.QUOTA:

@@ -89,6 +89,11 @@ class RolloutBatch(BatchSettings):
 
     groups: tuple[PromptGroup, ...] = Field(min_length=1)
 
+    @property
+    def adapters(self) -> set[str]:
+        """Names of the adapters that it asks for."""
+        return {group.adapter for group in self.groups} - {None}
+
     @model_validator(mode="after")
     def _unique(self):
         ids = [group.prompt_id for group in self.groups]
