@@ -58,6 +58,7 @@ class VerificationRun:
     ruled: bool = False  # with rules for tokens; compared with the first run that has them
     adapted: bool = False  # two groups of three with an adapter each; compared with the first such run
     ask: Callable[[RolloutClient, RolloutBatch], Awaitable[list[GroupResult]]] | None = None  # None: as one batch
+    clients: int = 0  # of HTTP, which ask in place of the caller's; their results have no raw logprobs
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -78,7 +79,7 @@ GROUP = drafts(method="group")
 OWN_CAP_5 = (*drafts(index=IndexSettings(group_context=False, history=False)), ("max_running", 5))
 REDRAWN = (*GROUP, ("redraw_close_calls", True))
 
-TWO = Service(GROUP, elastic=True)
+TWO = Service(GROUP, elastic=True, gateway=True)
 DRAFTED = Service(GROUP, drafter=True)
 LORA = Service(GROUP, adapters=True)
 
@@ -101,6 +102,7 @@ RUNS = (
     VerificationRun("replica_killed", chunked(16, "concurrency", "pinned"), TWO, PULLS, kill_a_replica),
     VerificationRun("single_requests", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=one_by_one),
     VerificationRun("two_turns", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=in_two_turns),
+    VerificationRun("over_http", chunked(32, "fixed", "round_robin"), TWO, (*MOVES, "note"), clients=3),
     VerificationRun("plain_rules", WHOLE | {"drafting": "off"}, TWO, (), ruled=True),
     VerificationRun("moved_rules", chunked(32, "fixed", "round_robin"), TWO, MOVES, ruled=True),
     VerificationRun("coordinator_killed", chunked(23, "fixed"), TWO, disturb=kill_the_coordinator),
