@@ -158,7 +158,7 @@ def test_every_service_is_one_that_the_configuration_may_ask_for(name, kind, tmp
     file = load_config(DEFAULT_CONFIG.with_name(name))
     args = file.application.args.model_copy(update={"drafter": DrafterConfig(model="small")})
     file = file.model_copy(update={"applications": (file.application.model_copy(update={"args": args}),)})
-    file = with_engine(kind.of(file, tmp_path), kind.engine_of(file))
+    file = kind.of(with_engine(file, kind.engine_of(file)), tmp_path)
     application = ServeFile.model_validate(file.model_dump()).application
     drafters = application.of("Drafter").num_replicas if application.args.drafter else 0
     assert application.of("Engine").most_replicas + drafters == 2 and bool(drafters) == kind.drafter
