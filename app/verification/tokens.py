@@ -189,7 +189,9 @@ def compare(expected: list[GroupResult], got: list[GroupResult], kinds: tuple[st
     }
 
 
-def difference(a: SampleResult, b: SampleResult | None, kinds: tuple[str, ...]) -> tuple[dict | None, np.ndarray]:
+def difference(
+    a: SampleResult, b: SampleResult | None, kinds: tuple[str, ...] = LOGPROBS
+) -> tuple[dict | None, np.ndarray]:
     """The first difference, and the logprob differences of the tokens before it."""
     if b is None:
         return {"position": 0, "what": "missing"}, np.zeros(0)
