@@ -18,12 +18,13 @@ NAME_BYTES = VERSION_BYTES + 32  # vLLM hashes blocks with SHA-256
 SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
-def cache_salt(kv_version: int, digest: str = "") -> str:
+def cache_salt(kv_version: int, digest: str = "", adapter: str = "") -> str:
     """vLLM's per-request `cache_salt`: it enters the hash of the first block and so of every block.
 
     `digest`: names the content of the weights, so that KV of two contents under one version is never mixed up.
+    `adapter`: the same for the adapter that the KV is made with; empty: none.
     """
-    return f"weights-{kv_version}-{digest}"
+    return f"weights-{kv_version}-{digest}" + (f"-adapter-{adapter}" if adapter else "")
 
 
 def block_name(kv_version: int, block_hash: bytes) -> bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
+    from tailrace.app.calls.refused import AdapterRejected, UnknownAdapter
     from tailrace.app.cluster import connect
     from tailrace.app.trl.async_rollouts import AsyncRollouts
     from tailrace.app.trl.async_weights import AsyncWeights
@@ -30,6 +31,8 @@ _HOMES = {
     "connect": "tailrace.app.cluster",
     "rollout_function": "tailrace.app.trl.rollout_function",
     "saved_weights": "tailrace.app.weights.saved",
+    "AdapterRejected": "tailrace.app.calls.refused",
+    "UnknownAdapter": "tailrace.app.calls.refused",
     "RolloutClient": "tailrace.app.calls.client",
     "RolloutRejected": "tailrace.app.calls.client",
     "WeightsRejected": "tailrace.app.calls.client",
@@ -42,6 +45,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdapterRejected",
     "AsyncRollouts",
     "AsyncWeights",
     "ChatMessage",
@@ -52,6 +56,7 @@ __all__ = [
     "RolloutRejected",
     "SampleResult",
     "SamplingParams",
+    "UnknownAdapter",
     "WeightsRejected",
     "attach",
     "connect",

@@ -14,7 +14,13 @@ from test_imports import ROOT
 
 from tailrace.app.calls import resume
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import (
+    AdapterRejected,
+    QuotaExceeded,
+    RolloutRejected,
+    UnknownAdapter,
+    WeightsRejected,
+)
 from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.naming import Naming
@@ -37,6 +43,7 @@ class Gateway:
         self.seen: list[tuple[str, dict, dict]] = []
         self.script: list[httpx.Response | Exception] = []
         self.version, self.sources = 0, []
+        self.adapters: dict[str, str] = {}  # folders by name
 
     def client(self, **settings) -> Client:
         return Client("http://gateway", "a-token", transport=httpx.MockTransport(self._answer), **settings)
@@ -56,11 +63,26 @@ class Gateway:
             self.version = body["version"]
             self.sources.append(body["weight_dir"])
             return httpx.Response(200, json={"message": "", "weight_version": str(self.version)})
-        return httpx.Response(200, json={"choices": self._choices(body, request.headers)})
+        if request.url.path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"):
+            return self._of_adapters(request.url.path, body)
+        if body.get("model", "model") in ("model", *self.adapters):
+            return httpx.Response(200, json={"choices": self._choices(body, request.headers)})
+        return refusal(404, f"model {body['model']!r} is not served; 'model' is")
+
+    def _of_adapters(self, path: str, body: dict | None) -> httpx.Response:
+        if path == "/v1/models":
+            models = [{"id": "model", "parent": None}, *map(card, self.adapters.items())]
+            return httpx.Response(200, json={"data": models})
+        if path == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        elif self.adapters.pop(body["lora_name"], None) is None:
+            return refusal(404, "The lora adapter cannot be found.")
+        return httpx.Response(200, text="Success: it is done.")
 
     def _choices(self, body: dict, headers: httpx.Headers) -> list[dict]:
         naming = Naming.of({key: value.encode().decode("latin-1") for key, value in headers.items()}, None)
         named = {"seed": naming.seed, "step": naming.step, "group": naming.group}
+        named |= {"adapter_digest": f"of {self.adapters[body['model']]}"} if "model" in body else {}
         version = str(self.version)
         return [
             {
@@ -74,6 +96,12 @@ class Gateway:
             }
             for number in range(body["n"])
         ]
+
+
+def card(adapter: tuple[str, str]) -> dict:
+    """An entry of /v1/models."""
+    name, path = adapter
+    return {"id": name, "root": path, "parent": "model", "tailrace": {"version": 1, "digest": f"of {path}"}}
 
 
 @pytest.fixture
@@ -115,7 +143,8 @@ def test_every_call_has_a_blocking_twin_and_the_arguments_of_rollout_client():
     calls = {name for name, member in inspect.getmembers(Client, is_call) if name[0] != "_"}
     assert {"rollout", "generate", "update_weights", "weight_info", "server_info", "tokenize"} <= calls
     assert all(hasattr(Client, f"{name}_blocking") for name in calls)
-    for name in ("open", "rollout", "generate", "cancel_samples", "close_session"):
+    same = ("open", "rollout", "generate", "cancel_samples", "close_session")
+    for name in (*same, "load_adapter", "unload_adapter", "adapters"):
         assert inspect.signature(getattr(Client, name)) == inspect.signature(getattr(RolloutClient, name))
     ours, theirs = (inspect.signature(one.update_weights).parameters for one in (Client, RolloutClient))
     assert list(ours) == [name for name in theirs if name != "digest"]  # no route takes it
@@ -236,7 +265,7 @@ def test_a_bound_counts_from_the_first_break_of_its_kind():
     ("answer", "error"),
     [
         (lambda: refusal(400, "prompt is empty"), RolloutRejected),
-        (lambda: refusal(404, "model 'x' is not served"), RolloutRejected),
+        (lambda: refusal(404, "model 'x' is not served"), UnknownAdapter),
         (lambda: refusal(413, "the body has more"), RolloutRejected),
         (lambda: refusal(401, "give one"), PermissionError),
         (lambda: refusal(403, "needs role evaluator"), PermissionError),
@@ -288,6 +317,34 @@ def test_what_http_does_not_carry_is_refused_in_one_line(gateway):
         Client("gateway:8000")
     with pytest.raises(ValueError, match="one word"):
         Client("http://gateway", "a b")
+
+
+def test_an_adapter_is_loaded_listed_chosen_and_unloaded(gateway):
+    client = gateway.client()
+    assert client.load_adapter_blocking("poet", "/poet") == ("poet", 1, "of /poet", "/poet")
+    assert gateway.seen[0][1] == {"lora_name": "poet", "lora_path": "/poet", "load_inplace": True}
+    plain, adapted = batch().groups
+    groups = [plain, adapted.model_copy(update={"adapter": "poet"})]
+    found = {group.prompt_id: group for group in client.rollout_blocking(batch(groups=groups))}
+    digests = [{part.adapter_digest for one in found[name].samples for part in one.segments} for name in ("p0", "p1")]
+    assert digests == [{""}, {"of /poet"}]
+    assert [one.name for one in client.adapters_blocking()] == ["poet"]
+    client.unload_adapter_blocking("poet")
+    with pytest.raises(AdapterRejected, match="cannot be found"):
+        client.unload_adapter_blocking("poet")
+    with pytest.raises(UnknownAdapter, match="model 'poet' is not served"):
+        client.open().generate_blocking((1,), adapter="poet")
+
+
+def test_a_service_that_was_restarted_gets_the_client_s_adapter_again(gateway):
+    client = gateway.client()
+    client.load_adapter_blocking("poet", "/poet")
+    gateway.adapters.clear()
+    answer = client.open().generate_blocking((1,), adapter="poet")
+    assert answer.sample.segments[0].adapter_digest == "of /poet" and gateway.adapters == {"poet": "/poet"}
+    gateway.script = [refusal(400, "rank 64 is greater than max_lora_rank 16")]
+    with pytest.raises(AdapterRejected, match="max_lora_rank"):
+        client.load_adapter_blocking("clerk", "/clerk")
 
 
 def test_weights_are_those_that_are_asked_for(gateway):

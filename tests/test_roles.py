@@ -19,9 +19,9 @@ RIGHTS = {
         "stream_sample", "sample_detail",
     },
     Role.TRAINER: {
-        "reserve", "cancel", "update_weights", "transfer_weights", "set_policies", "journal", "renew_journal",
-        "record_rewards", "forget_history", "inspect_group", "pool_detail", "drain_pool", "reset_caches",
-        "pause", "resume", "cancel_all",
+        "reserve", "cancel", "update_weights", "transfer_weights", "load_adapter", "unload_adapter", "set_policies",
+        "journal", "renew_journal", "record_rewards", "forget_history", "inspect_group", "pool_detail", "drain_pool",
+        "reset_caches", "pause", "resume", "cancel_all",
     },
 }  # fmt: skip
 SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_health"}

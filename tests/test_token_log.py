@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tailrace.deployments.batches import token_log
+from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
@@ -54,7 +55,9 @@ class Coordinator:
     def __init__(self, folder, version: int = 0, in_thread=asyncio.to_thread, digest: str = "", heard: bool = True):
         self.log = TokenLog(folder, "app", in_thread)
         self.weights = Weights(SimpleNamespace(), before=at_once)
-        self.batches = LiveBatches(Words(), None, Telemetry("test"), self.log, self.weights, "n", lambda: 0.0)
+        self.batches = LiveBatches(
+            Words(), None, Telemetry("test"), self.log, self.weights, AdapterBook(), "n", lambda: 0.0
+        )
         self.core = RolloutCore(Policies(), version)
         if heard:
             self.hold(version, digest)

@@ -1,13 +1,20 @@
 """The certificate finds every kind of difference, and names sample and position."""
 
+import json
+
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
-from tailrace.app.verification.runs import DRAFTED, RUNS, TWO
+from tailrace.app.verification.adapters import TENSORS, make_adapter
+from tailrace.app.verification.runs import DRAFTED, LORA, RUNS, TWO
 from tailrace.app.verification.services import Service
-from tailrace.app.verification.tokens import TOLERANCE, certificate, compare, corrupt
+from tailrace.app.verification.tokens import TOLERANCE, certificate, compare, corrupt, with_engine
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
+from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
+from tailrace.deployments.staging.safetensors_header import read_header
 from tailrace.policies.families.registry import Policies, members
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -83,6 +90,11 @@ def drafted(by: str = "group") -> list[GroupResult]:
     return rollout(drafted_tokens=3, accepted_tokens=2, drafted_by_source={by: 3})
 
 
+def by_an_adapter() -> list[GroupResult]:
+    whole = Segment(weights_version=0, adapter_digest="a", replica_id="r", start=0, end=4)
+    return rollout(segments=(whole,))
+
+
 def moved() -> list[GroupResult]:
     halves = [Segment(weights_version=0, replica_id=r, start=2 * i, end=2 * i + 2) for i, r in enumerate("ab")]
     return rollout(drafted_tokens=3, accepted_tokens=2, segments=tuple(halves))
@@ -116,6 +128,7 @@ def over_http(note="", moved=1) -> dict:
             done(moved(), note="flipped", corrupt_blocks=1),
         ),
         ("replica_killed", done(drafted(), note="killed"), "pulled", done(drafted(), note="killed", pulled_tokens=9)),
+        ("plain_adapters", done(rollout()), "no token was of an adapter", done(by_an_adapter())),
         ("over_http", over_http(), "did not happen", over_http(note="3 clients")),
         ("over_http", over_http(note="3 clients", moved=0), "no sample moved", over_http(note="3 clients")),
         ("decoupled", done(drafted()), "draft model's", done(drafted("model"))),
@@ -139,15 +152,30 @@ def test_together_the_runs_pass_through_every_drafting_policy():
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "serve.elastic.yaml", "serve.http.yaml"])
-@pytest.mark.parametrize("kind", [TWO, DRAFTED, Service()])
+@pytest.mark.parametrize("kind", [TWO, DRAFTED, LORA, Service()])
 def test_every_service_is_one_that_the_configuration_may_ask_for(name, kind, tmp_path):
     """Strict validation anew: what was copied together is a file that loads."""
     file = load_config(DEFAULT_CONFIG.with_name(name))
     args = file.application.args.model_copy(update={"drafter": DrafterConfig(model="small")})
     file = file.model_copy(update={"applications": (file.application.model_copy(update={"args": args}),)})
-    file = kind.of(file, tmp_path)
+    file = kind.of(with_engine(file, kind.engine_of(file)), tmp_path)
     application = ServeFile.model_validate(file.model_dump()).application
     drafters = application.of("Drafter").num_replicas if application.args.drafter else 0
     assert application.of("Engine").most_replicas + drafters == 2 and bool(drafters) == kind.drafter
     assert (application.autoscaling_policy is not None) == kind.elastic
     assert (file.gateway is not None) == kind.gateway
+    assert application.args.engine.vllm_args.get("enable_lora", False) == kind.adapters
+
+
+def test_the_adapters_are_of_the_model_s_layers_and_differ(tmp_path):
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (6, 4), "model.layers.0.mlp.up_proj.weight": (8, 4)}
+    others = {"model.embed_tokens.weight": (9, 4), "model.layers.0.self_attn.q_proj.bias": (6,)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in (shapes | others).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for seed in range(2):
+        make_adapter(tmp_path, tmp_path / f"{seed}", seed)
+        assert misfit(str(tmp_path / f"{seed}"), shapes) is None
+        assert len(read_header(tmp_path / f"{seed}" / TENSORS)[0]) == 2 * len(shapes)
+    assert adapter_digest(str(tmp_path / "0")) != adapter_digest(str(tmp_path / "1"))
+    settings = json.loads((tmp_path / "0" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["q_proj", "up_proj"]

@@ -12,9 +12,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from uuid import uuid4
 
+from tailrace.app.calls.adapter_calls import AdapterCalls
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.otlp import otlp_wanted
-from tailrace.app.calls.refused import PoliciesRejected, QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import (
+    PoliciesRejected,
+    QuotaExceeded,
+    RolloutRejected,
+    UnknownAdapter,
+    WeightsRejected,
+)
 from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
 from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
@@ -28,7 +35,7 @@ READER_S = 20.0
 """Seconds for which a batch id that another driver reads is asked for: that driver may be gone."""
 
 
-class RolloutClient(SessionCalls, WeightsCalls):
+class RolloutClient(SessionCalls, WeightsCalls, AdapterCalls):
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
     `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.
@@ -57,6 +64,7 @@ class RolloutClient(SessionCalls, WeightsCalls):
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
         self._weights: tuple[int, str, str] | None = None  # version, folder and digest of this client's last update
+        self._adapters: dict[str, str] = {}
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
         """Roll out a batch. Yields each group as it finishes, in any order.
@@ -114,6 +122,9 @@ class RolloutClient(SessionCalls, WeightsCalls):
                 elif item.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
                     await self.update_weights(*self._weights)  # the service was restarted
                     raise Interrupted(RolloutRejected(item.reason))
+                elif item.by is RejectedBy.ADAPTER:
+                    unknown = UnknownAdapter(item.reason)
+                    raise Interrupted(unknown) if await self._load_again(batch.adapters) else unknown
                 elif item.by is RejectedBy.READER:
                     raise Interrupted(RolloutRejected(item.reason), READER_S)
                 elif item.by is RejectedBy.QUOTA:

@@ -9,6 +9,14 @@ class QuotaExceeded(RolloutRejected):
     """The batch is beyond a quota of the service. The text names it, and the batch to wait for, if any."""
 
 
+class UnknownAdapter(RolloutRejected):
+    """A request names an adapter that is not loaded."""
+
+
+class AdapterRejected(ValueError):
+    """The adapter was not loaded, or not unloaded. The text says why."""
+
+
 class WeightsRejected(ValueError):
     """The weights were not updated. The text says why."""
 

@@ -58,9 +58,9 @@ class RolloutSession:
         """Generate one sample. A call that is cancelled ends the sample.
 
         Give one of `token_ids`, `text`, `messages`. `group`: a name, by default that of equal prompts; `index`: in the
-        group, by default the next; `of`: samples that the group will have, if known. `max_tokens` and `sampling` are as
-        in a PromptGroup. `deadline_s`: seconds after which the sample ends, cancelled, with its tokens so far. Raises
-        RolloutRejected with the reason, and ValueError for bad arguments.
+        group, by default the next; `of`: samples that the group will have, if known. `max_tokens`, `sampling` and
+        `adapter` are as in a PromptGroup. `deadline_s`: seconds after which the sample ends, cancelled, with its tokens
+        so far. Raises RolloutRejected with the reason, and ValueError for bad arguments.
 
         Several turns of one sample: the prompt of a later one begins with the earlier prompt and its answer's tokens,
         under the same group and index. `turn`: its number, which enters the key of its tokens. `hold_s`: seconds for
@@ -73,7 +73,8 @@ class RolloutSession:
     async def score(self, token_ids: Sequence[int], top: int = 0, **request) -> Scored:
         """Logprobs of these tokens, from the second on, under the model's own distribution, by one pass of it.
 
-        `top`: likeliest tokens of each position, at most 128. `request`: `group`, `deadline_s`, as `generate` has them.
+        `top`: likeliest tokens of each position, at most 128. `request`: `group`, `adapter`, `deadline_s`, as in
+        `generate`.
         The context must have room for one more token. Raises as `generate`, and RolloutRejected if the pass failed or
         was cancelled.
         """
@@ -155,6 +156,7 @@ class RolloutSession:
         of: int | None = None,
         max_tokens: int = 256,
         sampling: SamplingParams | Mapping | None = None,
+        adapter: str | None = None,
         deadline_s: float | None = None,
         turn: int = 0,
         hold_s: float = 0.0,
@@ -166,7 +168,12 @@ class RolloutSession:
         prompt = {name: value for name, value in prompt.items() if value is not None}
         name = prompt_name(prompt) if group is None else group
         asked = PromptGroup(
-            prompt_id=name, samples=1, max_tokens=max_tokens, sampling=sampling or SamplingParams(), **prompt
+            prompt_id=name,
+            samples=1,
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingParams(),
+            adapter=adapter,
+            **prompt,
         )
         request = SampleRequest(
             group=asked,

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken, UnknownAdapter
 from tailrace.app.calls.resume import Interrupted, Patience, lost_service
 from tailrace.app.calls.session import RolloutSession
 from tailrace.deployments.messages.roles import NotAdmitted
@@ -15,7 +15,8 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, S
 
 
 class SessionCalls:
-    """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask` and `update_weights` are the client's."""
+    """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask`, `update_weights` and `_load_again` are the
+    client's."""
 
     def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
         """Open a session: single samples, asked for at any time; see `tailrace.app.calls.session`.
@@ -48,7 +49,7 @@ class SessionCalls:
         except asyncio.CancelledError:
             call.cancel()  # else the sample would run to its end without a reader
             raise
-        return await self._taken(answer, sent, resumed)
+        return await self._taken(answer, sent, resumed, request.group.adapter)
 
     async def stream(self, settings: BatchSettings, request: SampleRequest) -> AsyncIterator[SampleTokens]:
         """One sample of a session as its chunks end; `RolloutSession.stream` makes the request."""
@@ -78,7 +79,7 @@ class SessionCalls:
         stream = self._stream.stream_sample.remote(self._role, sent, request)
         try:
             async for item in stream:
-                yield await self._taken(item, sent, resumed)
+                yield await self._taken(item, sent, resumed, request.group.adapter)
         except lost_service() as error:
             raise Interrupted(error) from error
         finally:
@@ -89,7 +90,7 @@ class SessionCalls:
         version = self._weights[0] if self._weights else 0
         return settings.model_copy(update={"min_weights_version": max(settings.min_weights_version, version)})
 
-    async def _taken(self, answer, sent: BatchSettings, resumed: bool):
+    async def _taken(self, answer, sent: BatchSettings, resumed: bool, adapter: str | None):
         """The answer itself; raises for a refusal, Interrupted if the call may be made again."""
         if isinstance(answer, NotAdmitted):
             raise PermissionError(answer.reason)
@@ -99,6 +100,9 @@ class SessionCalls:
         if answer.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
             await self.update_weights(*self._weights)  # the service was restarted
             raise Interrupted(RolloutRejected(answer.reason))
+        if answer.by is RejectedBy.ADAPTER:
+            unknown = UnknownAdapter(answer.reason)
+            raise Interrupted(unknown) if await self._load_again([adapter]) else unknown
         if answer.by is RejectedBy.QUOTA:
             raise Interrupted(QuotaExceeded(answer.reason)) if resumed else QuotaExceeded(answer.reason)
         raise RolloutRejected(answer.reason)

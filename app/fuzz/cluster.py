@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from random import Random
 
 from tailrace.app.fuzz.actors import SimulatedMaster, SimulatedShard
+from tailrace.app.fuzz.disk import Disk, digest_of
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.replica import SimulatedReplica
-from tailrace.app.fuzz.stepper import VOCABULARY, Disk, SimulatedStepper
+from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
@@ -80,6 +81,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
         telemetry: Telemetry,
         token_log: TokenLog,
         nonce: str,
+        disk: Disk,
     ):
         self.token_log = token_log
         self._start(
@@ -91,6 +93,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
             context=ContextService(shards, ContextConfig()) if shards is not None else None,
             token_log=token_log,
         )
+        self._rollouts.adapters.read = lambda path: digest_of(disk.read(path))
 
     @property
     def rollouts(self) -> Rollouts:
@@ -198,7 +201,8 @@ class SimulatedCluster:
             shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
         engines, nonce = EngineClient(self._engines), f"{self.coordinators}."
-        self.coordinator = process.run(SimulatedCoordinator, engines, pool, shards, self.telemetry, token_log, nonce)
+        parts = engines, pool, shards, self.telemetry, token_log, nonce, self.disk
+        self.coordinator = process.run(SimulatedCoordinator, *parts)
         self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         self.coordinator_process = process
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None

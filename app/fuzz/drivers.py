@@ -12,9 +12,11 @@ from random import Random
 from ray.exceptions import RayError
 
 from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import AdapterRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.app.fuzz.cluster import SimulatedCluster
+from tailrace.app.fuzz.disk import adapted, digest_of
 from tailrace.app.fuzz.stepper import EOS, token_at
 from tailrace.app.verification.asking import two_turns
 from tailrace.deployments.messages.chunk import sample_key
@@ -27,6 +29,9 @@ AGAIN_S = 2.0
 
 TURNS_SHARE = 0.4
 """Of the samples of a driver that asks for single ones."""
+
+ADAPTED_SHARE = 0.7
+"""Of the groups of a driver with an adapter."""
 
 HOLDS_S = (0.0, 1.0, 60.0)
 
@@ -54,15 +59,17 @@ class DriverPlan:
     priority: int = 0
     share: float = 1.0
     singles: bool = False  # asks for its samples one by one, in an open session
+    adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
     def batch(self, step: int) -> RolloutBatch:
-        rng = Random(f"{self.seed}/{self.name}/{step}")
+        rng, chance = Random(f"{self.seed}/{self.name}/{step}"), Random(f"{self.seed}/{self.name}/{step}/adapters")
         groups = tuple(
             PromptGroup(
                 prompt_id=f"p{number}",
                 token_ids=tuple(rng.randrange(1, 1000) for _ in range(rng.randrange(1, 40))),
                 samples=rng.randint(1, self.samples),
                 max_tokens=rng.randint(1, self.max_tokens),
+                adapter=self.name if self.adapted and chance.random() < ADAPTED_SHARE else None,
             )
             for number in range(self.groups)
         )
@@ -108,6 +115,15 @@ class TaskHeartbeat(Heartbeat):
                 await beat()
 
 
+async def insisted(ask: Callable, *errors: type[Exception]):
+    """The result of a call, made again after these errors."""
+    while True:
+        try:
+            return await ask()
+        except errors:
+            await asyncio.sleep(AGAIN_S)
+
+
 def driver_client(cluster: SimulatedCluster) -> RolloutClient:
     """The real client, in the present process."""
     return RolloutClient(telemetry=cluster.telemetry, handle=cluster.handle(), heartbeat=TaskHeartbeat)
@@ -126,6 +142,8 @@ class SimulatedDriver:
         client = driver_client(self._cluster)
         while self.done < self.plan.steps or self._now() < self.plan.until_s:
             batch = self.plan.batch(self.done)
+            if self.plan.adapted:
+                await self._load_adapter(client)
             groups = await (self._roll_singles if self.plan.singles else self._roll)(client, batch)
             for group in batch.groups:
                 self._check(batch, group, groups[group.prompt_id])
@@ -173,7 +191,7 @@ class SimulatedDriver:
                         split, hold_s = turns.randint(1, group.max_tokens), turns.choice(HOLDS_S)
                         late.append(asyncio.ensure_future(two_turns(session, group, index, split, hold_s)))
                     else:
-                        given = {"group": group.prompt_id, "index": index, "of": of}
+                        given = {"group": group.prompt_id, "index": index, "of": of, "adapter": group.adapter}
                         session.submit(group.token_ids, **given, max_tokens=group.max_tokens)
                     await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
                 answers = [answer async for answer in session.samples()]
@@ -202,7 +220,7 @@ class SimulatedDriver:
                 continue
             except WeightsRejected:
                 await asyncio.sleep(AGAIN_S)
-                version = max(version, (await self._status(client)).weights_version + 1)
+                version = max(version, (await insisted(client.status, RayError)).weights_version + 1)
                 continue
             if loaded.version != version:
                 raise Wrong(f"update to {version} answered with {loaded.version}")
@@ -211,12 +229,13 @@ class SimulatedDriver:
                 self._ledger.unread.add(version)
             return
 
-    async def _status(self, client: RolloutClient):
-        while True:
-            try:
-                return await client.status()
-            except RayError:
-                await asyncio.sleep(AGAIN_S)
+    async def _load_adapter(self, client: RolloutClient) -> None:
+        """Gives its adapter the content of this step."""
+        content = f"{self.plan.name}-{self.done}"
+        self._cluster.disk.folders[f"/{content}"] = content
+        loaded = await insisted(lambda: client.load_adapter(self.plan.name, f"/{content}"), RayError, AdapterRejected)
+        if loaded.digest != digest_of(content):
+            raise Wrong(f"adapter {content} was loaded as {loaded.digest}")
 
     def _check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult) -> None:
         where = f"{batch.batch_id}/{group.prompt_id}"
@@ -241,6 +260,9 @@ class SimulatedDriver:
         key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
         for segment in sample.segments:
             place = len(group.token_ids) + segment.start
+            own = digest_of(f"{group.adapter}-{batch.step}") if group.adapter else ""
+            if segment.adapter_digest != own:
+                raise Wrong(f"{where}: tokens {segment.start} on are of adapter {segment.adapter_digest}, not {own}")
             self._check_segment(key, place, tokens[segment.start : segment.end], segment, where)
         self._check_end(group, sample, where)
         if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
@@ -252,11 +274,11 @@ class SimulatedDriver:
             raise Wrong(f"{where}: given up: {sample.error}")
 
     def _check_segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
-        version, mean = segment.weights_version, self._cluster.size.mean_tokens
+        version, mean, own = segment.weights_version, self._cluster.size.mean_tokens, segment.adapter_digest
         fits = {
             content
             for content in self._ledger.offered.get(version, ())
-            if all(token_at(key, content, place + i, mean) == token for i, token in enumerate(tokens))
+            if all(token_at(key, adapted(content, own), place + i, mean) == token for i, token in enumerate(tokens))
         }
         if not fits:
             raise Wrong(f"{where}: tokens {segment.start} to {segment.end} are not those of weights {version}")

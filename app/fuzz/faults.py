@@ -13,11 +13,11 @@ from ray.exceptions import RayError
 
 from tailrace.app.calls.client import WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
+from tailrace.app.fuzz.disk import TORN
 from tailrace.app.fuzz.drivers import Ledger, driver_client
 from tailrace.app.fuzz.handles import DAMAGES, RAY_ERRORS
 from tailrace.app.fuzz.odd_policies import TROUBLES, Trouble
 from tailrace.app.fuzz.replica import SimulatedReplica
-from tailrace.app.fuzz.stepper import TORN
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 

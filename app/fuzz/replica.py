@@ -6,7 +6,7 @@ Its event loop and its engine's thread are separate, as in the real one: each ca
 import asyncio
 from queue import SimpleQueue
 
-from tailrace.app.fuzz import stepper
+from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.fuzz.stepper import SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.deployments.engine.engine_loop import EngineLoop
@@ -66,7 +66,7 @@ class Shell(Engine.func_or_class):
         """The disk has weights in memory, too, under the names of their sources."""
 
     def _checked_digest(self, source: str) -> str:
-        return stepper.digest_of(self._runner.disk.read(source))
+        return digest_of(self._runner.disk.read(source))
 
 
 class SimulatedReplica(Process):

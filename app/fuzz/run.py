@@ -31,6 +31,8 @@ SETTLE_S = 80.0
 
 
 SINGLES_SHARE = 0.3
+ADAPTED_SHARE = 0.3
+"""Of drivers that load an adapter before each step."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Outcome:
 
 def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
     """The plan of a seed. `singles`: share of drivers that ask for single samples."""
-    asking = Random(f"singles/{seed}")
+    asking, adapting = Random(f"singles/{seed}"), Random(f"adapters/{seed}")
     rng = Random(f"plan/{seed}")
     shares = Random(f"shares/{seed}")
     replicas = rng.randint(1, 4)
@@ -99,6 +101,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
             priority=shares.choice((0, 0, 1)),
             share=shares.choice((0.5, 1.0, 4.0)),
             singles=asking.random() < singles,
+            adapted=adapting.random() < ADAPTED_SHARE,
         )
         for number in range(rng.randint(1, 3))
     )

@@ -11,6 +11,9 @@ from itertools import takewhile
 
 import numpy as np
 
+from tailrace.app.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
+from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
@@ -26,14 +29,6 @@ KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
 MIXED = "mixed"
 """Content in the place of the weights of a chunk that has read KV of another content."""
 
-TORN = "torn"
-"""Content of a folder whose files do not fit the model, or hold NaN."""
-
-
-def digest_of(content: str) -> str:
-    """Returns the digest of weights of this content."""
-    return f"digest-of-{content}"
-
 
 @lru_cache(maxsize=1 << 14)
 def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
@@ -46,21 +41,6 @@ def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
     """Returns the token at position `position` of the sample `key`, prompt included, under weights of content
     `digest`."""
     return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
-
-
-@dataclass
-class Disk:
-    """Weights folders by name: their content, as one string."""
-
-    folders: dict[str, str] = field(default_factory=dict)
-
-    def read(self, folder: str) -> str:
-        """Returns the content. Raises ValueError, one line, if no model can be loaded from it."""
-        if not isinstance(folder, str) or folder not in self.folders:
-            raise ValueError(f"weights folder {folder}: no such folder on this machine")
-        if self.folders[folder] == TORN:
-            raise ValueError(f"weights folder {folder}: model.safetensors cannot be read")
-        return self.folders[folder]
 
 
 @dataclass
@@ -90,6 +70,7 @@ class SimulatedStepper:
         self._version, self._source = 0, ""
         self._take(disk.read("start"))
         self._pool = pool
+        self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
         self._blocks: dict[bytes, None] = {}  # names of the blocks here, the longest unused first
@@ -119,18 +100,21 @@ class SimulatedStepper:
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_version}, this is {self._version}")
         if chunk.weights_digest not in ("", self._digest):
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
+        if chunk.adapter is not None:
+            self.adapters.take(chunk.adapter)
         self._running[chunk.chunk_id] = RunningChunk(chunk, self._content_of(chunk), self._cached_tokens(chunk))
 
     def _content_of(self, chunk: ChunkRequest) -> str:
-        """The content of the weights, unless KV from the pool, of the same version, was written by another one."""
+        """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
+        own = adapted(self._content, digest_of_adapter(chunk.adapter))
         if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
-            return self._content
-        found = {self._pool.get(_key(name), self._content) for name in _names(chunk.kv, chunk.token_ids)}
-        return self._content if found <= {self._content} else MIXED
+            return own
+        names = _names(chunk.kv, chunk.token_ids, chunk.adapter)
+        return own if {self._pool.get(_key(name), own) for name in names} <= {own} else MIXED
 
     def _cached_tokens(self, chunk: ChunkRequest) -> int:
         """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
-        names = _names(_plan(chunk), chunk.token_ids[:-1])
+        names = _names(_plan(chunk), chunk.token_ids[:-1], chunk.adapter)
         pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
         found = takewhile(lambda name: name in self._blocks or _key(name) in (pulls or ()), names)
         return BLOCK_TOKENS * sum(1 for _ in found)
@@ -177,7 +161,7 @@ class SimulatedStepper:
         self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
         context = np.concatenate([chunk.token_ids, tokens])
-        self._keep(_names(_plan(chunk), context[:-1]))
+        self._keep(_names(_plan(chunk), context[:-1], chunk.adapter))
         saved = self._save(chunk, context, end)
         result = ChunkResult(
             chunk_id=chunk_id,
@@ -203,9 +187,9 @@ class SimulatedStepper:
             return []
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
             return []
-        names = _names(chunk.kv, context)
+        names = _names(chunk.kv, context, chunk.adapter)
         for name in names:
-            self._pool.setdefault(_key(name), self._content)
+            self._pool.setdefault(_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
         return names
 
     def load_weights(self, version: int, source: str, digest: str) -> None:
@@ -244,6 +228,7 @@ class SimulatedStepper:
             running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
             key_prefixes=(KEY_PREFIX,) if self._pool is not None else (),
             token_bytes=64,
+            adapters=self.adapters.known(),
         )
 
     def close(self) -> None:
@@ -259,9 +244,10 @@ def _plan(chunk: ChunkRequest) -> KvPlan:
     return chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
 
 
-def _names(kv: KvPlan, token_ids: np.ndarray) -> list[bytes]:
+def _names(kv: KvPlan, token_ids: np.ndarray, adapter: Adapter | None) -> list[bytes]:
     """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
-    covered, names = blake2b(cache_salt(kv.version, kv.digest).encode(), digest_size=32), []
+    salt = cache_salt(kv.version, kv.digest, digest_of_adapter(adapter))
+    covered, names = blake2b(salt.encode(), digest_size=32), []
     for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
         covered.update(token_ids[end - BLOCK_TOKENS : end].tobytes())
         names.append(block_name(kv.version, covered.digest()))

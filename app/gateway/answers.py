@@ -1,7 +1,7 @@
 """Answers of the gateway's routes, in vLLM's forms, with two fields more in each choice.
 
 `weight_versions`: spans of tokens by weights version, as in vLLM 0.32's token-in-token-out answers. `tailrace`: the
-seed, step, group and index that the tokens depend on, and the digests of the weights.
+seed, step, group, index and turn that the tokens depend on, and the digests of the weights and of the adapter.
 """
 
 import time
@@ -14,6 +14,7 @@ from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import ServedModel
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import SampleResult, Top
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
@@ -81,9 +82,14 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     return found | same | {"prompt_token_ids": prompt} | named
 
 
-def models(model: ServedModel) -> dict:
-    entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "tailrace", "root": model.root}
-    return {"object": "list", "data": [entry | {"parent": None, "max_model_len": model.max_model_len}]}
+def models(model: ServedModel, adapters: Iterable[Adapter]) -> dict:
+    """The model, then the adapters with their versions and digests."""
+    same = {"object": "model", "created": 0, "owned_by": "tailrace", "max_model_len": model.max_model_len}
+    entries = [{"id": model.name, "root": model.root, "parent": None} | same]
+    for one in adapters:
+        content = {"version": one.version, "digest": one.digest}
+        entries.append({"id": one.name, "root": one.path, "parent": model.name} | same | {"tailrace": content})
+    return {"object": "list", "data": entries}
 
 
 def failures(answers: Iterable[list[SampleAnswer]]) -> list[str]:
@@ -120,6 +126,8 @@ def end(naming: Naming, answer: SampleAnswer) -> dict:
     digests = {str(one.weights_version): one.weights_digest for one in sample.segments}
     key = {"seed": naming.seed, "step": naming.step, "group": answer.group, "index": sample.sample_index}
     key["turn"] = naming.turn
+    if sample.segments and sample.segments[0].adapter_digest:
+        key["adapter_digest"] = sample.segments[0].adapter_digest
     return {
         "finish_reason": FINISH[sample.finish_reason],
         "stop_reason": sample.stop_reason,

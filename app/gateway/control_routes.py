@@ -2,7 +2,7 @@
 
 Invariant: an update is committed whole, by `/finish_weight_update` or by a folder in `/update_weights`; one that fails
 or breaks off before leaves the service as it was. Routes that are not served are refused with the reason. Source of
-names and forms: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints/serve/{dev,lora}`.
+names and forms: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints/serve/dev`.
 """
 
 from typing import Annotated, Any
@@ -20,12 +20,7 @@ from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.transfer import MEMORY
 from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
 
-NO_LORA = "adapters of LoRA are not served; merge them and send all weights, as docs/http.md shows"
 REFUSED = {
-    "/load_lora_adapter": NO_LORA,
-    "/v1/load_lora_adapter": NO_LORA,
-    "/v1/unload_lora_adapter": NO_LORA,
-    "/skyrl/v1/load_lora_adapter": NO_LORA,
     "/collective_rpc": "no method of a worker is called by name; docs/http.md has the routes for weights",
     "/start_draft_weight_update": "weights of draft models do not come by HTTP; restart the drafter on another folder",
     "/fetch_weights": "deltas of checkpoints are not read; give all weights in a folder, to /update_weights",

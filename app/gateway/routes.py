@@ -15,9 +15,10 @@ from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import QuotaExceeded, UnknownAdapter
 from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
+from tailrace.app.gateway.adapter_routes import add_adapters
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.control_routes import add_control
@@ -44,6 +45,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     _add_model(app, service)
     add_tokenizing(app, service)
     add_control(app, service)
+    add_adapters(app, service)
     return app
 
 
@@ -52,7 +54,8 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     async def completions(request: CompletionRequest, http: Request):
         model = await service.model(request.model)
         prompts = request.prompts(model.prompts)
-        wanted = Wanted(prompts, request.n, request.max_tokens, request.sampling(), request.chunk_tokens())
+        bound = request.max_tokens
+        wanted = Wanted(prompts, request.n, bound, request.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, CompletionStream(request, model, naming, wanted))
@@ -62,7 +65,8 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     async def chat_completions(request: ChatRequest, http: Request):
         model, chat = await service.model(request.model), await service.chat(request)
         bound = request.max_completion_tokens or request.max_tokens
-        wanted = Wanted([{"token_ids": chat.token_ids}], request.n, bound, chat.sampling(), request.chunk_tokens())
+        prompts = [{"token_ids": chat.token_ids}]
+        wanted = Wanted(prompts, request.n, bound, chat.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, ChatStream(chat, request, model, naming, wanted))
@@ -73,7 +77,7 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
         model, sampled = await service.model(request.model), request.sampling_params
         prompts = [{"token_ids": tuple(request.token_ids)}]
         bound = sampled.max_tokens or 16  # vLLM's default
-        wanted = Wanted(prompts, sampled.n, bound, sampled.sampling(), request.chunk_tokens())
+        wanted = Wanted(prompts, sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, sampled.seed)
         if request.stream:
             return await _streamed(service, http, TokensStream(request, model, naming, wanted))
@@ -126,7 +130,7 @@ async def _unless_gone(http: Request, work: Awaitable):
 def _add_model(app: FastAPI, service: GatewayService) -> None:
     @app.get("/v1/models")
     async def models():
-        return answers.models(await service.model())
+        return answers.models(await service.model(), await service.client(Role.OBSERVER).adapters())
 
     @app.get("/liveness")
     async def liveness():
@@ -167,10 +171,10 @@ def _error_of(error: Exception) -> tuple[dict, int]:
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error of the client."""
     kinds = (
-        (UnknownModel, 404),
+        ((UnknownModel, UnknownAdapter), 404),
         (QuotaExceeded, 429),
         (PermissionError, 403),
-        ((RolloutRejected, WeightsRejected, ValueError), 400),
+        (ValueError, 400),
         (lost_service(), 503),
     )
     return next((status for kind, status in kinds if isinstance(error, kind)), 500)

@@ -29,24 +29,26 @@ MAX_SAMPLES = 1_024
 
 
 class ServedModel(NamedTuple):
-    """`name`: as requests give it, the folder's last part."""
+    """`name`: as requests give it, the folder's last part. `adapter`: that of a request which names one instead."""
 
     name: str
     root: str
     max_model_len: int
     prompts: Prompts
     tool_parser: ToolParser | None = None
+    adapter: str | None = None
 
 
 class Wanted(NamedTuple):
     """Samples of one HTTP request. `prompts`: as a PromptGroup takes them; `n`: samples of each. `max_tokens`: None for
-    as many as the model's context has room for. `chunk_tokens`: bound of an event of a stream."""
+    as many as the model's context has room for. `chunk_tokens`: bound of an event of a stream. `adapter`: by name."""
 
     prompts: Sequence[Mapping]
     n: int
     max_tokens: int | None
     sampling: SamplingParams
     chunk_tokens: int | None = None
+    adapter: str | None = None
 
 
 class UnknownModel(ValueError):
@@ -61,6 +63,7 @@ class GatewayService:
         self._conversations = Conversations(config.conversation_tokens)
         self._clients: dict[Role, RolloutClient] = {}
         self._model: ServedModel | None = None
+        self._adapters: set[str] = set()
         self._loading: asyncio.Task | None = None
         self._open: Counter[str] = Counter()  # requests by session
         self._renewing: asyncio.Task | None = None
@@ -71,15 +74,20 @@ class GatewayService:
         return self._clients[role]
 
     async def model(self, wanted: str | None = None) -> ServedModel:
-        """The served model. Raises UnknownModel if a request wants another one."""
+        """The served model, or an adapter of it. Raises UnknownModel if a request wants another one."""
         while self._model is None:
             if self._loading is None:
                 self._loading = asyncio.ensure_future(self._load())
                 self._loading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read by callers
             await asyncio.shield(self._loading)  # a caller may leave; no two threads may import transformers
-        if wanted not in (None, self._model.name, self._model.root):
-            raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
-        return self._model
+        if wanted in (None, self._model.name, self._model.root):
+            return self._model
+        if wanted not in self._adapters:  # as of the last look; the service itself refuses one that is gone
+            self._adapters = {one.name for one in await self.client(Role.OBSERVER).adapters()}
+        if wanted not in self._adapters:
+            names = ", ".join(map(repr, (self._model.name, *sorted(self._adapters))))
+            raise UnknownModel(f"model {wanted!r} is not served; {names} {'are' if self._adapters else 'is'}")
+        return self._model._replace(name=wanted, adapter=wanted)
 
     async def _load(self) -> None:
         try:
@@ -149,7 +157,12 @@ class GatewayService:
         return [
             SampleRequest(
                 group=PromptGroup(
-                    prompt_id=naming.group_of(prompt), samples=1, max_tokens=bound, sampling=wanted.sampling, **prompt
+                    prompt_id=naming.group_of(prompt),
+                    samples=1,
+                    max_tokens=bound,
+                    sampling=wanted.sampling,
+                    adapter=wanted.adapter,
+                    **prompt,
                 ),
                 index=naming.index + number,
                 turn=naming.turn,

@@ -5,7 +5,7 @@ from tailrace.deployments.messages.status import ServiceStatus
 
 
 def vllm_config(model: ServedModel, status: ServiceStatus) -> dict:
-    """`dtype` and `weight_transfer_config` are those of the first replica, and null while there is none."""
+    """`dtype`, `weight_transfer_config` and `lora_config` are those of the first replica; null while there is none."""
     engine = next(iter(status.replicas), None)
     transfer = engine.weight_transfer if engine else ""
     return {
@@ -20,5 +20,5 @@ def vllm_config(model: ServedModel, status: ServiceStatus) -> dict:
             "tensor_parallel_size": engine.ranks if engine else 1,
         },
         "weight_transfer_config": {"backend": transfer} if transfer else None,
-        "lora_config": None,
+        "lora_config": {"max_loras": engine.max_loras} if engine and engine.max_loras else None,
     }

@@ -43,6 +43,7 @@ def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
     body = group.sampling.model_dump(mode="json", exclude_defaults=True)
     if "logit_bias" in body:
         body["logit_bias"] = dict(group.sampling.logit_bias)
+    body |= {} if group.adapter is None else {"model": group.adapter}
     body |= {"n": samples, "max_tokens": group.max_tokens, "return_token_ids": True}
     if group.messages is not None:
         messages = [message.model_dump() for message in group.messages]
@@ -85,16 +86,17 @@ def _answer(choice: dict, settings: BatchSettings, group: str) -> SampleAnswer:
         raw_logprobs=(),
         finish_reason=ENDS[choice["finish_reason"]],
         stop_reason=choice.get("stop_reason"),
-        segments=[_segment(span, key["weights_digests"]) for span in choice["weight_versions"]],
+        segments=[_segment(span, key) for span in choice["weight_versions"]],
     )
     return _as_answer(settings, group, choice["prompt_token_ids"], sample)
 
 
-def _segment(span: dict, digests: dict[str, str]) -> Segment:
+def _segment(span: dict, key: dict) -> Segment:
     version = span["version"]
     return Segment(
         weights_version=int(version),
-        weights_digest=digests.get(version, ""),
+        weights_digest=key["weights_digests"].get(version, ""),
+        adapter_digest=key.get("adapter_digest", ""),
         replica_id="",
         start=span["start"],
         end=span["end"],

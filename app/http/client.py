@@ -17,11 +17,12 @@ import httpx
 from pydantic import BaseModel, ConfigDict
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
-from tailrace.app.calls.refused import RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import RolloutRejected, UnknownAdapter, WeightsRejected
 from tailrace.app.calls.resume import Interrupted, Patience
 from tailrace.app.calls.session import RolloutSession
 from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.http import bodies
+from tailrace.app.http.adapters import HttpAdapterCalls
 from tailrace.app.http.connections import Connections
 from tailrace.app.http.refused import LOST, GivenUp, error_of, lost
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, PromptGroup, RolloutBatch, WeightsLoaded
@@ -58,7 +59,7 @@ class GatewayHeartbeat:
         pass
 
 
-class Client(SessionCalls):
+class Client(SessionCalls, HttpAdapterCalls):
     """`url`: of the gateway. `token`: one of its `tokens_file`, whose role decides which calls are allowed.
 
     `resume_s`: seconds for which a call waits for a service that is away or full. `max_open`: requests at once; a group
@@ -80,6 +81,7 @@ class Client(SessionCalls):
         self._url, self._resume_s, self._heartbeat = url.rstrip("/"), resume_s, GatewayHeartbeat
         self._connections = Connections(self._url, token, max_open, transport)
         self._weights: tuple[int, str] | None = None  # version and folder of this client's last update
+        self._adapters: dict[str, str] = {}
 
     def close(self) -> None:
         """Close all connections, and with them the samples that are asked for."""
@@ -154,7 +156,11 @@ class Client(SessionCalls):
         if settings.weights_version is not None:
             await self._expect(settings.weights_version)
         path, body = bodies.request_of(group, count)
-        found = await self._once("POST", path, body, bodies.named(settings, group.prompt_id, index, turn, hold_s))
+        headers = bodies.named(settings, group.prompt_id, index, turn, hold_s)
+        try:
+            found = await self._once("POST", path, body, headers)
+        except UnknownAdapter as error:
+            raise Interrupted(error) if await self._load_again([group.adapter]) else error from None
         answers = bodies.answers_of(found, settings, group.prompt_id)
         await self._check_versions(settings, answers)
         return answers

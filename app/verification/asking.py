@@ -96,4 +96,4 @@ def prompt_of(group: PromptGroup) -> dict:
 
 
 def settings_of(group: PromptGroup, index: int) -> dict:
-    return {"group": group.prompt_id, "index": index, "sampling": group.sampling}
+    return {"group": group.prompt_id, "index": index, "sampling": group.sampling, "adapter": group.adapter}

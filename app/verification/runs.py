@@ -1,8 +1,8 @@
 """The ways to roll out one workload that must not matter: chunks, moves, crashes, batches, and whatever drafts.
 
-The first run is the reference: no chunks, no moves, no drafts; `plain_rules` is that of runs with rules for tokens.
-Each of the others differs in several ways at once, so that together they pass through every drafting policy and every
-source of drafts. Called by app/verification/tokens.py.
+The first run is the reference: no chunks, no moves, no drafts; `plain_rules` is that of runs with rules for tokens,
+`plain_adapters` that of runs with adapters. Each of the others differs in several ways at once, so that together they
+pass through every drafting policy and every source of drafts. Called by app/verification/tokens.py.
 """
 
 from collections.abc import Awaitable, Callable
@@ -34,6 +34,7 @@ SHOWN = {
     "moved_samples": "no sample moved",
     "races": "nothing raced",
     "corrupt_blocks": "no block was found corrupt",
+    "adapted_tokens": "no token was of an adapter",
     "note": "its disturbance did not happen",
 }
 """Figures that show the purpose of a run, with the fault if one is 0."""
@@ -55,8 +56,14 @@ class VerificationRun:
     begin: Callable[[RolloutClient, RolloutBatch], Awaitable[str]] | None = None
     after_an_epoch: bool = False  # another epoch of the same prompts is rolled out first, and drafted from
     ruled: bool = False  # with rules for tokens; compared with the first run that has them
+    adapted: bool = False  # two groups of three with an adapter each; compared with the first such run
     ask: Callable[[RolloutClient, RolloutBatch], Awaitable[list[GroupResult]]] | None = None  # None: as one batch
     clients: int = 0  # of HTTP, which ask in place of the caller's; their results have no raw logprobs
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Of its workload: runs of one kind have the same tokens."""
+        return self.ruled, self.adapted
 
 
 def chunked(tokens: int, drafting: str | dict, placement: str = "least_kv") -> dict:
@@ -74,6 +81,7 @@ REDRAWN = (*GROUP, ("redraw_close_calls", True))
 
 TWO = Service(GROUP, elastic=True, gateway=True)
 DRAFTED = Service(GROUP, drafter=True)
+LORA = Service(GROUP, adapters=True)
 
 WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
 NGRAM = MethodProfile("ngram", ((0.0, 1.0), (0.9, 3.0)), (0.4,))
@@ -106,6 +114,10 @@ RUNS = (
     VerificationRun("own_drafts_cap_5", chunked(64, "fixed"), Service(OWN_CAP_5)),
     VerificationRun("ngram_drafts", chunked(64, "off"), Service(drafts(method="ngram", draft_tokens=4, lookup_min=1))),
     VerificationRun("redrawn", chunked(23, "fixed", "round_robin"), Service(REDRAWN), MOVES),
+    VerificationRun("plain_adapters", WHOLE | {"drafting": "off"}, LORA, ("adapted_tokens",), adapted=True),
+    VerificationRun(
+        "moved_adapters", chunked(32, "fixed", "round_robin"), LORA, (*MOVES, "adapted_tokens"), adapted=True
+    ),
     VerificationRun("decoupled", chunked(64, MODEL), DRAFTED, ("model_tokens",)),
     VerificationRun("drafter_killed", chunked(23, MODEL), DRAFTED, ("model_tokens",), kill_the_drafter),
 )

@@ -10,6 +10,7 @@ from tailrace.app.config import ELASTIC_CONFIG, Application, ServeFile, load_con
 from tailrace.app.deployment_settings import CoordinatorSettings, DrafterSettings, ReplicaLimits, UserConfig
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions
 from tailrace.app.model import perturbed, resolve_model
+from tailrace.app.verification.adapters import RANK
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.programs import free_port
@@ -21,13 +22,19 @@ Engine = tuple[tuple[str, object], ...]
 class Service:
     """`engine`: settings that differ. `elastic`: replicas may be given back. `drafter`: a draft model has the place of
     one replica. `gateway`: it has HTTP, on a free port of loopback. `restarted`: its cluster is a process of its own,
-    and is restarted under the run."""
+    and is restarted under the run. `adapters`: its engines take some."""
 
     engine: Engine = ()
     elastic: bool = False
     drafter: bool = False
     gateway: bool = False
     restarted: bool = False
+    adapters: bool = False
+
+    def engine_of(self, file: ServeFile) -> dict:
+        """The settings of its engines that differ from the configured ones."""
+        args = file.application.args.engine.vllm_args | {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+        return dict(self.engine) | ({"vllm_args": args} if self.adapters else {})
 
     def of(self, file: ServeFile, folder: Path) -> ServeFile:
         """The configuration of this service, but for its engine settings. `folder`: for a draft model's weights, if

@@ -19,6 +19,7 @@ from tailrace.app.cluster import DEPLOY_S, service
 from tailrace.app.config import ServeFile
 from tailrace.app.progress import RolloutProgress
 from tailrace.app.summary import summarise
+from tailrace.app.verification.adapters import adapted, adapters_of
 from tailrace.app.verification.closeness import (
     close_calls_of,
     flips,
@@ -45,7 +46,14 @@ REPORTED_S = 1.5
 async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, file: ServeFile) -> dict:
     """Roll out the workload once on all replicas of this service. Returns its groups, the note, tokens pulled, and
     counts by the journal."""
-    journaled, batch = "races" in run.shows or run.clients, ruled(batch) if run.ruled else batch
+    if run.adapted:
+        async with adapters_of(client):
+            return await _roll(client, run, adapted(batch), file)
+    return await _roll(client, run, ruled(batch) if run.ruled else batch, file)
+
+
+async def _roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, file: ServeFile) -> dict:
+    journaled = "races" in run.shows or run.clients
     if journaled:
         await client.journal(True)
     await client.set_policies(Policies(**run.policies))
@@ -116,7 +124,7 @@ def roll_all(
     rolled: dict[str, dict] = {}
     with TemporaryDirectory(prefix="tailrace-drafter-") as folder:
         for kind in dict.fromkeys(run.service for run in runs):
-            wanted = kind.of(with_engine(file, dict(kind.engine)), Path(folder))
+            wanted = kind.of(with_engine(file, kind.engine_of(file)), Path(folder))
             ours = [run for run in runs if run.service == kind]
             say(f"starting a service for {', '.join(run.name for run in ours)}")
             with contextlib.nullcontext() if kind.restarted else service(wanted, None) as client:
@@ -204,17 +212,17 @@ def difference(
 
 
 def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
-    """Every run against the first one, that of runs with rules for tokens or of those without.
+    """Every run against the first one of its kind: with rules for tokens, with adapters, or without both.
 
     A run without its purpose shown fails like one that differs.
     `tolerance`: of the engines' close calls.
     """
     runs = [run for run in RUNS if run.name in rolled]
-    references = {run.ruled: rolled[run.name]["groups"] for run in reversed(runs)}
+    references = {run.kind: rolled[run.name]["groups"] for run in reversed(runs)}
     rows = []
     for run in runs:
         kinds = LOGPROBS[:1] if run.clients else LOGPROBS
-        same = compare(references[run.ruled], rolled[run.name]["groups"], kinds)
+        same = compare(references[run.kind], rolled[run.name]["groups"], kinds)
         figures = figures_of(rolled[run.name])
         lacks = next(
             (key for key in (*run.shows, *["note"] * bool(run.disturb or run.begin)) if not figures[key]), None
@@ -226,7 +234,7 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
     every = [rolled[run.name]["groups"] for run in runs]
     sure = sureness(every, map(work_in, rolled.values()), tolerance)
     for run, row, groups in zip(runs, rows, every, strict=True):
-        row.update(flips(sure["draws_per_logit"], noise_of(references[run.ruled], groups), tolerance))
+        row.update(flips(sure["draws_per_logit"], noise_of(references[run.kind], groups), tolerance))
     return {
         "identical": all(row["identical"] for row in rows),
         "tokens": rows[0]["tokens"],
@@ -245,7 +253,12 @@ def figures_of(done: dict) -> dict:
     """The report of a run."""
     summary = summarise(done["groups"])
     kept = ("samples", "tokens", "chunked_share", "moved_samples", "drafted_tokens", "accepted_share")
-    by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)
+    samples = [sample for group in done["groups"] for sample in group.samples]
+    segments = [segment for sample in samples for segment in sample.segments]
+    more = {
+        "model_tokens": sum(sample.drafted_by_source.get("model", 0) for sample in samples),
+        "adapted_tokens": sum(one.end - one.start for one in segments if one.adapter_digest),
+    }
     of_run = {key: done[key] for key in ("seconds", "pulled_tokens", "corrupt_blocks", "races", "note")}
     of_run |= {"close_calls": close_calls_of(done["groups"]), **redraws_of(work_in(done))}
-    return {key: summary[key] for key in kept} | {"model_tokens": by_model} | done.get("counts", {}) | of_run
+    return {key: summary[key] for key in kept} | more | done.get("counts", {}) | of_run

@@ -1,14 +1,15 @@
 """The samples of an open batch between two turns: which of them a request continues.
 
 Invariant: a sample is here from the end of a turn until it returns or ends; of one group and index, the last one alone.
-A prompt continues a sample if it begins with all of its context, under the same sampling parameters. Owned by
-`OpenBatch`.
+A prompt continues a sample if it begins with all of its context, under the same sampling parameters and adapter. Owned
+by `OpenBatch`.
 """
 
 import numpy as np
 
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.session import SampleRequest
 from tailrace.policies.protocol.events import SampleReturned
 
@@ -39,6 +40,8 @@ class HeldRecords:
         """The event by which the sample that a request continues returns to the core, or None without such a one."""
         sample_id, sample = self._held.get((request.group.prompt_id, request.index), ("", None))
         if sample is None or sample.group.group.sampling != request.group.sampling:
+            return None
+        if digest_of(sample.group.adapter) != digest_of(prepared.adapter):
             return None
         context = sample.context()
         if not np.array_equal(context, prepared.token_ids[: len(context)]):

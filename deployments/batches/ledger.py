@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.constraints.stop_texts import cut
 from tailrace.deployments.context.history import Answer
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkResult, SampleKey
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftReport, by_source
@@ -77,20 +78,24 @@ class SampleRecord:
         """Prompt and answer so far, int32."""
         return np.concatenate([self.prompt, *(part.token_ids for part in self.parts)])
 
-    def append(self, start: int, part: ChunkResult, replica_id: str, weights_digest: str = "") -> None:
+    def append(
+        self, start: int, part: ChunkResult, replica_id: str, weights_digest: str = "", adapter_digest: str = ""
+    ) -> None:
         """Write a chunk that began at answer position `start`. Raises ValueError unless that is the next one."""
         if start != self.tokens:
             raise ValueError(f"chunk {part.chunk_id} begins at {start}, the sample has {self.tokens} tokens")
         end = start + len(part.token_ids)
         first, last_place = start - self.earlier_tokens, end - self.earlier_tokens
         last = self.segments[-1] if self.segments else None
-        if last and (last.replica_id, last.weights_version) == (replica_id, part.weights_version):
+        made_by = replica_id, part.weights_version, adapter_digest
+        if last and (last.replica_id, last.weights_version, last.adapter_digest) == made_by:
             self.segments[-1] = last.model_copy(update={"end": last_place})
         elif end > start:
             self.segments.append(
                 Segment(
                     weights_version=part.weights_version,
                     weights_digest=weights_digest,
+                    adapter_digest=adapter_digest,
                     replica_id=replica_id,
                     start=first,
                     end=last_place,
@@ -215,6 +220,7 @@ class GroupRecord:
     group: PromptGroup
     prompt: np.ndarray
     prompt_key: str
+    adapter: Adapter | None = None  # of all its samples, whatever content its name gets later
     samples: list[SampleRecord] = field(default_factory=list)
     prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
     log_name: bytes = b""  # in the token log, once that has written of it
@@ -223,7 +229,15 @@ class GroupRecord:
     def of(
         cls, batch_id: str, step: int, prepared: Prepared, keys: list[SampleKey], asked_s: float = 0.0
     ) -> "GroupRecord":
-        record = cls(batch_id, step, prepared.group, np.asarray(prepared.token_ids, np.int32), prepared.prompt_key)
+        prompt = np.asarray(prepared.token_ids, np.int32)
+        record = cls(
+            batch_id=batch_id,
+            step=step,
+            group=prepared.group,
+            prompt=prompt,
+            prompt_key=prepared.prompt_key,
+            adapter=prepared.adapter,
+        )
         for index, key in enumerate(keys):
             forced = prepared.group.forced_token_ids
             tokens = None if forced is None else np.asarray(forced[index], dtype=np.int32)

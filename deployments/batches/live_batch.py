@@ -118,7 +118,8 @@ class LiveBatch:
             fits = segment.end <= self._max_tokens[f"{self.core_id}/{prompt_id}"]
             if fits and may_be(segment.weights_version, segment.weights_digest):
                 part = tokens.part()
-                group.samples[tokens.index].append(segment.start, part, segment.replica_id, segment.weights_digest)
+                made_by = segment.replica_id, segment.weights_digest, segment.adapter_digest
+                group.samples[tokens.index].append(segment.start, part, *made_by)
             else:
                 refused += 1
         self.specs = tuple(replace(spec, begun=self.groups[spec.group_id].begun()) for spec in self.specs)
@@ -193,6 +194,7 @@ class LiveBatch:
             traceparent=traceparent(span),
             keep_trace=self.message.keep_trace,
             turn_start=before + sample.earlier_tokens,
+            adapter=sample.group.adapter,
         )
 
     def _draft_plan(self, sample: SampleRecord, start: StartChunk, drafting: Drafting) -> DraftPlan:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.ledger import GroupRecord, escaped
 from tailrace.deployments.batches.live_batch import LiveBatch
@@ -42,10 +43,11 @@ class LiveBatches:
         telemetry: Telemetry,
         token_log: TokenLog,
         weights: KnownWeights,
+        adapters: AdapterBook,
         nonce: str,
         now: Callable[[], float],
     ):
-        self._token_log, self._weights = token_log, weights
+        self._token_log, self._weights, self._adapters = token_log, weights, adapters
         self._prompts, self._context, self._telemetry = prompts, context, telemetry
         self._nonce, self._now, self._submissions = nonce, now, 0
         self._batches: dict[str, LiveBatch] = {}  # by their ids in the core
@@ -64,6 +66,9 @@ class LiveBatches:
             return Rejected(reason=f"batch {message.batch_id!r}: {one_line(error)}")
         if isinstance(prepared, Rejected):
             return prepared
+        prepared = list(map(self._adapters.bound, prepared))
+        if (refused := next((one for one in prepared if isinstance(one, Rejected)), None)) is not None:
+            return refused
         keys = [one.prompt_key for one in prepared]
         past = await self._context.lengths(keys) if self._context is not None else {}
         batch = LiveBatch(

@@ -1,8 +1,8 @@
 """The samples of an open session that are in the core: they come one by one, and each is answered as it ends.
 
-A group of the core has one prompt, one bound of tokens and one set of sampling parameters, so a name that is asked for
-with several of them has several such groups. A sample of several turns is one sample of the first one's group.
-Invariant: each turn's answer is given once, whatever ends it.
+A group of the core has one prompt, one bound of tokens, one set of sampling parameters and one adapter, so a name that
+is asked for with several of them has several such groups. A sample of several turns is one sample of the first one's
+group. Invariant: each turn's answer is given once, whatever ends it.
 Called by `OpenSessions` and `LiveBatches`.
 """
 
@@ -17,6 +17,7 @@ from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escap
 from tailrace.deployments.batches.live_batch import LiveBatch, by_epoch
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.context.history import PastLength
+from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import SampleKey, sample_key
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, SamplingParams
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
@@ -38,11 +39,13 @@ class GroupIdentity(NamedTuple):
     token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
+    adapter_digest: str = ""
 
     @classmethod
     def of(cls, prepared: Prepared) -> "GroupIdentity":
         group = prepared.group
-        return cls(group.prompt_id, prepared.token_ids, prepared.max_tokens, group.sampling)
+        adapter = digest_of(prepared.adapter)
+        return cls(group.prompt_id, prepared.token_ids, prepared.max_tokens, group.sampling, adapter)
 
 
 class OpenGroup:
@@ -127,6 +130,7 @@ class OpenBatch(LiveBatch):
                 group=prepared.group,
                 prompt=np.asarray(prepared.token_ids, np.int32),
                 prompt_key=prepared.prompt_key,
+                adapter=prepared.adapter,
             )
             self.groups[group.group_id], self._by_id[group.group_id] = record, group
             self._max_tokens[group.group_id] = prepared.max_tokens

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.asked_sample import AskedSample
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batches import LiveBatches
@@ -61,6 +62,7 @@ class OpenSessions:
         prompts: Prompts,
         context: "ContextService | None",
         batches: LiveBatches,
+        adapters: AdapterBook,
         refusal: Callable[[BatchSettings], Awaitable[Rejected | None]],
         quota: Callable[[str, BatchLoad], Rejected | None],
         pass_door: Callable[[str], Awaitable[None]],
@@ -68,7 +70,7 @@ class OpenSessions:
         later: Callable[[ev.Event], None],
         now: Callable[[], float],
     ):
-        self._prompts, self._context, self._batches = prompts, context, batches
+        self._prompts, self._context, self._batches, self._adapters = prompts, context, batches, adapters
         self._refusal, self._quota, self._pass_door = refusal, quota, pass_door
         self._observe, self._later, self._now = observe, later, now
         self._sessions: dict[str, OpenSession] = {}
@@ -109,6 +111,8 @@ class OpenSessions:
         if (refused := await self._refusal(settings)) is not None:
             return refused
         prepared = await asyncio.to_thread(self._prompts.prepare_group, request.group)
+        if not isinstance(prepared, Rejected):
+            prepared = self._adapters.bound(prepared)
         session = self._session(settings)
         for given in (prepared, session):
             if isinstance(given, Rejected):

@@ -12,17 +12,22 @@ from jinja2 import TemplateError
 
 from tailrace.deployments.constraints import form_check
 from tailrace.deployments.context.history import prompt_key
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A group with its prompt in token ids and `max_tokens` cut to the room that the model's context leaves."""
+    """A group with its prompt in token ids and `max_tokens` cut to the room that the model's context leaves.
+
+    `adapter`: the present content of its adapter's name; see `AdapterBook`.
+    """
 
     group: PromptGroup
     token_ids: tuple[int, ...]
     max_tokens: int
     prompt_key: str
+    adapter: Adapter | None = None
 
 
 class Prompts:
@@ -68,7 +73,8 @@ class Prompts:
         form = sampling.structured_outputs
         if form is not None and (reason := self._form_refusal(form)) is not None:
             return Rejected(reason=f"prompt {group.prompt_id!r}: {reason}")
-        key = prompt_key(self.decode(list(token_ids)))
+        named = "" if group.adapter is None else f"{group.adapter}\0"  # an adapter has lengths and answers of its own
+        key = prompt_key(named + self.decode(list(token_ids)))
         return Prepared(group, token_ids, min(group.max_tokens, left), key)
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:

@@ -16,8 +16,16 @@ from opentelemetry.trace import INVALID_SPAN, StatusCode
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
+from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkResult
-from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, is_own_cancel, one_line
+from tailrace.deployments.messages.errors import (
+    ChunkError,
+    ChunkNotTaken,
+    ReplicaLost,
+    SampleRefused,
+    is_own_cancel,
+    one_line,
+)
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
@@ -52,12 +60,13 @@ class ChunkRunner:
             request = batch.request(sample, start, span, drafting, self._digests)
             answer = self._engines.generate(start.replica_id, request)
             result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
-            event, write = self._finished(start, sample, result, request.weights_digest)
+            made_by = request.weights_digest, digest_of(request.adapter)
+            event, write = self._finished(start, sample, result, made_by)
             span.set_attribute("new_tokens", event.new_tokens)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
         except ChunkError as error:
-            event = ChunkFailed(self._now(), start.chunk_id, str(error))
+            event = ChunkFailed(self._now(), start.chunk_id, str(error), isinstance(error, SampleRefused))
         except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
@@ -68,7 +77,7 @@ class ChunkRunner:
         return event, write
 
     def _finished(
-        self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digest: str
+        self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digests: tuple[str, str]
     ) -> tuple[ChunkFinished, Write]:
         check_result(start, result, len(sample.prompt))
         drafts = result.drafts
@@ -84,7 +93,7 @@ class ChunkRunner:
             model_tested=drafts.model_tested if drafts else 0,
             model_accepted=drafts.model_accepted if drafts else 0,
         )
-        return event, partial(sample.append, start.start, result, start.replica_id, digest)
+        return event, partial(sample.append, start.start, result, start.replica_id, *digests)
 
     async def abort(self, action: AbortChunk) -> None:
         """Asks a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""

@@ -25,6 +25,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
@@ -162,6 +163,14 @@ class Coordinator:
     @admits(Role.TRAINER)
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
         return await self._rollouts.update_weights(version, source, digest)
+
+    @admits(Role.TRAINER)
+    async def load_adapter(self, name: str, path: str) -> Adapter | Rejected:
+        return await self._rollouts.load_adapter(name, path)
+
+    @admits(Role.TRAINER)
+    async def unload_adapter(self, name: str) -> Rejected | None:
+        return await self._rollouts.adapters.unload(name)
 
     @admits(Role.TRAINER)
     async def transfer_weights(self, phase: str, info: dict | list | None) -> str | Rejected:

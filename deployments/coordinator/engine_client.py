@@ -1,16 +1,27 @@
 """Calls from the coordinator to the engine replicas: to one by its id, or to all with a deadline.
 
 Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; its chunks must run again) or in
-`ChunkError` (the replica lives, this chunk failed); every poll has a deadline. Called by the coordinator.
+`ChunkError` (the replica lives, this chunk failed; `SampleRefused`: it would fail on any replica); every poll has a
+deadline. Called by the coordinator.
 """
 
 import asyncio
+import contextlib
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
-from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, EngineDown, ReplicaLost, one_line
+from tailrace.deployments.messages.errors import (
+    AdapterRefused,
+    ChunkError,
+    ChunkNotTaken,
+    EngineDown,
+    ReplicaLost,
+    SampleRefused,
+    one_line,
+)
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.router import ReplicaGone, poll_all
 
@@ -64,7 +75,23 @@ class EngineClient:
 
         Raises ChunkError, one line, if a replica cannot load them, and TimeoutError if one has not looked in CHECK_S.
         """
-        answers = await poll_all(self._handle, "check_weights", CHECK_S, source)
+        return await self._digests("check_weights", source)
+
+    async def load_adapter(self, path: str) -> set[str]:
+        """The digests of the adapter in a folder, which all replicas that answer have loaded. Raises the same."""
+        return await self._digests("load_adapter", path)
+
+    async def name_adapter(self, adapter: Adapter) -> None:
+        """Every replica that answers reports the content of a name from now on."""
+        with contextlib.suppress(TimeoutError):
+            await poll_all(self._handle, "name_adapter", POLL_TIMEOUT_S, adapter)
+
+    async def forget_adapter(self, name: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            await poll_all(self._handle, "forget_adapter", POLL_TIMEOUT_S, name)
+
+    async def _digests(self, method: str, source: str) -> set[str]:
+        answers = await poll_all(self._handle, method, CHECK_S, source)
         for answer in answers:
             if isinstance(answer, RayTaskError) and not isinstance(answer, EngineDown):
                 raise ChunkError(str(answer.cause or one_line(answer)))
@@ -90,4 +117,5 @@ class EngineClient:
         except (RayActorError, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
-            raise ChunkError(one_line(error.cause or error)) from error
+            kind = SampleRefused if isinstance(error.cause, AdapterRefused) else ChunkError
+            raise kind(one_line(error.cause or error)) from error

@@ -20,6 +20,7 @@ from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog, unlogged
 from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.engine_client import EngineClient
@@ -30,6 +31,7 @@ from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.status import longest_samples, replica_statuses, waits_for
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
@@ -78,6 +80,7 @@ class Rollouts:
         self._kv_pool_manager = kv_pool_manager
         self._prompts = prompts
         self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
+        self.adapters = AdapterLoads(engines, prompts.model)
         self._chunk_runner = ChunkRunner(engines, telemetry, self.now, self._weights.digests)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
@@ -97,6 +100,7 @@ class Rollouts:
             telemetry=telemetry,
             token_log=token_log,
             weights=self._weights,
+            adapters=self.adapters.book,
             nonce=nonce,
             now=self.now,
         )
@@ -104,6 +108,7 @@ class Rollouts:
             prompts=prompts,
             context=context,
             batches=self._batches,
+            adapters=self.adapters.book,
             refusal=self._refusal,
             quota=self.deliveries.quota_refusal,
             pass_door=lambda batch_id: self._pass_door(batch_id, lambda: False),
@@ -189,6 +194,11 @@ class Rollouts:
         self._follow_weights()
         return await self._weights.loaded()
 
+    async def load_adapter(self, name: str, path: str) -> Adapter | Rejected:
+        """Every replica loads an adapter's folder, under a name from now on; see `AdapterLoads`."""
+        await self._looked.wait()
+        return await self.adapters.load(name, path)
+
     def status(self) -> ServiceStatus:
         counts = self._core.counts()
         streamed = {
@@ -213,6 +223,7 @@ class Rollouts:
             at_door=tuple(self._at_door),
             model=self._prompts.model,
             max_model_len=self._prompts.max_model_len,
+            adapters=self.adapters.book.all(),
             contained=dict(self._contained + self._token_log.problems),
         )
 
@@ -291,6 +302,7 @@ class Rollouts:
         asked_at = self.now()
         reports = await self._engines.stats()
         self._weights.observe(reports)
+        self.adapters.observe(reports)
         self._looked.set()
         self._follow_weights()
         known = list(map(self._weights.known, reports))

@@ -1,6 +1,7 @@
 """A chunk inside the engine: its times, its tokens and its result. Owned by the stepper."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.drafts import DraftReport
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
+from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.policies.protocol.events import ChunkEnd
 
 
@@ -83,6 +85,23 @@ class EngineChunk:
             prompt_logprobs=self.prompt_logprobs,
             close_calls=tuple(np.flatnonzero(record.margins < np.float32(tolerance)).tolist()),
         )
+
+
+def never_begun(chunk: ChunkRequest, submitted_s: float) -> ChunkResult:
+    """Returns the result of a chunk that was aborted before it was in a step."""
+    waiting = EngineChunk(chunk, "", None, submitted_s)
+    return waiting.result(ChunkEnd.ABORTED, waiting.record, 0.0, None)
+
+
+def tokens_to_verify(chunks: Iterable[EngineChunk]) -> int:
+    """Returns the tokens of the next step, drafts included, if every chunk only decodes in it; else 0."""
+    tokens = 0
+    for running in chunks:
+        if running.first_token_s is None:
+            return 0
+        if not is_paused(running.request):
+            tokens += 1 + len(running.request.spec_token_ids)
+    return tokens
 
 
 def prompt_logprobs(flat) -> PromptLogprobs:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.messages.transfer import Transfer
@@ -34,10 +35,19 @@ LOAD_ALLOWANCE_S = 900.0
 """Seconds that a load of weights may take: hundreds of GB come from a network folder."""
 
 
+class EngineAdapters(Protocol):
+    """The interface of an engine's adapters, see deployments.engine.adapters."""
+
+    def load(self, path: str) -> str: ...
+    def name(self, adapter: Adapter) -> None: ...
+    def forget(self, name: str) -> None: ...
+
+
 class Steps(Protocol):
     """The interface of a stepper, see deployments.engine.stepper."""
 
     progress_s: float
+    adapters: "EngineAdapters"
 
     @property
     def busy(self) -> bool: ...
@@ -112,6 +122,18 @@ class EngineLoop:
     def weights_refusal(self, source: str) -> Future[str | None]:
         """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
         return self._ask(self._refusal, source)
+
+    def load_adapter(self, path: str) -> Future[str]:
+        """Loads a folder's adapter between two steps. Gives its digest, or AdapterRefused, one line."""
+        return self._ask(self._load_adapter, path)
+
+    def name_adapter(self, adapter: Adapter) -> Future[None]:
+        """From now on reports this content of a name, unless a later one is known."""
+        return self._ask(self._stepper.adapters.name, adapter)
+
+    def forget_adapter(self, name: str) -> Future[None]:
+        """Forgets a name; chunks that run with its content continue."""
+        return self._ask(self._stepper.adapters.forget, name)
 
     def stats(self) -> EngineStats:
         """Returns the latest snapshot, made after a step; costs nothing."""
@@ -256,6 +278,10 @@ class EngineLoop:
     def _transfer(self, transfer: Transfer) -> str:
         self._allowance_s = LOAD_ALLOWANCE_S
         return self._stepper.transfer_weights(transfer)
+
+    def _load_adapter(self, path: str) -> str:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        return self._stepper.adapters.load(path)
 
     def _reset_cache(self) -> bool:
         return self._stepper.reset_cache()

@@ -24,6 +24,7 @@ from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.drafts import DraftReport, by_source
 from tailrace.deployments.messages.transfer import Transfer
@@ -159,6 +160,18 @@ class Engine:
         from tailrace.deployments.vllm_exact.weight_loading import checked_digest
 
         return checked_digest(source)
+
+    async def load_adapter(self, path: str) -> str:
+        """Returns the digest of a folder's adapter, loaded. Raises AdapterRefused, one line, if it cannot be."""
+        return await asyncio.wrap_future(self._runner.load_adapter(path))
+
+    async def name_adapter(self, adapter: Adapter) -> None:
+        """Notes the content of a name, for the next coordinator."""
+        await asyncio.wrap_future(self._runner.name_adapter(adapter))
+
+    async def forget_adapter(self, name: str) -> None:
+        """Forgets a name; chunks that run with its content continue."""
+        await asyncio.wrap_future(self._runner.forget_adapter(name))
 
     async def reset_cache(self) -> bool:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""

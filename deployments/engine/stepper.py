@@ -11,16 +11,16 @@ from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
-from tailrace.deployments.engine.engine_chunk import EngineChunk
+from tailrace.deployments.engine.adapters import Adapters
+from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
+from tailrace.deployments.engine.loaded_weights import LoadedWeights
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
-from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.deployments.vllm_exact.requests import Requests
-from tailrace.deployments.vllm_exact.weight_loading import called, weights_digest
 from tailrace.kvpool.config import PoolEndpoint
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 from tailrace.policies.protocol.events import ChunkEnd
@@ -41,24 +41,25 @@ class Stepper:
         feed: ContextClient | None = None,
         model: Drafters | None = None,
     ):
-        self.weights_version = weights_version
         self._engine = launch(config, rank, pool)
+        self._weights = LoadedWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
-        self._requests = Requests(self._engine, config.close_call_tolerance, config.redraw_close_calls)
+        self.adapters = Adapters(self._engine)
+        exact = config.close_call_tolerance, config.redraw_close_calls
+        self._requests = Requests(self._engine, *exact, self.adapters.request)
         if self._requests.eos_token_id is None:
             raise ValueError(f"model {config.model}: its tokenizer names no end-of-sequence token")
         settings = self._engine.vllm_config
         self._constant = {
             "replica_id": replica_id,
-            "weights_version": weights_version,
-            "weights_digest": weights_digest(settings.model_config.model),
             "block_tokens": settings.cache_config.block_size,
             "kv_capacity_blocks": self._requests.kv_blocks,
             "max_running": config.max_running,
+            "max_loras": self.adapters.slots,
             "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
@@ -94,19 +95,28 @@ class Stepper:
     @property
     def busy(self) -> bool:
         """Returns whether a step has work: chunks to run, or finished ones to release."""
-        return bool(self._ended) or self._scheduler.has_requests() or (self._link is not None and self._link.busy)
+        waits = bool(self._ended or self.adapters.waiting())
+        return waits or self._scheduler.has_requests() or (self._link is not None and self._link.busy)
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
-        """Queues a chunk inside vLLM. Raises ValueError, one line, when it cannot be run here."""
-        refusal = "already running here" if chunk.chunk_id in self._running else self._requests.refusal(chunk)
-        if chunk.weights_version != self.weights_version:
-            refusal = f"wants weights version {chunk.weights_version}, this is {self.weights_version}"
-        elif chunk.weights_digest not in ("", self._constant["weights_digest"]):
-            refusal = f"wants weights {chunk.weights_digest}, this is {self._constant['weights_digest']}"
-        if refusal is not None:
+        """Queues a chunk inside vLLM, or here until its adapter can run. Raises ValueError, one line."""
+        here = chunk.chunk_id in (*self._running, *self.adapters.waiting())
+        refusal = "already running here" if here else self._requests.refusal(chunk)
+        if (refusal := self._weights.unlike(chunk) or refusal) is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
+        if self.adapters.admits(chunk):
+            self._begin(chunk, submitted_s)
+        else:
+            self.adapters.wait(chunk, submitted_s)
+
+    def _begin(self, chunk: ChunkRequest, submitted_s: float) -> None:
+        self.adapters.take(chunk)
         kv = self._link.wish(chunk) if self._link is not None else None
-        request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
+        try:
+            request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
+        except ValueError:
+            self.adapters.free(chunk)
+            raise
         self._running[chunk.chunk_id] = EngineChunk(chunk, request.request_id, request, submitted_s)
         if self._drafts is not None:
             self._drafts.open(chunk, request)
@@ -114,6 +124,8 @@ class Stepper:
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
         if (running := self._running.get(chunk_id)) is None:
+            if (waiting := self.adapters.withdraw(chunk_id)) is not None:
+                self._ended.append((chunk_id, never_begun(*waiting)))
             return
         self._leave(running, keep_kv)
         self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
@@ -126,7 +138,12 @@ class Stepper:
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         """Runs one engine step. Returns the chunks that ended since the previous one, by chunk id."""
-        verified_tokens = self._to_verify()
+        for chunk, submitted_s in self.adapters.admitted():
+            try:
+                self._begin(chunk, submitted_s)
+            except ValueError as error:
+                self._ended.append((chunk.chunk_id, error))
+        verified_tokens = tokens_to_verify(self._running.values())
         if self._forks is not None:
             self._forks.fit(self._chunks())
         began_s = time.monotonic()
@@ -168,16 +185,6 @@ class Stepper:
             running.has_tokens(ended_s, output)
             if stopped or reason is not None:
                 self._finish(output.request_id, "stop" if stopped else reason)
-
-    def _to_verify(self) -> int:
-        """Returns the tokens of the next step, drafts included, if every chunk only decodes in it; else 0."""
-        tokens = 0
-        for running in self._running.values():
-            if running.first_token_s is None:
-                return 0
-            if not is_paused(running.request):
-                tokens += 1 + len(running.request.spec_token_ids)
-        return tokens
 
     def _is_forks(self, output) -> bool:
         """Returns whether a fork made these tokens; its chunk then drafts from them."""
@@ -235,6 +242,7 @@ class Stepper:
     def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult:
         """Closes a chunk and returns its result. `goes_on`: the sample may have another chunk here."""
         running = self._running.pop(chunk_id)
+        self.adapters.free(running.chunk)
         self._past_preemptions += running.request.num_preemptions
         record = self._redraws.keep(running, len(running.token_ids))
         drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
@@ -245,33 +253,22 @@ class Stepper:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
         return self._engine.reset_prefix_cache()
 
-    def load_weights(self, version: int, source: str, digest: str = "") -> None:
-        """Puts the safetensors of folder `source` into the running model as weights `version`.
+    @property
+    def weights_version(self) -> int:
+        return self._weights.version
 
-        `digest`: of the content that is meant; empty for any. Raises ValueError, one line, when the folder does not
-        fit or holds other content, and RuntimeError while chunks run; both change nothing. KV is kept: its keys carry
-        version and digest. Any other error leaves the model half loaded.
-        """
+    def load_weights(self, version: int, source: str, digest: str = "") -> None:
+        """Loads weights, see LoadedWeights.load. Raises RuntimeError while chunks run; nothing has changed then."""
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        if (reason := self.weights_refusal(source)) is not None:
-            raise ValueError(reason)
-        if digest not in ("", found := weights_digest(source)):
-            raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
-        self._engine.collective_rpc("load_weights_from", args=(source,))
-        if weights_digest(source) != found:
-            raise RuntimeError(f"{called(source)}: it was written to while it was loaded")
-        self.weights_version = version
-        self._constant |= {"weights_version": version, "weights_source": source, "weights_digest": found}
+        self._weights.load(version, source, digest)
+
+    def weights_refusal(self, source: str) -> str | None:
+        return self._weights.refusal(source)
 
     def rejoin_pool(self, master_address: str) -> None:
         """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
-
-    def weights_refusal(self, source: str) -> str | None:
-        """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
-        reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
-        return next((reason for reason in reasons if reason is not None), None)
 
     def transfer_weights(self, transfer: Transfer) -> str:
         """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
@@ -281,10 +278,12 @@ class Stepper:
         """Returns a snapshot as of now."""
         link, drafts = self._link, self._drafts
         tokens = {chunk_id: len(chunk.token_ids) for chunk_id, chunk in self._running.items()}
+        tokens |= dict.fromkeys(self.adapters.waiting(), 0)
         of_drafts = {"methods": drafts.methods, "step_cost": drafts.step_cost()} if drafts else {}
         return EngineStats(
-            **self._constant | of_drafts,
+            **self._constant | self._weights.report() | of_drafts,
             kv_counts=link.counts() if link else {},
+            adapters=self.adapters.known(),
             observed_at=time.time(),
             steps=self._work["steps"],
             running=tokens | (link.held_tokens() if link else {}),

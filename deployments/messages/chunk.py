@@ -10,6 +10,7 @@ from typing import Annotated
 
 import numpy as np
 
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
@@ -55,6 +56,7 @@ class ChunkRequest:
     traceparent: str | None = None
     keep_trace: bool = False
     turn_start: int = 0
+    adapter: Adapter | None = None  # None: the model alone
 
     @property
     def answer_start(self) -> int:
@@ -128,3 +130,5 @@ class EngineStats:
     # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
     work: dict[str, int] = field(default_factory=dict)
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost
+    max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
+    adapters: tuple[Adapter, ...] = ()  # the last one of each name that it has heard of, loaded or not

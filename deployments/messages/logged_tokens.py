@@ -8,6 +8,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import accumulate
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -17,9 +18,9 @@ from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import PromptGroup, Segment
 from tailrace.policies.protocol.events import ChunkEnd
 
-MAGIC = b"tailrace tokens 1\n"
+MAGIC = b"tailrace tokens 2\n"
 FRAME = struct.Struct("<II")  # bytes of the record, their CRC-32
-HEAD = struct.Struct("<16sIIIIBHH")  # group, index, start, tokens, weights version, stopped, bytes of both names
+HEAD = struct.Struct("<16sIIIIBHHH")  # group, index, start, tokens, weights version, stopped, bytes of three names
 
 
 class LoggedTokens(NamedTuple):
@@ -60,7 +61,7 @@ def group_digest(group: PromptGroup, first_key: SampleKey) -> bytes:
 
 def packed(tokens: LoggedTokens) -> bytes:
     segment = tokens.segment
-    names = segment.weights_digest.encode(), segment.replica_id.encode()
+    names = [name.encode() for name in (segment.weights_digest, segment.adapter_digest, segment.replica_id)]
     head = HEAD.pack(
         tokens.group, tokens.index, segment.start, len(tokens.token_ids), segment.weights_version, tokens.stopped,
         *map(len, names),
@@ -73,14 +74,15 @@ def packed(tokens: LoggedTokens) -> bytes:
 def unpacked(payload: bytes) -> LoggedTokens:
     """Inverse of `packed`, without the frame. Raises ValueError or struct.error."""
     group, index, start, count, version, stopped, *sizes = HEAD.unpack_from(payload)
-    names_end = HEAD.size + sum(sizes)
+    *starts, names_end = accumulate(sizes, initial=HEAD.size)
     if len(payload) != names_end + 12 * count:
         raise ValueError(f"{len(payload)} bytes for {count} tokens")
-    digest, replica_id = payload[HEAD.size :][: sizes[0]], payload[HEAD.size + sizes[0] : names_end]
+    digest, adapter, replica_id = (payload[at : at + size].decode() for at, size in zip(starts, sizes, strict=True))
     segment = Segment(
         weights_version=version,
-        weights_digest=digest.decode(),
-        replica_id=replica_id.decode(),
+        weights_digest=digest,
+        adapter_digest=adapter,
+        replica_id=replica_id,
         start=start,
         end=start + count,
     )

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import Message, Segment
 
 
@@ -21,9 +22,10 @@ class ReplicaStatus(Message):
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
     node_id: str = ""
     cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
-    dtype: str = ""  # see EngineStats, as the next two
+    dtype: str = ""  # see EngineStats, as the next three
     ranks: int = 1
     weight_transfer: str = ""
+    max_loras: int = 0
 
 
 class ReplicasChanged(Message):
@@ -112,4 +114,5 @@ class ServiceStatus(Message):
     max_model_len: int = 0  # tokens of prompt and answer
     paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
     held: int = 0  # samples between two turns
+    adapters: tuple[Adapter, ...] = ()  # that requests may name
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND

@@ -54,7 +54,10 @@ class EngineConfig(BaseModel):
         False, description="draw close calls again from a canonical computation; docs/exactness.md has the cost"
     )
     draft: DraftConfig = DraftConfig()
-    vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")
+    vllm_args: dict[str, Any] = Field(
+        {},
+        description="passed on to vLLM's EngineArgs as they are; for adapters `{enable_lora: true, max_lora_rank: N}`",
+    )
 
     @property
     def weight_transfer(self) -> str:

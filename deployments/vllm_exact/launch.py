@@ -25,6 +25,10 @@ WORKERS = {
 """Dotted paths of the workers, which vLLM imports by itself."""
 
 
+MIN_ADAPTERS = 4
+"""Contents of adapters that an engine keeps by default: samples in flight continue with earlier ones."""
+
+
 def core_ids(rank: int, cores: int, available: list[int]) -> list[int]:
     """Returns the `cores` cores of replica number `rank` on its node: disjoint until `available` is used up."""
     return [available[(rank * cores + i) % len(available)] for i in range(min(cores, len(available)))]
@@ -148,7 +152,14 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["speculative_config"] = speculation
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
-    return ours | config.vllm_args
+    return ours | config.vllm_args | adapter_arguments(config.vllm_args)
+
+
+def adapter_arguments(given: dict) -> dict:
+    """Returns the arguments that follow from others: more adapters are kept than can run, so one can be replaced."""
+    if not given.get("enable_lora"):
+        return {}
+    return {"max_cpu_loras": max(given.get("max_cpu_loras") or MIN_ADAPTERS, given.get("max_loras", 1) + 1)}
 
 
 def speculative_config(draft: DraftConfig) -> dict | None:

@@ -1,4 +1,7 @@
-"""Patches of other packages that an engine needs, each with the condition for its removal. Called by launch.py."""
+"""Patches of other packages that an engine needs, each with the condition for its removal.
+
+Called by launch.py, and in each worker by lora.py.
+"""
 
 
 def make_llvmlite_scannable() -> None:
@@ -29,3 +32,17 @@ def verify_drafts_only(engine) -> None:
     """
     scheduler = engine.engine_core.engine_core.scheduler
     scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (scheduler.max_num_running_reqs + 1)
+
+
+def multiply_by_slot(wrapper: str) -> None:
+    """Has vLLM multiply by adapters on a CPU with the class of this dotted path.
+
+    Symptom (vLLM 0.32, CPU): in a batch with adapters, requests without one get the last slot's adapter.
+    Its operators take -1, which marks rows without an adapter, for an index.
+    Remove when `vllm.lora.ops.torch_ops.lora_ops` leaves rows of index -1 as they are.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and vllm.__version__.startswith("0.32."):
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: wrapper)

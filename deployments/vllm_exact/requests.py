@@ -3,11 +3,13 @@
 Called by the stepper, and by its forks, on the engine's thread.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 
 from tailrace.deployments.constraints import form_check
+from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
@@ -17,10 +19,17 @@ class Requests:
     """The requests of one engine. `engine`: vLLM's LLMEngine in this process. `tolerance`: of close calls, in logits.
 
     `redraws`: close calls end a step, and KV is left for a request of max_model_len. Raises ValueError if none is left.
+    `lora_of`: gives vLLM's LoRARequest of a loaded adapter.
     """
 
-    def __init__(self, engine, tolerance: float = 0.0, redraws: bool = False):
-        self._engine, self.tolerance, self.redraws = engine, tolerance, redraws
+    def __init__(
+        self,
+        engine,
+        tolerance: float = 0.0,
+        redraws: bool = False,
+        lora_of: Callable[[Adapter | None], object | None] = lambda adapter: None,
+    ):
+        self._engine, self.tolerance, self.redraws, self._lora_of = engine, tolerance, redraws, lora_of
         self._scheduler = engine.engine_core.engine_core.scheduler
         self.tokenizer = engine.get_tokenizer()
         self.eos_token_id = self.tokenizer.eos_token_id
@@ -114,12 +123,13 @@ class Requests:
         )
         if kv is not None:
             params.extra_args["kv_transfer_params"] = kv
-        salt = cache_salt(chunk.weights_version, chunk.weights_digest)
+        adapter = digest_of(chunk.adapter)
+        salt = cache_salt(chunk.weights_version, chunk.weights_digest, adapter)
         if chunk.kv is not None:
-            salt = cache_salt(chunk.kv.version, chunk.kv.digest)
+            salt = cache_salt(chunk.kv.version, chunk.kv.digest, adapter)
         prompt = tokens_input(token_ids.tolist(), cache_salt=f"{salt} {name}" if private else salt)
         try:
-            request_id = self._engine.add_request(name, prompt, params)
+            request_id = self._engine.add_request(name, prompt, params, lora_request=self._lora_of(chunk.adapter))
         except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
             raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
         return self._scheduler.requests[request_id]

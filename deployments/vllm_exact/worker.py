@@ -4,11 +4,15 @@ Invariant: with any model runner of vLLM, every token comes from ExactSampler or
 Only the class of this machine's platform exists here, because importing the other one's base can fail.
 """
 
+from functools import partial
+
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
+from tailrace.deployments.staging.adapter_folder import misfit
 from tailrace.deployments.staging.received import ReceivedWeights
+from tailrace.deployments.vllm_exact import lora
 from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler
 from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, refusal, tensors_of
 
@@ -17,6 +21,8 @@ class ExactWorker:
     """A mixin, placed before a vLLM worker class."""
 
     def load_model(self, *args, **kwargs) -> None:
+        if self.vllm_config.lora_config is not None:
+            lora.prepare(self.model_runner)
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         runner.sampler = ExactSampler(runner, self.kernel())
@@ -35,7 +41,16 @@ class ExactWorker:
         Raises RuntimeError when it fails half-way.
         """
         with set_current_vllm_config(self.vllm_config):  # as vLLM's own `Worker.reload_weights`
-            load_in_place(self.model_runner, folder)
+            lora.keep_adapters(self.model_runner, partial(load_in_place, self.model_runner, folder))
+
+    def hold_adapter(self, number: int, folder: str) -> str | None:
+        """Loads a folder's adapter under a number. Returns the reason why it is then to be dropped, or None."""
+        reason = misfit(folder, {name: shape for name, (shape, _) in self._tensors.items()})
+        return lora.hold(self.model_runner, number, folder) if reason is None else reason
+
+    def drop_adapter(self, number: int) -> None:
+        """Forgets the adapter of a number, if it is here; no request uses it."""
+        self.model_runner.lora_manager.remove_adapter(number)
 
     def transfer_weights(self, transfer: Transfer) -> str:
         """Takes one phase of a transfer. Returns the source that the first rank has staged, or an empty text.

@@ -19,14 +19,16 @@ TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16
 
 
 @contextmanager
-def gateway(model: Path, folder: Path, **changes: int) -> Iterator[tuple[str, RolloutClient]]:
+def gateway(
+    model: Path, folder: Path, vllm_args: dict | None = None, **changes: int
+) -> Iterator[tuple[str, RolloutClient]]:
     """Its address, and a client by Ray. `folder`: for the file of tokens. `changes`: of its GatewayConfig."""
     tokens = folder / "tokens"
     tokens.write_text("# of the tests\n" + "".join(f"{role} {token}\n" for role, token in TOKENS.items()))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512}
+    settings = {"model": str(model), "kv_cache_gib": 0.25, "max_model_len": 512, "vllm_args": vllm_args or {}}
     file = with_engine(load_config(DEFAULT_CONFIG.with_name("serve.http.yaml")), settings)
     usual = {"max_body_bytes": 20_000, "tool_parser": "hermes"}
     config = GatewayConfig(tokens_file=str(tokens), **(usual | changes))

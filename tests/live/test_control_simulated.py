@@ -6,7 +6,7 @@ from hashlib import blake2b
 import pytest
 from virtual_cluster import play_gateway, quiet, under_way
 
-from tailrace.app.fuzz import stepper
+from tailrace.app.fuzz import replica, stepper
 from tailrace.app.gateway import control_routes
 from tailrace.app.gateway.control_routes import REFUSED
 from tailrace.deployments.messages.roles import Role
@@ -116,7 +116,8 @@ def test_an_update_in_phases_is_committed_whole_or_not_at_all(play, monkeypatch)
         assert "message" in await phase("shutdown_weight_transfer_engine")
         assert "before init" in await phase("start_weight_update") and await version() == "7"
 
-    monkeypatch.setattr(stepper, "digest_of", hex_digest)  # as those of memory are
+    for module in (stepper, replica):
+        monkeypatch.setattr(module, "digest_of", hex_digest)  # as those of memory are
     monkeypatch.setattr(control_routes, "slot_of", lambda source: source)
     play(story)
 

@@ -14,7 +14,7 @@ from ray.exceptions import OutOfMemoryError
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient
 from tailrace.app.cli import main
-from tailrace.app.fuzz import stepper
+from tailrace.app.fuzz import replica, stepper
 from tailrace.app.fuzz.campaign import campaign, outcome_of
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import driver_client
@@ -100,7 +100,8 @@ def chunks_without_watch(monkeypatch):
 
 def contents_by_version(monkeypatch):
     """As if all contents had one digest."""
-    monkeypatch.setattr(stepper, "digest_of", lambda content: "the same")
+    for module in (stepper, replica):
+        monkeypatch.setattr(module, "digest_of", lambda content: "the same")
 
 
 def replicas_without_blame(monkeypatch):

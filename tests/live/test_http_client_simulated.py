@@ -46,6 +46,7 @@ class Served:
         sizes = {"replicas": 2, "mean_tokens": 60, "step_tokens": 4, "step_s": 0.01, "window_bytes": WINDOW_BYTES}
         size = replace(plan_of(0).size, limits=None, policies={}, **sizes)
         simulated = SimulatedCluster(size, Random(0), LogDisk("sound", self._folder, Random(0)))
+        simulated.disk.folders["/poet"] = "poet"
         self.expected = facts([group async for group in driver_client(simulated).rollout(BATCH)])
         gateway = service.GatewayService(lambda role: driver_client(simulated), GatewayConfig())
         app = make_app(gateway, GatewayConfig())
@@ -97,6 +98,20 @@ def test_a_batch_is_equal_to_the_bit_also_over_answers_that_are_cut(served):
     served.cuts = 4
     assert facts(client.rollout_blocking(BATCH)) == served.expected
     assert served.cuts == 0
+    client.close()
+
+
+def test_groups_of_an_adapter_and_of_the_model_alone_come_in_one_batch(served):
+    client = Client(served.url)
+    loaded = client.load_adapter_blocking("poet", "/poet")
+    assert client.adapters_blocking() == (loaded,)
+    groups = [group.model_copy(update={"adapter": (None, "poet")[n % 2]}) for n, group in enumerate(GROUPS)]
+    results = list(client.rollout_blocking(BATCH.model_copy(update={"groups": tuple(groups)})))
+    found = facts(results)
+    for group in groups:
+        assert (found[group.prompt_id] == served.expected[group.prompt_id]) == (group.adapter is None)
+    digests = {part.adapter_digest for group in results for one in group.samples for part in one.segments}
+    assert digests == {"", loaded.digest}
     client.close()
 
 

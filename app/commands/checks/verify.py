@@ -98,7 +98,8 @@ def _chosen(names: tuple[str, ...]) -> list:
     if unknown is not None:
         raise BadInput(f"--runs {unknown}: known: {', '.join(known)}")
     wanted = [run for run in RUNS if not names or run.name in names]
-    references = [next(run for run in RUNS if run.ruled == ruled) for ruled in {False, *(run.ruled for run in wanted)}]
+    kinds = {RUNS[0].kind, *(run.kind for run in wanted)}
+    references = [next(run for run in RUNS if run.kind == kind) for kind in kinds]
     return [run for run in RUNS if run in wanted or run in references]
 
 

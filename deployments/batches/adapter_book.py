@@ -1,0 +1,55 @@
+"""The adapters that requests may name, and the content that their samples are made with.
+
+Invariant: a sample has the content that its adapter's name had when it came, for all its chunks, so moves and copies of
+it agree; a name's version grows with each other content. Kept by `AdapterLoads`, read by `LiveBatches` and
+`OpenSessions`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy
+
+
+class AdapterBook:
+    """By name. `bound` gives prompts their adapter."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Adapter] = {}
+        self._versions: dict[str, int] = {}  # the last one of each name, of dropped ones too
+
+    def all(self) -> tuple[Adapter, ...]:
+        return tuple(self._named[name] for name in sorted(self._named))
+
+    def get(self, name: str) -> Adapter | None:
+        return self._named.get(name)
+
+    def take(self, name: str, digest: str, path: str) -> Adapter:
+        """Notes that a name has this content from now on. Returns it with its version."""
+        known = self._named.get(name)
+        version = known.version if known and known.digest == digest else self._versions.get(name, 0) + 1
+        self._versions[name] = version
+        self._named[name] = Adapter(name, version, digest, path)
+        return self._named[name]
+
+    def drop(self, name: str) -> None:
+        self._named.pop(name, None)
+
+    def adopt(self, found: Iterable[Adapter]) -> None:
+        """Takes adapters that replicas know from an earlier coordinator, the highest version of each name."""
+        for adapter in found:
+            if adapter.version > self._versions.get(adapter.name, 0):
+                self._named[adapter.name], self._versions[adapter.name] = adapter, adapter.version
+
+    def bound(self, prepared: Prepared) -> Prepared | Rejected:
+        """The prompt with the present content of its adapter, or why there is none."""
+        name = prepared.group.adapter
+        if name is None:
+            return prepared
+        if name not in self._named:
+            names = ", ".join(sorted(self._named)) or "none"
+            reason = f"adapter {name!r} is not loaded (loaded: {names}); call load_adapter first"
+            return Rejected(reason=f"prompt {prepared.group.prompt_id!r}: {reason}", by=RejectedBy.ADAPTER)
+        return replace(prepared, adapter=self._named[name])

@@ -1,0 +1,74 @@
+"""Loads and unloads of adapters on all replicas, by a driver's call.
+
+Invariant: a name gets a content only after every replica that is up has loaded it, and all of them read the same.
+One that starts later loads it with the first chunk that wants it. Used by `Rollouts`.
+"""
+
+import asyncio
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tailrace.deployments.batches.adapter_book import AdapterBook
+from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.rollout import Rejected, RejectedBy
+from tailrace.deployments.staging.adapter_folder import adapter_digest
+
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
+    from tailrace.deployments.coordinator.engine_client import EngineClient
+
+MAX_NAME = 256
+
+
+class AdapterLoads:
+    """`model`: name of the served model, which no adapter may have."""
+
+    def __init__(self, engines: "EngineClient", model: str):
+        self._engines, self._model = engines, model
+        self.book = AdapterBook()
+        self._alone = asyncio.Lock()
+        self._is_first = True
+        self.read = adapter_digest  # of a folder, where no replica is up that could
+
+    def observe(self, reports: Collection[EngineStats]) -> None:
+        """Takes the first reports of replicas: an earlier coordinator may have named adapters."""
+        if self._is_first and reports:
+            self.book.adopt(adapter for report in reports for adapter in report.adapters)
+            self._is_first = False
+
+    async def load(self, name: str, path: str) -> Adapter | Rejected:
+        """Has every replica load a folder, under a name from now on. The same content again changes nothing."""
+        if (reason := self._invalid(name, path)) is not None:
+            return Rejected(reason=reason)
+        async with self._alone:
+            try:
+                found = await self._engines.load_adapter(path)
+                found = found or {await asyncio.to_thread(self.read, path)}
+            except TimeoutError:
+                return Rejected(reason=f"adapter {name!r}: {path}: a replica could not load it in time")
+            except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's
+                return Rejected(reason=f"adapter {name!r}: {str(error) or one_line(error)}")
+            if len(found) > 1:
+                return Rejected(reason=f"adapter {name!r}: {path}: replicas read other contents: {sorted(found)}")
+            adapter = self.book.take(name, found.pop(), path)
+            await self._engines.name_adapter(adapter)
+            return adapter
+
+    async def unload(self, name: str) -> Rejected | None:
+        """Forgets a name. Samples in flight with its content continue."""
+        async with self._alone:
+            if self.book.get(name) is None:
+                return Rejected(reason=f"adapter {name!r} is not loaded", by=RejectedBy.ADAPTER)
+            self.book.drop(name)
+            await self._engines.forget_adapter(name)
+            return None
+
+    def _invalid(self, name: object, path: object) -> str | None:
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+            return f"adapter name is {str(name)[:80]!r}; give 1 to {MAX_NAME} printable characters"
+        if name in (self._model, self._model.rstrip("/").rpartition("/")[2]):
+            return f"adapter {name!r}: the served model has this name"
+        if not isinstance(path, str) or not path.startswith("/"):
+            return f"adapter {name!r}: its folder is {path!r}; give an absolute path that every replica can read"
+        return None
