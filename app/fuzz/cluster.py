@@ -66,7 +66,7 @@ class Numbers:
 class SimulatedPrompts(Prompts):
     def __init__(self):
         self._tokenizer, self._vocabulary = Numbers(), VOCABULARY
-        self.model, self.max_model_len = "simulated", 512
+        self.model, self.max_model_len, self.is_multimodal = "simulated", 512, True
 
 
 class SimulatedCoordinator(Coordinator.func_or_class):

@@ -193,6 +193,7 @@ class LiveBatch:
             traceparent=traceparent(span),
             keep_trace=self.message.keep_trace,
             turn_start=before + sample.earlier_tokens,
+            features=sample.features,
         )
 
     def _draft_plan(self, sample: SampleRecord, start: StartChunk, drafting: Drafting) -> DraftPlan:

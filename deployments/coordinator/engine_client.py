@@ -9,6 +9,7 @@ import asyncio
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, EngineDown, ReplicaLost, one_line
 from tailrace.deployments.messages.transfer import Transfer
@@ -27,6 +28,7 @@ class EngineClient:
     def __init__(self, handle: DeploymentHandle):
         self._handle = handle
         self._known: list[str] = []
+        self._features = SharedFeatures()
 
     async def stats(self) -> list[EngineStats]:
         """A report of every replica that answers within POLL_TIMEOUT_S.
@@ -46,7 +48,7 @@ class EngineClient:
         return await asyncio.wait_for(call, POLL_TIMEOUT_S)
 
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
-        return await self._call(replica_id, "generate_chunk", chunk)
+        return await self._call(replica_id, "generate_chunk", self._features.referred(chunk))
 
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         await self._call(replica_id, "abort", chunk_id, keep_kv)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import numpy as np
 
+from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
@@ -55,6 +56,7 @@ class ChunkRequest:
     traceparent: str | None = None
     keep_trace: bool = False
     turn_start: int = 0
+    features: PromptFeatures | None = None  # on the wire a reference to them, see `deployments.engine.shared_features`
 
     @property
     def answer_start(self) -> int:

@@ -3,14 +3,19 @@
 Called by the stepper, and by its forks, on the engine's thread.
 """
 
+from collections import OrderedDict
 from functools import lru_cache
 
 import numpy as np
 
 from tailrace.deployments.constraints import form_check
+from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
+
+MAX_TRIED = 4_096
+"""Prompts with features that are remembered as sound: some KB each."""
 
 
 class Requests:
@@ -28,6 +33,8 @@ class Requests:
         self._form_refusal = lru_cache(256)(form_check.refusal)
         model = engine.vllm_config.model_config
         self._vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
+        self._no_features = features_unfit(model)
+        self._tried: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # features and prompts that the model takes
         self.block_tokens = engine.vllm_config.cache_config.block_size
         # vLLM keeps one block, the null block, for itself.
         self.kv_blocks = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -49,7 +56,24 @@ class Requests:
         if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
             # Inside a step it would fail all chunks; vLLM itself checks the context only.
             return f"forced has a token outside the vocabulary of {self._vocabulary}"
-        return self._sampling_refusal(chunk.sampling)
+        return self._sampling_refusal(chunk.sampling) or self._features_refusal(chunk)
+
+    def _features_refusal(self, chunk: ChunkRequest) -> str | None:
+        """Encodes features that are new here, and their prompt's positions: an error in a step would end all chunks."""
+        if (features := chunk.features) is None:
+            return None
+        prompt = chunk.token_ids[: chunk.answer_start]
+        if self._no_features is not None or features.end > len(prompt):
+            return self._no_features or "features: a placeholder is not in the prompt"
+        if (key := (features.name, prompt.tobytes())) in self._tried:
+            self._tried.move_to_end(key)
+            return None
+        reasons = self._engine.collective_rpc("features_refusal", args=(features, prompt.tolist()))
+        if (reason := next((reason for reason in reasons if reason is not None), None)) is None:
+            self._tried[key] = None
+            if len(self._tried) > MAX_TRIED:
+                self._tried.popitem(last=False)
+        return reason
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
@@ -117,7 +141,11 @@ class Requests:
         salt = cache_salt(chunk.weights_version, chunk.weights_digest)
         if chunk.kv is not None:
             salt = cache_salt(chunk.kv.version, chunk.kv.digest)
-        prompt = tokens_input(token_ids.tolist(), cache_salt=f"{salt} {name}" if private else salt)
+        salt = f"{salt} {name}" if private else salt
+        if chunk.features is None:
+            prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        else:
+            prompt = prompt_input(chunk.features, token_ids.tolist(), salt)
         try:
             request_id = self._engine.add_request(name, prompt, params)
         except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
@@ -127,3 +155,12 @@ class Requests:
     def abort(self, request_id: str) -> None:
         """Stops a request, by vLLM's own id, after the step in progress."""
         self._engine.abort_request([request_id], internal=True)
+
+
+def features_unfit(model) -> str | None:
+    """Why a model takes no features, in a few words, or None if it does. `model`: vLLM's ModelConfig."""
+    if not model.is_multimodal_model:
+        return "features: the model takes text alone"
+    if model.is_mm_prefix_lm or model.is_encoder_decoder:
+        return "features: the model attends to later tokens of an item, which chunks of the prompt would cut off"
+    return None
