@@ -72,29 +72,28 @@ class Prompts:
         for field, tokens in (("token_ids", token_ids), *given):
             if (wrong := self.foreign(tokens)) is not None:
                 return Rejected(reason=f"prompt {group.prompt_id!r}: {field}: {wrong} is not in the vocabulary")
-        form = sampling.structured_outputs
-        if form is not None and (reason := self._form_refusal(form)) is not None:
-            return Rejected(reason=f"prompt {group.prompt_id!r}: {reason}")
-        text, features = self.decode(list(token_ids)), None
-        if group.features is not None and not group.features.is_empty:
+        form, features = sampling.structured_outputs, None
+        reason = None if form is None else self._form_refusal(form)
+        try:
             features = self._features(group.features)
-            if isinstance(features, str):
-                return Rejected(reason=f"prompt {group.prompt_id!r}: {features}")
-            text = f"{text}\0{features.name}"
+        except ValueError as error:
+            reason = reason or str(error)
+        if reason is not None:
+            return Rejected(reason=f"prompt {group.prompt_id!r}: {reason}")
+        text = self.decode(list(token_ids)) + ("" if features is None else f"\0{features.name}")
         return Prepared(group, token_ids, min(group.max_tokens, left), prompt_key(text), features)
 
-    def _features(self, given: Features) -> PromptFeatures | str:
-        """The features of a prompt, or the reason why the model cannot take them."""
+    def _features(self, given: Features | None) -> PromptFeatures | None:
+        """The features of a prompt. Raises ValueError, one line, if they are not sound or the model takes none."""
+        if given is None or given.is_empty:
+            return None
         if not self.is_multimodal:
-            return f"features: the model {Path(self.model).name} takes text alone; remove them"
-        try:
-            features = PromptFeatures.of(given)
-        except ValueError as error:
-            return str(error)
+            raise ValueError(f"features: the model {Path(self.model).name} takes text alone; remove them")
+        features = PromptFeatures.of(given)
         for item in features.items:
             for part in filter(None, (item.content, item.metadata)):
                 if (reason := item_refusal(part)) is not None:
-                    return f"features: an item of {item.modality!r}: {reason}"
+                    raise ValueError(f"features: an item of {item.modality!r}: {reason}")
         return features
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:

@@ -258,8 +258,7 @@ class Stepper:
             raise ValueError(reason)
         if digest not in ("", found := weights_digest(source)):
             raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
-        self._engine.collective_rpc("load_weights_from", args=(source,))
-        self._engine.engine_core.engine_core.reset_encoder_cache()  # it has embeddings of the former weights
+        self._requests.load_weights(source)
         if weights_digest(source) != found:
             raise RuntimeError(f"{called(source)}: it was written to while it was loaded")
         self.weights_version = version

@@ -1,8 +1,8 @@
 """A strict look at an encoded item before vLLM's own decoder sees it.
 
-Invariant: the decoder then makes tensors alone. By itself it unpickles two kinds of content where an environment variable
-allows it, and takes any attribute of torch and of vLLM's factories by its name. Source of the form: `MsgpackEncoder`,
-vLLM 0.32, `v1/serial_utils.py`. Called by the coordinator, for every item.
+Invariant: the decoder then makes tensors alone. By itself it unpickles two kinds of content where an environment
+variable allows it, and takes any attribute of torch and of vLLM's factories by its name. Source of the form:
+`MsgpackEncoder`, vLLM 0.32, `v1/serial_utils.py`. Called by the coordinator and by the engine, for every item.
 """
 
 from math import prod
@@ -43,7 +43,7 @@ def item_refusal(content: bytes) -> str | None:
             if not isinstance(name, str) or not isinstance(value, dict) or value.keys() != {"data", "field"}:
                 raise ValueError(f"field {name!r} has not the form of vLLM's encoder")
             if name.endswith(EMBEDDINGS):
-                raise ValueError(f"field {name!r}: give what the encoder takes, not its embeddings")
+                raise ValueError(f"field {name!r}: give the inputs of the encoder, not its embeddings")
             _check_data(value["data"], 0)
             _check_field(value["field"])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -44,7 +44,7 @@ class PromptFeatures:
                 place = f"features: item {number} of {modality!r}"
                 content, known = _decoded(text, place), _decoded(more or "", place)
                 name = item_name(modality, content, known)
-                items.append(FeatureItem(modality, span.offset, span.length, name, content, known))
+                items.append(FeatureItem(modality, span.offset, span.length, name, content=content, metadata=known))
         items.sort(key=lambda item: item.offset)
         places = [(item.name, item.offset, item.length) for item in items]
         return cls(

@@ -152,6 +152,11 @@ class Requests:
             raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
         return self._scheduler.requests[request_id]
 
+    def load_weights(self, source: str) -> None:
+        """Puts a folder's safetensors into the running model, and drops embeddings of images under the former ones."""
+        self._engine.collective_rpc("load_weights_from", args=(source,))
+        self._engine.engine_core.engine_core.reset_encoder_cache()
+
     def abort(self, request_id: str) -> None:
         """Stops a request, by vLLM's own id, after the step in progress."""
         self._engine.abort_request([request_id], internal=True)
