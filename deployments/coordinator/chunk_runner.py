@@ -17,7 +17,14 @@ from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
 from tailrace.deployments.messages.chunk import ChunkResult
-from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, is_own_cancel, one_line
+from tailrace.deployments.messages.errors import (
+    ChunkError,
+    ChunkNotTaken,
+    ReplicaLost,
+    SampleRefused,
+    is_own_cancel,
+    one_line,
+)
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
@@ -57,7 +64,7 @@ class ChunkRunner:
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
         except ChunkError as error:
-            event = ChunkFailed(self._now(), start.chunk_id, str(error))
+            event = ChunkFailed(self._now(), start.chunk_id, str(error), isinstance(error, SampleRefused))
         except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise

@@ -1,7 +1,8 @@
 """Calls from the coordinator to the engine replicas: to one by its id, or to all with a deadline.
 
 Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; its chunks must run again) or in
-`ChunkError` (the replica lives, this chunk failed); every poll has a deadline. Called by the coordinator.
+`ChunkError` (the replica lives, this chunk failed; `SampleRefused`: it would fail on any replica); every poll has a
+deadline. Called by the coordinator.
 """
 
 import asyncio
@@ -11,7 +12,15 @@ from ray.serve.handle import DeploymentHandle
 
 from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
-from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, EngineDown, ReplicaLost, one_line
+from tailrace.deployments.messages.errors import (
+    ChunkError,
+    ChunkNotTaken,
+    EngineDown,
+    FeaturesRefused,
+    ReplicaLost,
+    SampleRefused,
+    one_line,
+)
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.router import ReplicaGone, poll_all
 
@@ -92,4 +101,5 @@ class EngineClient:
         except (RayActorError, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
-            raise ChunkError(one_line(error.cause or error)) from error
+            kind = SampleRefused if isinstance(error.cause, FeaturesRefused) else ChunkError
+            raise kind(one_line(error.cause or error)) from error

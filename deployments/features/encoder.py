@@ -39,13 +39,13 @@ def features_refusal(runner, features: PromptFeatures, token_ids: list[int]) -> 
         with torch.inference_mode():
             for number, item in enumerate(items):
                 if (reason := _item_refusal(runner, item)) is not None:
-                    return f"features: item {number}, of {item.modality!r}: {reason}"
+                    return f"item {number}, of {item.modality!r}: {reason}"
         if runner.uses_mrope:
             positions, _ = runner.get_model().get_mrope_input_positions(token_ids, items)
             if positions.shape[-1] != len(token_ids):
-                return f"features: they give {positions.shape[-1]} positions to {len(token_ids)} tokens"
+                return f"they give {positions.shape[-1]} positions to {len(token_ids)} tokens"
     except Exception as error:  # noqa: BLE001 - the model's own code on a caller's data: any error is of the data
-        return f"features: the model does not take them: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
+        return f"the model does not take them: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
     return None
 
 

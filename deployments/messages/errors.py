@@ -22,6 +22,14 @@ class ChunkError(RuntimeError):
     """The replica refused or failed this chunk; the replica itself is alive."""
 
 
+class SampleRefused(ChunkError):
+    """No replica can run the sample of this chunk, so neither this one nor chance is to blame."""
+
+
+class FeaturesRefused(ValueError):
+    """The model cannot take the features of a prompt."""
+
+
 def is_own_cancel() -> bool:
     """Returns whether a CancelledError is meant for this task; Serve also raises it for a callee that was cancelled."""
     task = asyncio.current_task()

@@ -11,6 +11,7 @@ import numpy as np
 from tailrace.deployments.constraints import form_check
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.errors import FeaturesRefused
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
@@ -56,24 +57,25 @@ class Requests:
         if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
             # Inside a step it would fail all chunks; vLLM itself checks the context only.
             return f"forced has a token outside the vocabulary of {self._vocabulary}"
-        return self._sampling_refusal(chunk.sampling) or self._features_refusal(chunk)
+        return self._sampling_refusal(chunk.sampling)
 
-    def _features_refusal(self, chunk: ChunkRequest) -> str | None:
-        """Encodes features that are new here, and their prompt's positions: an error in a step would end all chunks."""
-        if (features := chunk.features) is None:
-            return None
-        prompt = chunk.token_ids[: chunk.answer_start]
-        if self._no_features is not None or features.end > len(prompt):
-            return self._no_features or "features: a placeholder is not in the prompt"
+    def _check_features(self, chunk: ChunkRequest) -> None:
+        """Encodes features that are new here, and their prompt's positions: an error in a step would end all chunks.
+
+        Raises FeaturesRefused, one line.
+        """
+        features, prompt = chunk.features, chunk.token_ids[: chunk.answer_start]
         if (key := (features.name, prompt.tobytes())) in self._tried:
             self._tried.move_to_end(key)
-            return None
-        reasons = self._engine.collective_rpc("features_refusal", args=(features, prompt.tolist()))
-        if (reason := next((reason for reason in reasons if reason is not None), None)) is None:
-            self._tried[key] = None
-            if len(self._tried) > MAX_TRIED:
-                self._tried.popitem(last=False)
-        return reason
+            return
+        reasons = [self._no_features or ("a placeholder is not in the prompt" if features.end > len(prompt) else None)]
+        if reasons == [None]:
+            reasons = self._engine.collective_rpc("features_refusal", args=(features, prompt.tolist()))
+        if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
+            raise FeaturesRefused(f"features: {reason}")
+        self._tried[key] = None
+        if len(self._tried) > MAX_TRIED:
+            self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
@@ -112,7 +114,7 @@ class Requests:
         """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
         `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no request reads KV of another one here, and
-        close calls do not end its steps. Raises ValueError, one line.
+        close calls do not end its steps. Raises ValueError, one line; FeaturesRefused for those of a prompt.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
@@ -145,6 +147,7 @@ class Requests:
         if chunk.features is None:
             prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
         else:
+            self._check_features(chunk)
             prompt = prompt_input(chunk.features, token_ids.tolist(), salt)
         try:
             request_id = self._engine.add_request(name, prompt, params)
@@ -165,7 +168,7 @@ class Requests:
 def features_unfit(model) -> str | None:
     """Why a model takes no features, in a few words, or None if it does. `model`: vLLM's ModelConfig."""
     if not model.is_multimodal_model:
-        return "features: the model takes text alone"
+        return "the model takes text alone"
     if model.is_mm_prefix_lm or model.is_encoder_decoder:
-        return "features: the model attends to later tokens of an item, which chunks of the prompt would cut off"
+        return "the model attends to later tokens of an item, which chunks of the prompt would cut off"
     return None

@@ -161,6 +161,9 @@ class RolloutCore:
         if self._races.passes_on(chunk):
             return
         sample = self._running.count_out(chunk)
+        if event.of_sample:
+            self._end(sample, SampleEnd.FAILED, event.error, "no replica can run it")
+            return
         verdict = self._failures.fail(sample, chunk, event.error, event.now)
         if verdict.aside:
             self._bind_anew(chunk.replica_id)

@@ -129,11 +129,12 @@ class ChunkFinished:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFailed:
-    """The chunk failed and none of its tokens count. `error` is one line."""
+    """The chunk failed and none of its tokens count. `error` is one line. `of_sample`: it would fail on any replica."""
 
     now: float
     chunk_id: str
     error: str
+    of_sample: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.errors import FeaturesRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 
@@ -148,7 +149,7 @@ def broken_pixels() -> dict:
 )
 def test_what_does_not_fit_the_model_is_refused_and_harms_no_other(engine, alone, image, reason):
     refusal, other = run(engine, chunk(image), chunk(IMAGES["first"]))
-    assert isinstance(refusal, ValueError) and reason in str(refusal) and "\n" not in str(refusal)
+    assert isinstance(refusal, FeaturesRefused) and reason in str(refusal) and "\n" not in str(refusal)
     assert other.token_ids.tolist() == alone["first", "random"] and engine.healthy
 
 

@@ -100,7 +100,16 @@ def test_bad_features_are_refused_at_the_door(seeing):
         for given, reason in [*cases, ({}, "mm_hashes")]:
             answer = http.post("/inference/v1/generate", json=body(given))
             assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+    cut = features((1, AT), kwargs_data={"image": ["@"]})
     with pytest.raises(RolloutRejected, match="it is not base64"):
-        client.open(seed=1).generate_blocking(
-            PROMPT, group="g", features=features((1, AT), kwargs_data={"image": ["@"]})
-        )
+        client.open(seed=1).generate_blocking(PROMPT, group="g", features=cut)
+
+
+def test_features_that_the_model_fails_at_end_their_own_samples_alone(seeing):
+    url, client = seeing
+    short = features((3, AT), length=IMAGE_TOKENS - 1)
+    with caller(url, "evaluator") as http:
+        for number in range(2 * SAMPLES):
+            answer = http.post("/inference/v1/generate", json=body(short), headers={"X-Tailrace-Index": str(number)})
+            assert answer.status_code == 500 and "its placeholder 3 tokens" in answer.json()["error"]["message"]
+    assert not any(replica.aside for replica in client.status_blocking().replicas), "no replica is to blame"
