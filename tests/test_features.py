@@ -3,6 +3,7 @@
 import pickle
 import re
 from base64 import b64encode
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import msgspec
@@ -15,6 +16,7 @@ from tailrace.app.gateway.requests import TokensRequest
 from tailrace.deployments.batches.open_batch import GroupIdentity
 from tailrace.deployments.batches.prompts import Prompts, names_media
 from tailrace.deployments.features import wire
+from tailrace.deployments.features.encoder import encode_alone
 from tailrace.deployments.features.item_check import item_refusal
 from tailrace.deployments.features.prompt_features import PromptFeatures, continues
 from tailrace.deployments.features.wire import Features
@@ -162,6 +164,19 @@ def test_vllm_s_own_word_on_a_model_decides_in_an_engine():
     assert features_unfit(SimpleNamespace(**plain)) is None
     assert "text alone" in features_unfit(SimpleNamespace(**plain | {"is_multimodal_model": False}))
     assert "later tokens" in features_unfit(SimpleNamespace(**plain | {"is_mm_prefix_lm": True}))
+
+
+def test_each_item_is_encoded_by_itself():
+    @dataclass
+    class Scheduled:
+        scheduled_encoder_inputs: dict[str, list[int]]
+        step: int = 3
+
+    asked = []
+    runner = SimpleNamespace(_execute_mm_encoder=lambda scheduled: asked.append(scheduled) or [len(asked)])
+    encode_alone(runner)
+    assert runner._execute_mm_encoder(Scheduled({"a": [0, 2], "b": [1]})) == [1, 2, 3]
+    assert asked == [Scheduled({"a": [0]}), Scheduled({"a": [2]}), Scheduled({"b": [1]})]
 
 
 def test_equal_tokens_with_different_images_are_different_prompts():

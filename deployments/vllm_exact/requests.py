@@ -5,6 +5,7 @@ Called by the stepper, and by its forks, on the engine's thread.
 
 from collections import OrderedDict
 from functools import lru_cache
+from hashlib import blake2b
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
 MAX_TRIED = 4_096
-"""Prompts with features that are remembered as sound: some KB each."""
+"""Prompts with features that are remembered as sound."""
 
 
 class Requests:
@@ -65,7 +66,7 @@ class Requests:
         Raises FeaturesRefused, one line.
         """
         features, prompt = chunk.features, chunk.token_ids[: chunk.answer_start]
-        if (key := (features.name, prompt.tobytes())) in self._tried:
+        if (key := (features.name, blake2b(prompt.tobytes(), digest_size=16).digest())) in self._tried:
             self._tried.move_to_end(key)
             return
         reasons = [self._no_features or ("a placeholder is not in the prompt" if features.end > len(prompt) else None)]
@@ -152,7 +153,8 @@ class Requests:
         try:
             request_id = self._engine.add_request(name, prompt, params)
         except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
-            raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
+            kind = ValueError if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
+            raise kind(f"chunk {chunk.chunk_id}: {error}") from error
         return self._scheduler.requests[request_id]
 
     def load_weights(self, source: str) -> None:

@@ -37,7 +37,8 @@ def folder(tmp_path_factory):
 def engine(folder):
     sizes = {"max_model_len": 256, "max_running": 8, "kv_cache_gib": 0.05, "block_tokens": BLOCK}
     drafts = DraftConfig(method="ngram", draft_tokens=4)
-    engine = EngineRunner(EngineConfig(model=str(folder), draft=drafts, max_batched_tokens=64, **sizes), "images")
+    sizes |= {"max_batched_tokens": 64, "redraw_close_calls": True, "close_call_tolerance": 0.02}
+    engine = EngineRunner(EngineConfig(model=str(folder), draft=drafts, **sizes), "images")
     yield engine
     engine.stop()
 
@@ -105,6 +106,7 @@ def test_tokens_depend_on_no_batch_mate_and_on_no_draft(engine, alone):
     for key, result in zip(asked, results, strict=True):
         assert result.token_ids.tolist() == alone[key]
     assert sum(result.drafted_tokens for result in results) > 0
+    assert engine.stats().work["redraws"] > 0, "canonical computations have the images, too"
 
 
 def test_kv_never_crosses_images(engine):
