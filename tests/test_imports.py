@@ -50,6 +50,8 @@ ROOMS = (
     "app/simulator_training",
     "app/report",
     "app/timeline",
+    "app/watch",
+    "app/board",
     "app/replay",
     "app/verification",
     "app/soak",

@@ -27,13 +27,13 @@ from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.pause import Pause
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
-from tailrace.deployments.coordinator.status import replica_statuses, waits_for
+from tailrace.deployments.coordinator.status import longest_samples, replica_statuses, waits_for
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
@@ -215,6 +215,12 @@ class Rollouts:
             max_model_len=self._prompts.max_model_len,
             contained=dict(self._contained + self._token_log.problems),
         )
+
+    def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
+        return longest_samples(self._core, count)
+
+    def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        return self._batches.detail(sample_id)
 
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""

@@ -11,6 +11,9 @@ Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (runnin
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
 from tailrace.policies.core.failures import Failures
@@ -38,6 +41,7 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, EndTurn, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
+from tailrace.policies.protocol.views import SampleView
 
 
 class RolloutCore:
@@ -408,6 +412,13 @@ class RolloutCore:
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
         """Whether the tokens of a running chunk count for its sample at this end."""
         return counts(event, self._running.chunks[event.chunk_id])
+
+    def unended(self) -> Iterator[tuple[SampleView, str, int]]:
+        """Each sample that has not ended, its state, and the number of its running copies. O(samples)."""
+        copies = Counter(chunk.sample.sample_id for chunk in self._running.copies.values())
+        for sample in self._buffer.samples.values():
+            if sample.state is not ENDED:
+                yield sample.view(), sample.state.value, copies[sample.sample_id]
 
     def counts(self) -> dict[str, int]:
         """Number of waiting, running and held samples, and of batches not handed out in full."""
