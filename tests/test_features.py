@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from image_model import encoded, features, item, pixels
 from pydantic import ValidationError
 
 from tailrace.app.calls.session import prompt_name
 from tailrace.app.gateway.requests import TokensRequest
+from tailrace.deployments.batches.held_samples import HeldRecords
+from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord
 from tailrace.deployments.batches.open_batch import GroupIdentity
 from tailrace.deployments.batches.prompts import Prompts, names_media
 from tailrace.deployments.features import wire
@@ -22,6 +25,7 @@ from tailrace.deployments.features.prompt_features import PromptFeatures, contin
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.logged_tokens import group_digest
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected
+from tailrace.deployments.messages.session import SampleRequest
 from tailrace.deployments.vllm_exact.requests import features_unfit
 
 TOKENS = tuple(range(20))
@@ -203,6 +207,24 @@ def test_a_later_turn_has_the_earlier_images_where_they_were_and_new_ones_after_
     assert not continues(first, both, 41), "an image in the context, which was text"
     assert not continues(both, first, 50) and not continues(first, None, 30)
     assert not continues(first, of(features((2, 3))), 30) and not continues(first, of(features((1, 4))), 30)
+
+
+def test_a_request_continues_a_held_sample_if_its_images_are_the_same():
+    first = prepared(features((1, 3)))
+    record = GroupRecord("b", 0, first.group, np.array(TOKENS, np.int32), "key", features=first.features)
+    held, later = HeldRecords(), {"token_ids": (*TOKENS, 8, 8, 9)}
+    held.hold("b/p#0", SampleRecord(record, 0, 1, None))
+
+    def returning(given: dict | None):
+        asked = group(given, **later)
+        return held.returning(Numerals(True).prepare_group(asked), SampleRequest(group=asked, turn=1), 0.0)
+
+    assert returning(features((1, 3))).outside_tokens == 3
+    assert returning(features((1, 3), (2, 20), length=3)) is None, "the first image has another length"
+    short = features((1, 3), (2, 20))
+    short["mm_placeholders"]["image"][1]["length"] = 3
+    assert returning(short).sample_id == "b/p#0"
+    assert returning(features((2, 3))) is None is returning(None)
 
 
 def test_features_cross_processes_whole():

@@ -197,7 +197,8 @@ class SimulatedCluster:
             pairs = zip(self.shard_processes, self.shards, strict=True)
             shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
-        engines, nonce = EngineClient(self._engines), f"{self.coordinators}."
+        self.engine_client = engines = EngineClient(self._engines, put=lambda features: features.name)
+        nonce = f"{self.coordinators}."
         self.coordinator = process.run(SimulatedCoordinator, engines, pool, shards, self.telemetry, token_log, nonce)
         self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         self.coordinator_process = process

@@ -6,7 +6,9 @@ deadline. Called by the coordinator.
 """
 
 import asyncio
+from collections.abc import Callable
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
@@ -32,12 +34,12 @@ CHECK_S = 600.0
 
 
 class EngineClient:
-    """Thin over the handle of the engine deployment."""
+    """Thin over the handle of the engine deployment. `put`: into Ray's object store."""
 
-    def __init__(self, handle: DeploymentHandle):
+    def __init__(self, handle: DeploymentHandle, put: Callable = ray.put):
         self._handle = handle
         self._known: list[str] = []
-        self._features = SharedFeatures()
+        self.features = SharedFeatures(put)
 
     async def stats(self) -> list[EngineStats]:
         """A report of every replica that answers within POLL_TIMEOUT_S.
@@ -57,7 +59,7 @@ class EngineClient:
         return await asyncio.wait_for(call, POLL_TIMEOUT_S)
 
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
-        return await self._call(replica_id, "generate_chunk", self._features.referred(chunk))
+        return await self._call(replica_id, "generate_chunk", self.features.referred(chunk))
 
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         await self._call(replica_id, "abort", chunk_id, keep_kv)

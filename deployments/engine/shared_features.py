@@ -4,10 +4,10 @@ Invariant: the features of a group are put there once, and come to each node onc
 replicas need them; they go with the group's record. Chunks carry a reference. Called at both ends of a chunk's call.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-import ray
 from ray import ObjectRef
 
 from tailrace.deployments.features.prompt_features import PromptFeatures
@@ -15,17 +15,21 @@ from tailrace.deployments.messages.chunk import ChunkRequest
 
 
 class SharedFeatures:
-    """The coordinator's references, by the features themselves."""
+    """The coordinator's references, by the features themselves. `put`: makes one."""
 
-    def __init__(self):
-        self._references: WeakKeyDictionary[PromptFeatures, ObjectRef] = WeakKeyDictionary()
+    def __init__(self, put: Callable[[PromptFeatures], object]):
+        self._put = put
+        self._references: WeakKeyDictionary[PromptFeatures, object] = WeakKeyDictionary()
+
+    def __len__(self):
+        return len(self._references)
 
     def referred(self, chunk: ChunkRequest) -> ChunkRequest:
         """The chunk as it is sent."""
         if chunk.features is None:
             return chunk
         if chunk.features not in self._references:
-            self._references[chunk.features] = ray.put(chunk.features)
+            self._references[chunk.features] = self._put(chunk.features)
         return replace(chunk, features=self._references[chunk.features])
 
 
