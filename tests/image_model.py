@@ -62,7 +62,7 @@ def make_image_model(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<eos>", pad_token="<pad>")
     assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE_ID
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    text = shape | {"model_type": "llama", "hidden_size": 128, "num_key_value_heads": 1, "vocab_size": 320}
+    text = shape | {"model_type": "llama", "hidden_size": 128, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
     text |= {"max_position_embeddings": 4096, "eos_token_id": 256, "bos_token_id": None, "pad_token_id": 257}
     vision = shape | {"hidden_size": 64, "image_size": SIDE, "patch_size": 8}
     config = Idefics3Config(
