@@ -2,7 +2,6 @@
 by `Rollouts`."""
 
 from collections.abc import Mapping
-from heapq import nlargest
 
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.status import ReplicaStatus, SampleStatus
@@ -51,17 +50,16 @@ def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: boo
 
 def longest_samples(core: RolloutCore, count: int) -> tuple[SampleStatus, ...]:
     """The `count` longest unended samples by answer tokens, in falling order."""
-    found = ((view.generated_tokens + view.streamed_tokens, view, state, n) for view, state, n in core.unended())
     return tuple(
         SampleStatus(
             sample_id=view.sample_id,
             state=state,
             replica_id=view.last_replica,
-            tokens=tokens,
+            tokens=view.generated_tokens + view.streamed_tokens,
             expected_tokens=view.expected_tokens,
             max_tokens=view.max_tokens,
             chunks=view.chunks,
             copies=copies,
         )
-        for tokens, view, state, copies in nlargest(count, found, key=lambda one: one[0])
+        for view, state, copies in core.longest(count)
     )

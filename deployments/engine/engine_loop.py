@@ -25,7 +25,10 @@ STEP_ALLOWANCE_S = 60.0
 """Minimum seconds that a turn may take: first steps of new shapes compile kernels."""
 
 SLOW_STEPS = 20
-"""A turn may take this many times the slowest turn so far."""
+"""A turn may take this many times the slowest turn of late."""
+
+FADE = 0.99
+"""Of the slowest turn, per turn: after 500 quick ones a first step that compiled for 10 s grants nothing any more."""
 
 LOAD_ALLOWANCE_S = 900.0
 """Seconds that a load of weights may take: hundreds of GB come from a network folder."""
@@ -151,7 +154,7 @@ class EngineLoop:
             self._stop(f"engine {self._stats.replica_id}: a step failed: {error!r}")
         self._turn_began_s = None
         if self._allowance_s != LOAD_ALLOWANCE_S:
-            self._slowest_s = max(self._slowest_s, self._now() - began_s)
+            self._slowest_s = max(FADE * self._slowest_s, self._now() - began_s)
         self._allowance_s = max(STEP_ALLOWANCE_S, SLOW_STEPS * self._slowest_s)
         return self._down is None
 

@@ -12,7 +12,7 @@ Called by the live coordinator and the simulator: per tick `observe` each event,
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from heapq import nlargest
 
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -413,12 +413,13 @@ class RolloutCore:
         """Whether the tokens of a running chunk count for its sample at this end."""
         return counts(event, self._running.chunks[event.chunk_id])
 
-    def unended(self) -> Iterator[tuple[SampleView, str, int]]:
-        """Each sample that has not ended, its state, and the number of its running copies. O(samples)."""
+    def longest(self, count: int) -> list[tuple[SampleView, str, int]]:
+        """The `count` longest samples that have not ended, by answer tokens in falling order: each with its state and
+        the number of its running copies. O(samples in the buffer)."""
+        unended = (sample for sample in self._buffer.samples.values() if sample.state is not ENDED)
+        found = nlargest(count, unended, key=lambda sample: sample.generated_tokens + sample.streamed_tokens)
         copies = Counter(chunk.sample.sample_id for chunk in self._running.copies.values())
-        for sample in self._buffer.samples.values():
-            if sample.state is not ENDED:
-                yield sample.view(), sample.state.value, copies[sample.sample_id]
+        return [(sample.view(), sample.state.value, copies[sample.sample_id]) for sample in found]
 
     def counts(self) -> dict[str, int]:
         """Number of waiting, running and held samples, and of batches not handed out in full."""

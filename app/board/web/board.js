@@ -22,8 +22,8 @@ function bar(part, whole, colour) {
   const inner = element("i", { style: { width: 100 * share + "%" } });
   return element("span", { class: "bar", role: "img", "aria-label": percent(part, whole), style: { "--c": colour || "var(--s1)" } }, inner);
 }
-const hue = (name) => [...name].reduce((sum, letter) => (31 * sum + letter.codePointAt(0)) % 360, 7);
-const colour_of = (name) => `hsl(${hue(name)} 65% 50%)`;
+const digest = (name) => [...name].reduce((sum, letter) => Math.imul(sum ^ letter.codePointAt(0), 16777619), 2166136261) >>> 0;
+const colour_of = (name) => `hsl(${digest(name) % 360} 65% 50%)`; // FNV-1a: names that differ in a digit lie far apart
 const short = (name) => name.slice(name.indexOf("/") + 1); // of a sample: without its batch
 
 function fill(id, heads, rows) {
@@ -158,8 +158,13 @@ function draw() {
 }
 function shade_tails(pen, x, height) {
   pen.fillStyle = theme("--tail");
-  for (let i = 1; i < moments.length; i++) {
-    if (moments[i].tail) pen.fillRect(x(moments[i - 1].at_s), TOP, x(moments[i].at_s) - x(moments[i - 1].at_s) + 0.5, height - TOP - BOTTOM);
+  for (let i = 1, from = null; i <= moments.length; i++) { // each tail as one piece
+    const within = i < moments.length && moments[i].tail;
+    if (within && from === null) from = x(moments[i - 1].at_s);
+    if (!within && from !== null) {
+      pen.fillRect(from, TOP, x(moments[i - 1].at_s) - from, height - TOP - BOTTOM);
+      from = null;
+    }
   }
 }
 function label(pen, width, height, begin, end, samples, tokens) {
