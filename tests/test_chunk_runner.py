@@ -10,7 +10,7 @@ from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
-from tailrace.deployments.messages.errors import ChunkError, ReplicaLost
+from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, SampleRefused
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
@@ -82,6 +82,7 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     [
         (ReplicaLost("gone"), ReplicaLeft(NOW_S, "r1", "gone")),
         (ChunkError("refused"), ChunkFailed(NOW_S, START.chunk_id, "refused")),
+        (SampleRefused("bad"), ChunkFailed(NOW_S, START.chunk_id, "bad", of_sample=True)),
         (KeyError("a bug"), ChunkFailed(NOW_S, START.chunk_id, "KeyError: 'a bug'")),
         (ZeroDivisionError(), ChunkFailed(NOW_S, START.chunk_id, "ZeroDivisionError: no message")),
     ],

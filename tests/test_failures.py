@@ -81,6 +81,18 @@ def test_samples_that_every_replica_refuses_end_at_last():
     assert {end.end for end in game.ends.values()} == {SampleEnd.FAILED} and len(game.ends) == 8
 
 
+def test_a_sample_that_no_replica_can_run_ends_at_once_and_nothing_else_is_to_blame():
+    game = Game("r", samples=4)
+    core, first = game.core, ev.Tick(0.0)
+    starts = [action for action in core.decide(first) if isinstance(action, StartChunk)]
+    assert len(starts) > MAX_SAMPLES, "so many failures would set the replica aside"
+    for start in starts:
+        core.observe(ev.ChunkFailed(0.0, start.chunk_id, "not for this model", of_sample=True))
+    ends = [action for action in core.decide(first) if isinstance(action, EndSample)]
+    assert [(one.end, one.error) for one in ends] == [(SampleEnd.FAILED, "not for this model")] * len(starts)
+    assert not core.replicas.aside("r")
+
+
 def test_a_poisoned_sample_is_given_up_where_others_succeed():
     game = Game("one", "two", samples=6, max_tokens=1600)
     game.play(200.0, lambda start: start.sample_id == "g#3")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from image_model import features
 from pydantic import BaseModel, ValidationError
 
 from tailrace.app.gateway import answers
@@ -144,10 +145,11 @@ def answered() -> list[dict]:
     )
     chat = SimpleNamespace(request=chat_request, calls=calls, token_ids=(1,), keep=lambda *_: None)
     completion = CompletionRequest(prompt="a", logprobs=1, return_token_ids=True)
+    with_features = {"features": features((1, 0), length=1), "return_token_ids": True}
     return [
         answers.completion(completion, model, naming, [[one]]),
         answers.chat_completion(chat, model, naming, [[one]]),
-        answers.tokens(TokensRequest(token_ids=[1]), model, naming, [[one]]),
+        answers.tokens(TokensRequest(token_ids=[1], **with_features), model, naming, [[one]]),
     ]
 
 

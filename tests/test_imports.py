@@ -27,6 +27,7 @@ ROOMS = (
     "policies/core",
     "kvpool",
     "deployments",
+    "deployments/features",
     "deployments/messages",
     "deployments/constraints",
     "deployments/context",

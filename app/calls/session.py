@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.refused import RolloutRejected
+from tailrace.deployments.features.prompt_features import PromptFeatures
+from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.rollout import (
     BatchSettings,
     GroupResult,
@@ -65,6 +67,8 @@ class RolloutSession:
         Several turns of one sample: the prompt of a later one begins with the earlier prompt and its answer's tokens,
         under the same group and index. `turn`: its number, which enters the key of its tokens. `hold_s`: seconds for
         which the sample's KV is held for its next turn, 0 after the last one.
+
+        `features`: processed images of a prompt given as token ids, in the form of vLLM's `/inference/v1/generate`.
         """
         return await self._calls.generate(self.settings, self._request(token_ids, **request))
 
@@ -151,6 +155,7 @@ class RolloutSession:
         *,
         text: str | None = None,
         messages: Sequence[Mapping[str, str]] | None = None,
+        features: Features | Mapping | None = None,
         group: str | None = None,
         index: int | None = None,
         of: int | None = None,
@@ -164,7 +169,9 @@ class RolloutSession:
     ) -> SampleRequest:
         if self._is_closed:
             raise ValueError(f"session {self.settings.batch_id!r} is closed; open another")
-        prompt = {"token_ids": token_ids, "text": text, "messages": messages}
+        if features is not None:
+            features = Features.model_validate(features)
+        prompt = {"token_ids": token_ids, "text": text, "messages": messages, "features": features}
         prompt = {name: value for name, value in prompt.items() if value is not None}
         name = prompt_name(prompt) if group is None else group
         asked = PromptGroup(
@@ -188,9 +195,13 @@ class RolloutSession:
         return request
 
 
-def prompt_name(prompt: Mapping[str, Sequence]) -> str:
-    """The name of the group of equal prompts: a digest of their token ids, text or messages."""
-    content = {name: value if isinstance(value, str) else list(value) for name, value in prompt.items()}
+def prompt_name(prompt: Mapping[str, Sequence | Features]) -> str:
+    """The name of the group of equal prompts: a digest of their token ids, text or messages, and of their features.
+    Raises ValueError for features that are not base64."""
+    parts = {name: value for name, value in prompt.items() if name != "features"}
+    content = {name: value if isinstance(value, str) else list(value) for name, value in parts.items()}
+    if "features" in prompt and not prompt["features"].is_empty:
+        content["features"] = PromptFeatures.of(prompt["features"]).name
     return f"prompt-{blake2b(json.dumps(content, default=int).encode(), digest_size=8).hexdigest()}"
 
 

@@ -67,7 +67,7 @@ class Numbers:
 class SimulatedPrompts(Prompts):
     def __init__(self):
         self._tokenizer, self._vocabulary = Numbers(), VOCABULARY
-        self.model, self.max_model_len = "simulated", 512
+        self.model, self.max_model_len, self.is_multimodal = "simulated", 512, True
 
 
 class SimulatedCoordinator(Coordinator.func_or_class):
@@ -200,7 +200,8 @@ class SimulatedCluster:
             pairs = zip(self.shard_processes, self.shards, strict=True)
             shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
-        engines, nonce = EngineClient(self._engines), f"{self.coordinators}."
+        self.engine_client = engines = EngineClient(self._engines, put=lambda features: features.name)
+        nonce = f"{self.coordinators}."
         parts = engines, pool, shards, self.telemetry, token_log, nonce, self.disk
         self.coordinator = process.run(SimulatedCoordinator, *parts)
         self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes

@@ -79,7 +79,14 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     prompt = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
     scores = prompt_logprobs(answers[0][0], model)
     same = {"request_id": found["id"], "output_mode": "tokens", "prompt_logprobs": scores}
-    return found | same | {"prompt_token_ids": prompt} | named
+    return found | same | {"prompt_token_ids": prompt} | placeholders(request) | named
+
+
+def placeholders(request: TokensRequest) -> dict:
+    """Places of the prompt's features, with its token ids."""
+    if request.features is None or not request.return_token_ids:
+        return {}
+    return {"mm_placeholders": request.features.model_dump()["mm_placeholders"]}
 
 
 def models(model: ServedModel, adapters: Iterable[Adapter]) -> dict:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.refusals import REFUSED
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
@@ -202,6 +203,12 @@ class TokensRequest(Streamable):
     request_id: str | None = None
     token_ids: list[int] = Field(min_length=1)
     sampling_params: TokensSampled = TokensSampled()
+    features: Features | None = None
+
+    def prompt(self) -> dict:
+        """The prompt as a PromptGroup takes it."""
+        features = {} if self.features is None else {"features": self.features}
+        return {"token_ids": tuple(self.token_ids)} | features
 
     def sampled(self) -> Sampled:
         return self.sampling_params

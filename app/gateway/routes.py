@@ -75,10 +75,10 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     @app.post("/inference/v1/generate")
     async def generate(request: TokensRequest, http: Request):
         model, sampled = await service.model(request.model), request.sampling_params
-        prompts = [{"token_ids": tuple(request.token_ids)}]
-        bound = sampled.max_tokens or 16  # vLLM's default
-        wanted = Wanted(prompts, sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
+        prompt, bound = request.prompt(), sampled.max_tokens or 16  # vLLM's default
+        wanted = Wanted([prompt], sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, sampled.seed)
+        naming = naming._replace(group=await asyncio.to_thread(naming.group_of, prompt))  # once: features are large
         if request.stream:
             return await _streamed(service, http, TokensStream(request, model, naming, wanted))
         return await _made(service, http, wanted, naming, partial(answers.tokens, request, model, naming))

@@ -168,8 +168,8 @@ class TokensStream(PromptedStream):
 
     def _begin(self, number: int) -> Iterator[dict]:
         if self.request.return_token_ids:
-            prompt = list(self._prompts[number])
-            yield {"token_ids": [], "logprobs": None, "finish_reason": None, "prompt_token_ids": prompt}
+            prompt = {"prompt_token_ids": list(self._prompts[number])} | answers.placeholders(self.request)
+            yield {"token_ids": [], "logprobs": None, "finish_reason": None} | prompt
 
     def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
         choice = {"token_ids": list(part.token_ids), "logprobs": None, "finish_reason": None}

@@ -1,14 +1,15 @@
 """The samples of an open batch between two turns: which of them a request continues.
 
 Invariant: a sample is here from the end of a turn until it returns or ends; of one group and index, the last one alone.
-A prompt continues a sample if it begins with all of its context, under the same sampling parameters and adapter. Owned
-by `OpenBatch`.
+A prompt continues a sample if it begins with all of its context, features included, under the same sampling parameters
+and adapter. Owned by `OpenBatch`.
 """
 
 import numpy as np
 
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.features.prompt_features import continues
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.session import SampleRequest
 from tailrace.policies.protocol.events import SampleReturned
@@ -45,6 +46,8 @@ class HeldRecords:
             return None
         context = sample.context()
         if not np.array_equal(context, prepared.token_ids[: len(context)]):
+            return None
+        if not continues(sample.features, prepared.features, len(context)):
             return None
         outside_tokens = len(prepared.token_ids) - len(context)
         return SampleReturned(now_s, sample_id, outside_tokens, prepared.max_tokens, request.hold_s)

@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.deployments.batches.prompts import Prepared, Prompts
 from tailrace.deployments.constraints.stop_texts import cut
 from tailrace.deployments.context.history import Answer
+from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkResult, SampleKey
 from tailrace.deployments.messages.context import GroupRef
@@ -42,6 +43,7 @@ class SampleRecord:
     earlier_tokens: int = 0
     outside_tokens: int = 0  # of its context, that came between its turns
     turn_prompt: np.ndarray | None = None  # int32, the whole context of a later turn, or None in the first
+    turn_features: PromptFeatures | None = None  # of that context
     max_tokens: int | None = None  # generated in all turns, or None if it is the group's
     hold_s: float = 0.0  # seconds for which it is held for a next turn
     logged: int = 0  # of the tokens, in the token log; that log alone writes it
@@ -57,8 +59,17 @@ class SampleRecord:
         """Of the present turn, int32."""
         return self.group.prompt if self.turn_prompt is None else self.turn_prompt
 
-    def next_turn(self, key: SampleKey, prompt: np.ndarray, max_tokens: int, hold_s: float, now_s: float):
-        """The record of its next turn, which begins with `prompt` (int32): its context, and tokens from outside."""
+    @property
+    def features(self) -> PromptFeatures | None:
+        """Of the present turn's context."""
+        return self.group.features if self.turn_prompt is None else self.turn_features
+
+    def next_turn(
+        self, key: SampleKey, prompt: np.ndarray, max_tokens: int, hold_s: float, now_s: float,
+        features: PromptFeatures | None = None,
+    ) -> "SampleRecord":  # fmt: skip
+        """The record of its next turn, which begins with `prompt` (int32): its context, and tokens from outside.
+        `features`: of all of it."""
         return SampleRecord(
             group=self.group,
             index=self.index,
@@ -69,6 +80,7 @@ class SampleRecord:
             earlier_tokens=self.tokens,
             outside_tokens=self.outside_tokens + len(prompt) - len(self.context()),
             turn_prompt=prompt,
+            turn_features=features,
             max_tokens=self.tokens + max_tokens,
             hold_s=hold_s,
             kv_names=self.kv_names,
@@ -221,6 +233,7 @@ class GroupRecord:
     prompt: np.ndarray
     prompt_key: str
     adapter: Adapter | None = None  # of all its samples, whatever content its name gets later
+    features: PromptFeatures | None = None
     samples: list[SampleRecord] = field(default_factory=list)
     prompt_kv_names: set[bytes] = field(default_factory=set)  # one entry per version that the group has run under
     log_name: bytes = b""  # in the token log, once that has written of it
@@ -237,6 +250,7 @@ class GroupRecord:
             prompt=prompt,
             prompt_key=prepared.prompt_key,
             adapter=prepared.adapter,
+            features=prepared.features,
         )
         for index, key in enumerate(keys):
             forced = prepared.group.forced_token_ids

@@ -195,6 +195,7 @@ class LiveBatch:
             keep_trace=self.message.keep_trace,
             turn_start=before + sample.earlier_tokens,
             adapter=sample.group.adapter,
+            features=sample.features,
         )
 
     def _draft_plan(self, sample: SampleRecord, start: StartChunk, drafting: Drafting) -> DraftPlan:

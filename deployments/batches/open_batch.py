@@ -40,12 +40,14 @@ class GroupIdentity(NamedTuple):
     max_tokens: int
     sampling: SamplingParams
     adapter_digest: str = ""
+    features: str = ""  # their name
 
     @classmethod
     def of(cls, prepared: Prepared) -> "GroupIdentity":
         group = prepared.group
         adapter = digest_of(prepared.adapter)
-        return cls(group.prompt_id, prepared.token_ids, prepared.max_tokens, group.sampling, adapter)
+        features = "" if prepared.features is None else prepared.features.name
+        return cls(group.prompt_id, prepared.token_ids, prepared.max_tokens, group.sampling, adapter, features)
 
 
 class OpenGroup:
@@ -131,6 +133,7 @@ class OpenBatch(LiveBatch):
                 prompt=np.asarray(prepared.token_ids, np.int32),
                 prompt_key=prepared.prompt_key,
                 adapter=prepared.adapter,
+                features=prepared.features,
             )
             self.groups[group.group_id], self._by_id[group.group_id] = record, group
             self._max_tokens[group.group_id] = prepared.max_tokens
@@ -168,7 +171,8 @@ class OpenBatch(LiveBatch):
         sample = self.samples[event.sample_id]
         self.held.drop(event.sample_id, sample)
         prompt = np.asarray(prepared.token_ids, np.int32)
-        later = sample.next_turn(self._key(request), prompt, event.max_tokens, event.hold_s, now_s)
+        features = prepared.features
+        later = sample.next_turn(self._key(request), prompt, event.max_tokens, event.hold_s, now_s, features)
         mates = sample.group.samples
         mates[int(event.sample_id.rpartition("#")[2])] = self.samples[event.sample_id] = later
         self._answered[event.sample_id] = answered

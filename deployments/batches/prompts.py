@@ -4,14 +4,19 @@ A prompt may come as token ids, text or chat messages; a sample's text leaves sp
 the model cannot take is a `Rejected` value, never an exception. Called by the coordinator and the command line.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from jinja2 import TemplateError
 
 from tailrace.deployments.constraints import form_check
 from tailrace.deployments.context.history import prompt_key
+from tailrace.deployments.features.item_check import item_refusal
+from tailrace.deployments.features.prompt_features import PromptFeatures
+from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
@@ -28,6 +33,7 @@ class Prepared:
     max_tokens: int
     prompt_key: str
     adapter: Adapter | None = None
+    features: PromptFeatures | None = None
 
 
 class Prompts:
@@ -40,6 +46,7 @@ class Prompts:
         self._vocabulary = len(self._tokenizer)
         self.model, self.max_model_len = model, max_model_len
         self._form_refusal = lru_cache(256)(form_check.refusal)
+        self.is_multimodal = names_media(Path(model))
 
     def prepare(self, batch: RolloutBatch) -> list[Prepared] | Rejected:
         prepared = []
@@ -70,12 +77,30 @@ class Prompts:
         for field, tokens in (("token_ids", token_ids), *given):
             if (wrong := self.foreign(tokens)) is not None:
                 return Rejected(reason=f"prompt {group.prompt_id!r}: {field}: {wrong} is not in the vocabulary")
-        form = sampling.structured_outputs
-        if form is not None and (reason := self._form_refusal(form)) is not None:
+        form, features = sampling.structured_outputs, None
+        reason = None if form is None else self._form_refusal(form)
+        try:
+            features = self._features(group.features)
+        except ValueError as error:
+            reason = reason or str(error)
+        if reason is not None:
             return Rejected(reason=f"prompt {group.prompt_id!r}: {reason}")
         named = "" if group.adapter is None else f"{group.adapter}\0"  # an adapter has lengths and answers of its own
-        key = prompt_key(named + self.decode(list(token_ids)))
-        return Prepared(group, token_ids, min(group.max_tokens, left), key)
+        text = named + self.decode(list(token_ids)) + ("" if features is None else f"\0{features.name}")
+        return Prepared(group, token_ids, min(group.max_tokens, left), prompt_key(text), features=features)
+
+    def _features(self, given: Features | None) -> PromptFeatures | None:
+        """The features of a prompt. Raises ValueError, one line, if they are not sound or the model takes none."""
+        if given is None or given.is_empty:
+            return None
+        if not self.is_multimodal:
+            raise ValueError(f"features: the model {Path(self.model).name} takes text alone; remove them")
+        features = PromptFeatures.of(given)
+        for item in features.items:
+            for part in filter(None, (item.content, item.metadata)):
+                if (reason := item_refusal(part)) is not None:
+                    raise ValueError(f"features: an item of {item.modality!r}: {reason}")
+        return features
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         """Text of token ids. `special`: with special tokens, by their names."""
@@ -119,3 +144,11 @@ class Prompts:
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=False, **template
         )
+
+
+MEDIA = ("vision", "image", "img", "audio", "video", "visual")
+
+
+def names_media(folder: Path) -> bool:
+    """Whether a model's config.json has a key about images, videos or sounds. A model of text alone has none."""
+    return any(word in key for key in json.loads((folder / "config.json").read_text()) for word in MEDIA)

@@ -7,10 +7,13 @@ deadline. Called by the coordinator.
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import (
@@ -18,6 +21,7 @@ from tailrace.deployments.messages.errors import (
     ChunkError,
     ChunkNotTaken,
     EngineDown,
+    FeaturesRefused,
     ReplicaLost,
     SampleRefused,
     one_line,
@@ -33,11 +37,12 @@ CHECK_S = 600.0
 
 
 class EngineClient:
-    """Thin over the handle of the engine deployment."""
+    """Thin over the handle of the engine deployment. `put`: into Ray's object store."""
 
-    def __init__(self, handle: DeploymentHandle):
+    def __init__(self, handle: DeploymentHandle, put: Callable = ray.put):
         self._handle = handle
         self._known: list[str] = []
+        self.features = SharedFeatures(put)
 
     async def stats(self) -> list[EngineStats]:
         """A report of every replica that answers within POLL_TIMEOUT_S.
@@ -57,7 +62,7 @@ class EngineClient:
         return await asyncio.wait_for(call, POLL_TIMEOUT_S)
 
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
-        return await self._call(replica_id, "generate_chunk", chunk)
+        return await self._call(replica_id, "generate_chunk", self.features.referred(chunk))
 
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         await self._call(replica_id, "abort", chunk_id, keep_kv)
@@ -117,5 +122,6 @@ class EngineClient:
         except (RayActorError, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
-            kind = SampleRefused if isinstance(error.cause, AdapterRefused) else ChunkError
+            refused = isinstance(error.cause, AdapterRefused | FeaturesRefused)
+            kind = SampleRefused if refused else ChunkError
             raise kind(one_line(error.cause or error)) from error

@@ -42,6 +42,7 @@ class LoadedWeights:
         if digest not in ("", found := weights_digest(source)):
             raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
         self._engine.collective_rpc("load_weights_from", args=(source,))
+        self._engine.engine_core.engine_core.reset_encoder_cache()  # embeddings of images under the former weights
         if weights_digest(source) != found:
             raise RuntimeError(f"{called(source)}: it was written to while it was loaded")
         self.version, self.source, self.digest = version, source, found

@@ -24,6 +24,7 @@ from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.engine.shared_features import with_features
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.drafts import DraftReport, by_source
@@ -102,7 +103,7 @@ class Engine:
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
         """Runs a chunk to its end. Raises ValueError when it is refused, EngineDown when the engine breaks."""
-        loop = asyncio.get_running_loop()
+        loop, chunk = asyncio.get_running_loop(), await with_features(chunk)
         answer: asyncio.Future[ChunkResult] = loop.create_future()
 
         def settle(result: ChunkResult | Exception) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import numpy as np
 
+from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import PromptLogprobs, SamplingParams, Top
@@ -57,6 +58,7 @@ class ChunkRequest:
     keep_trace: bool = False
     turn_start: int = 0
     adapter: Adapter | None = None  # None: the model alone
+    features: PromptFeatures | None = None  # on the wire a reference to them, see `deployments.engine.shared_features`
 
     @property
     def answer_start(self) -> int:

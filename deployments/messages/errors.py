@@ -30,6 +30,10 @@ class AdapterRefused(ValueError):
     """An adapter cannot be loaded, or its folder holds another content by now."""
 
 
+class FeaturesRefused(ValueError):
+    """The model cannot take the features of a prompt."""
+
+
 def is_own_cancel() -> bool:
     """Returns whether a CancelledError is meant for this task; Serve also raises it for a callee that was cancelled."""
     task = asyncio.current_task()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.message import Message, RequestMessage
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd
@@ -34,7 +35,10 @@ class ChatMessage(Message):
 
 
 class PromptGroup(RequestMessage):
-    """One prompt and its number of samples. Exactly one of token_ids, text, messages is given."""
+    """One prompt and its number of samples. Exactly one of token_ids, text, messages is given.
+
+    `features`: of a prompt given as token_ids, in which their placeholders are.
+    """
 
     prompt_id: Id = Field(description="unique within the batch; text, or an integer that comes back as text")
     token_ids: tuple[int, ...] | None = None
@@ -49,6 +53,7 @@ class PromptGroup(RequestMessage):
     forced_token_ids: tuple[tuple[int, ...], ...] | None = Field(
         None, description="replay: tokens that sample i emits; an end-of-sequence token follows the last"
     )
+    features: Features | None = Field(None, description="processed images, videos and sounds, in vLLM's form")
 
     @model_validator(mode="after")
     def _check(self):
@@ -61,6 +66,11 @@ class PromptGroup(RequestMessage):
             raise ValueError(f"forced_token_ids has {len(self.forced_token_ids)} entries for {self.samples} samples")
         if self.forced_token_ids is not None and (self.sampling.stop or self.sampling.ignore_eos):
             raise ValueError("forced_token_ids: a replay ends after its tokens; remove stop and ignore_eos")
+        if self.features is not None and self.token_ids is None:
+            raise ValueError("features: give the prompt as token_ids, in which their placeholders are")
+        if self.features is not None and self.features.end > len(self.token_ids):
+            end, count = self.features.end, len(self.token_ids)
+            raise ValueError(f"features: a placeholder ends at {end}, the prompt has {count} tokens")
         if self.sampling.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.sampling.min_tokens}, max_tokens {self.max_tokens}")
         return self

@@ -142,6 +142,7 @@ def engine_arguments(config: EngineConfig) -> dict:
         "async_scheduling": False,  # the sampler must know each position when it draws
         "max_logprobs": MAX_LOGPROBS,
         "disable_log_stats": True,
+        "mm_processor_cache_gb": 0,  # images come whole with their requests; 4 GiB would be kept of them
         "seed": 0,
     }
     if config.kv_cache_gib is not None:

@@ -3,16 +3,23 @@
 Called by the stepper, and by its forks, on the engine's thread.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from hashlib import blake2b
 
 import numpy as np
 
 from tailrace.deployments.constraints import form_check
+from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.errors import FeaturesRefused
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
+
+MAX_TRIED = 4_096
+"""Prompts with features that are remembered as sound."""
 
 
 class Requests:
@@ -37,6 +44,8 @@ class Requests:
         self._form_refusal = lru_cache(256)(form_check.refusal)
         model = engine.vllm_config.model_config
         self._vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
+        self._no_features = features_unfit(model)
+        self._tried: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # features and prompts that the model takes
         self.block_tokens = engine.vllm_config.cache_config.block_size
         # vLLM keeps one block, the null block, for itself.
         self.kv_blocks = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -59,6 +68,24 @@ class Requests:
             # Inside a step it would fail all chunks; vLLM itself checks the context only.
             return f"forced has a token outside the vocabulary of {self._vocabulary}"
         return self._sampling_refusal(chunk.sampling)
+
+    def _check_features(self, chunk: ChunkRequest) -> None:
+        """Encodes features that are new here, and their prompt's positions: an error in a step would end all chunks.
+
+        Raises FeaturesRefused, one line.
+        """
+        features, prompt = chunk.features, chunk.token_ids[: chunk.answer_start]
+        if (key := (features.name, blake2b(prompt.tobytes(), digest_size=16).digest())) in self._tried:
+            self._tried.move_to_end(key)
+            return
+        reasons = [self._no_features or ("a placeholder is not in the prompt" if features.end > len(prompt) else None)]
+        if reasons == [None]:
+            reasons = self._engine.collective_rpc("features_refusal", args=(features, prompt.tolist()))
+        if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
+            raise FeaturesRefused(f"features: {reason}")
+        self._tried[key] = None
+        if len(self._tried) > MAX_TRIED:
+            self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
@@ -97,7 +124,7 @@ class Requests:
         """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
         `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no request reads KV of another one here, and
-        close calls do not end its steps. Raises ValueError, one line.
+        close calls do not end its steps. Raises ValueError, one line; FeaturesRefused for those of a prompt.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
@@ -127,13 +154,28 @@ class Requests:
         salt = cache_salt(chunk.weights_version, chunk.weights_digest, adapter)
         if chunk.kv is not None:
             salt = cache_salt(chunk.kv.version, chunk.kv.digest, adapter)
-        prompt = tokens_input(token_ids.tolist(), cache_salt=f"{salt} {name}" if private else salt)
+        salt = f"{salt} {name}" if private else salt
+        if chunk.features is None:
+            prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        else:
+            self._check_features(chunk)
+            prompt = prompt_input(chunk.features, token_ids.tolist(), salt)
         try:
             request_id = self._engine.add_request(name, prompt, params, lora_request=self._lora_of(chunk.adapter))
         except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
-            raise ValueError(f"chunk {chunk.chunk_id}: {error}") from error
+            kind = ValueError if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
+            raise kind(f"chunk {chunk.chunk_id}: {error}") from error
         return self._scheduler.requests[request_id]
 
     def abort(self, request_id: str) -> None:
         """Stops a request, by vLLM's own id, after the step in progress."""
         self._engine.abort_request([request_id], internal=True)
+
+
+def features_unfit(model) -> str | None:
+    """Why a model takes no features, in a few words, or None if it does. `model`: vLLM's ModelConfig."""
+    if not model.is_multimodal_model:
+        return "the model takes text alone"
+    if model.is_mm_prefix_lm or model.is_encoder_decoder:
+        return "the model attends to later tokens of an item, which chunks of the prompt would cut off"
+    return None

@@ -9,6 +9,8 @@ from functools import partial
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
+from tailrace.deployments.features import encoder
+from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.deployments.staging.adapter_folder import misfit
 from tailrace.deployments.staging.received import ReceivedWeights
@@ -28,8 +30,15 @@ class ExactWorker:
         runner.sampler = ExactSampler(runner, self.kernel())
         if hasattr(runner, "rejection_sampler"):  # only built when something drafts
             runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+        if self.model_config.is_multimodal_model:
+            encoder.encode_alone(runner)
         self._received = ReceivedWeights()
         self._tensors: Tensors = tensors_of(self.model_config.model)  # now: a trainer may write into that folder again
+
+    def features_refusal(self, features: PromptFeatures, token_ids: list[int]) -> str | None:
+        """Calls `encoder.features_refusal` for an RPC."""
+        with set_current_vllm_config(self.vllm_config):
+            return encoder.features_refusal(self.model_runner, features, token_ids)
 
     def weights_refusal(self, folder: str) -> str | None:
         """Returns the reason, in one line, why this folder's weights cannot replace the model's, or None."""

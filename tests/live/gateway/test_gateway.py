@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 from gateway_service import PROMPT, TOKENS, asked, caller
+from image_model import features
 from waiting import until
 
 from tailrace.app.model import perturbed
@@ -20,6 +21,7 @@ OPEN = {
     "required": ["open"],
     "additionalProperties": False,
 }
+IMAGE = features((1, 0), length=1, kwargs_data={"image": ["AAAA"]})
 TOOLS = [{"type": "function", "function": {"name": "door", "parameters": OPEN, "strict": True}}]
 
 
@@ -163,7 +165,8 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_logprobs": 3}}, "top_logprobs"),
-        ("/inference/v1/generate", {"token_ids": [1], "features": {}}, "features: not honoured"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": {}}, "mm_hashes"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": IMAGE}, "takes text alone; remove them"),
         ("/update_weights", {"weight_dir": "/nowhere"}, "/nowhere"),
         ("/detokenize", {"tokens": [-1]}, "-1 is not in the vocabulary"),
     ],
