@@ -193,6 +193,7 @@ class SimulatedStepper:
             computed_tokens=len(chunk.token_ids) - running.cached_tokens,
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
+            sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
             prompt_logprobs=_prompt_logprobs(chunk) if chunk.scores_prompt else None,
         )
         self._ended.append((chunk_id, result))

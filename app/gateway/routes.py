@@ -40,14 +40,14 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, _other)
     for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service()):
         app.add_exception_handler(kind, _failed)
-    _add_generation(app, service)
+    _add_generation(app, service, config)
     _add_model(app, service)
     add_tokenizing(app, service)
     add_control(app, service)
     return app
 
 
-def _add_generation(app: FastAPI, service: GatewayService) -> None:
+def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request):
         model = await service.model(request.model)
@@ -71,6 +71,7 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     @app.post("/inference/v1/generate")
     async def generate(request: TokensRequest, http: Request):
         model, sampled = await service.model(request.model), request.sampling_params
+        sampled.sampling_mask = sampled.sampling_mask or config.return_sampling_mask
         prompts = [{"token_ids": tuple(request.token_ids)}]
         bound = sampled.max_tokens or 16  # vLLM's default
         wanted = Wanted(prompts, sampled.n, bound, sampled.sampling(), request.chunk_tokens())

@@ -38,8 +38,8 @@ def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
     """Route and body for `samples` samples of a group's prompt."""
     if group.forced_token_ids is not None:
         raise ValueError("forced_token_ids: HTTP does not carry it; connect by Ray to replay recorded answers")
-    if group.sampling.wants_logprobs:
-        raise ValueError("top_logprobs, prompt_logprobs: HTTP does not carry them here; ask the route")
+    if group.sampling.wants_more:
+        raise ValueError("top_logprobs, prompt_logprobs, sampling_mask: HTTP does not carry them here; ask the route")
     body = group.sampling.model_dump(mode="json", exclude_defaults=True)
     if "logit_bias" in body:
         body["logit_bias"] = dict(group.sampling.logit_bias)

@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
-from tailrace.deployments.messages.rollout import PromptLogprobs, SamplingParams, Top
+from tailrace.deployments.messages.rollout import Mask, PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]
@@ -92,6 +92,7 @@ class ChunkResult:
     drafts: DraftReport | None = None  # None without a draft plan
     close_calls: tuple[int, ...] = ()  # places in token_ids that noise may change, see engine_config
     top_logprobs: tuple[Top, ...] = ()  # of each token's position, if asked for
+    sampling_mask: tuple[Mask, ...] = ()  # likewise
     prompt_logprobs: PromptLogprobs | None = None  # if this chunk gives them
 
 

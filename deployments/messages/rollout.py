@@ -92,8 +92,10 @@ class RolloutBatch(BatchSettings):
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise ValueError(f"prompt_id {twice!r} is given twice")
-        if (asking := next((one.prompt_id for one in self.groups if one.sampling.wants_logprobs), None)) is not None:
-            raise ValueError(f"prompt {asking!r}: top_logprobs and prompt_logprobs come in open sessions alone")
+        if (asking := next((one.prompt_id for one in self.groups if one.sampling.wants_more), None)) is not None:
+            raise ValueError(
+                f"prompt {asking!r}: top_logprobs, prompt_logprobs and sampling_mask come in open sessions alone"
+            )
         if (samples := sum(group.samples for group in self.groups)) > MAX_SAMPLES:
             raise ValueError(f"{samples} samples in one batch; at most {MAX_SAMPLES}, give several batches")
         return self
@@ -101,6 +103,10 @@ class RolloutBatch(BatchSettings):
 
 Top = tuple[tuple[int, float], ...]
 """The likeliest tokens of one position and their logprobs, by falling logprob. -inf: the filters drop it."""
+
+
+Mask = tuple[int, ...]
+"""The tokens of one position that could be drawn, after rules and filters, by rising id; ties at the edge included."""
 
 
 class PromptLogprobs(Message):
@@ -165,6 +171,7 @@ class SampleResult(Message):
         (), description="element j: verifications that accepted more than j draft tokens"
     )
     top_logprobs: tuple[Top, ...] = Field((), description="of each token's position, if asked for, as `logprobs` are")
+    sampling_mask: tuple[Mask, ...] = Field((), description="of each token's position, if asked for")
     prompt_logprobs: PromptLogprobs | None = None
     close_calls: tuple[int, ...] = Field(
         (), description="positions whose two best candidates were closer than the engine's tolerance"

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tailrace.deployments.messages.rollout import Message, PromptGroup, RequestMessage, SampleResult, Top
+from tailrace.deployments.messages.rollout import Mask, Message, PromptGroup, RequestMessage, SampleResult, Top
 
 MAX_INDEX = 2**31 - 1
 """Drafts travel with 32-bit indexes."""
@@ -45,7 +45,7 @@ class SampleRequest(RequestMessage):
         return self
 
 
-COLUMNS = "token_ids", "logprobs", "raw_logprobs", "top_logprobs"
+COLUMNS = "token_ids", "logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"
 
 
 class SampleTokens(Message):
@@ -61,6 +61,7 @@ class SampleTokens(Message):
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Top, ...] = ()
+    sampling_mask: tuple[Mask, ...] = ()
     answer: "SampleAnswer | None" = None
 
     def beyond(self, position: int) -> "SampleTokens":

@@ -44,6 +44,7 @@ ASKED = {
     "choice": {"structured_outputs": {"choice": ["a heron", "a hound"]}},
     "stop": {"stop": [" the", ","]},
     "tops": {"top_logprobs": 3, "top_p": 0.9},
+    "mask": {"sampling_mask": True, "top_k": 20, "top_p": 0.95, "bad_words": [","]},
 }
 
 
@@ -92,19 +93,31 @@ def answers(engine):
 
 @pytest.mark.parametrize("name", ASKED)
 def test_chunks_of_7_have_the_tokens_of_the_whole_answer(engine, answers, name):
-    whole, tokens, logprobs, raw, tops = answers[name], [], [], [], ()
+    whole, tokens, logprobs, raw, tops, masks = answers[name], [], [], [], (), ()
     while len(tokens) < TOKENS:
         (part,) = run(engine, chunk(name, tokens, min(7, TOKENS - len(tokens))))
         tokens += part.token_ids.tolist()
         logprobs += part.logprobs.tolist()
         raw += part.raw_logprobs.tolist()
         tops += part.top_logprobs
+        masks += part.sampling_mask
         if part.end is ChunkEnd.STOP:
             break
     assert tokens == whole.token_ids.tolist() and part.end is whole.end
     np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-3)
     np.testing.assert_allclose(raw, whole.raw_logprobs, atol=1e-3)
     assert [one[0][0] for one in tops] == [one[0][0] for one in whole.top_logprobs]
+    assert masks == whole.sampling_mask
+
+
+def test_masks_hold_the_tokens_drawn_and_no_more_than_top_k_of_drafted_ones_too(answers):
+    """Of a text without the banned word: rules come before the filters."""
+    result = answers["mask"]
+    assert len(result.sampling_mask) == TOKENS == len(result.token_ids) and not answers["plain"].sampling_mask
+    for token, kept in zip(result.token_ids.tolist(), result.sampling_mask, strict=True):
+        assert token in kept and 28 not in kept and len(kept) <= 20
+    assert len({len(kept) for kept in result.sampling_mask}) > 3
+    assert result.accepted_tokens > 0
 
 
 def test_the_likeliest_tokens_have_the_logprobs_that_draws_of_them_have(answers):

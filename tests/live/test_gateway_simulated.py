@@ -11,7 +11,7 @@ from virtual_cluster import play as play_on
 
 from tailrace.app.fuzz.cluster import SimulatedPrompts
 from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.stepper import EOS
+from tailrace.app.fuzz.stepper import EOS, VOCABULARY
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
@@ -126,7 +126,7 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(play):
 
 def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
     async def story(cluster, http, app):
-        sampling = {"max_tokens": 90, "n": 2, "seed": 3, "logprobs": 1}
+        sampling = {"max_tokens": 90, "n": 2, "seed": 3, "logprobs": 1, "top_k": 5, "sampling_mask": True}
         asked = {"token_ids": PROMPT, "sampling_params": sampling, "return_token_ids": True}
         whole = (await http.post("/inference/v1/generate", json=asked)).json()
         answer = await http.post(
@@ -139,9 +139,32 @@ def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
             assert flat(piece["token_ids"] for piece in pieces) == expected["token_ids"] and len(pieces) > 3
             contents = flat(piece["logprobs"]["content"] for piece in pieces if piece["logprobs"])
             assert contents == expected["logprobs"]["content"]
+            masks = flat(piece["sampling_mask"] for piece in pieces if piece.get("sampling_mask"))
+            assert masks == expected["sampling_mask"] == [[token, VOCABULARY] for token in expected["token_ids"]]
             assert pieces[-1]["weight_versions"] == expected["weight_versions"]
 
     play(story, mean_tokens=400)
+
+
+def test_a_gateway_that_returns_masks_needs_a_bound_of_each(tmp_path):
+    async def story(cluster, client):
+        config = GatewayConfig(return_sampling_mask=True)
+        service = GatewayService(lambda role: driver_client(cluster), config)
+        service._model = ServedModel("simulated", "simulated", 512, ChattingPrompts())
+        transport = httpx.ASGITransport(make_app(service, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            for sampling, status in (({}, 400), ({"top_k": 5}, 200)):
+                asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4} | sampling}
+                answer = await http.post("/inference/v1/generate", json=asked)
+                assert answer.status_code == status
+                if status == 400:
+                    assert "sampling_mask: give a top_k" in answer.json()["error"]["message"]
+                else:
+                    assert len(answer.json()["choices"][0]["sampling_mask"]) == 4
+            plain = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
+            assert plain.status_code == 200 and "sampling_mask" not in plain.json()["choices"][0]
+
+    play_on(story, tmp_path, mean_tokens=400)
 
 
 def test_the_end_of_an_answer_is_named(play):

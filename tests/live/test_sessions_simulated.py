@@ -51,7 +51,7 @@ def test_a_score_has_a_logprob_for_each_token_but_the_first_and_a_batch_gives_no
         assert scored.prompt.logprobs == (-1, -2, -3) and scored.weights_version == 0 and scored.weights_digest
         assert answer.sample.prompt_logprobs is None
         asked = PromptGroup(prompt_id="p", token_ids=(1, 2), sampling={"prompt_logprobs": 0})
-        with pytest.raises(ValueError, match="prompt 'p': top_logprobs and prompt_logprobs come in"):
+        with pytest.raises(ValueError, match="prompt 'p': top_logprobs, prompt_logprobs and sampling_mask come in"):
             RolloutBatch(batch_id="b", groups=(asked,))
 
     play(story)
