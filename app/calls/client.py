@@ -14,7 +14,13 @@ from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.otlp import otlp_wanted
-from tailrace.app.calls.refused import PoliciesRejected, QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import (
+    PoliciesRejected,
+    QuotaExceeded,
+    RolloutRejected,
+    TooLargeForQuota,
+    WeightsRejected,
+)
 from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
 from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
@@ -119,7 +125,7 @@ class RolloutClient(SessionCalls, WeightsCalls):
                 elif item.by is RejectedBy.QUOTA:
                     raise Interrupted(QuotaExceeded(item.reason)) if resumed else QuotaExceeded(item.reason)
                 else:
-                    raise RolloutRejected(item.reason)
+                    raise (TooLargeForQuota if item.by is RejectedBy.SIZE else RolloutRejected)(item.reason)
         except lost_service() as error:
             raise Interrupted(error) from error
         finally:

@@ -9,6 +9,10 @@ class QuotaExceeded(RolloutRejected):
     """The batch is beyond a quota of the service. The text names it, and the batch to wait for, if any."""
 
 
+class TooLargeForQuota(RolloutRejected):
+    """The batch or request exceeds a quota of the service by itself, so asking again does not help. The text names it."""
+
+
 class WeightsRejected(ValueError):
     """The weights were not updated. The text says why."""
 

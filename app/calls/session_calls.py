@@ -6,7 +6,7 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken, TooLargeForQuota
 from tailrace.app.calls.resume import Interrupted, Patience, lost_service
 from tailrace.app.calls.session import RolloutSession
 from tailrace.deployments.messages.roles import NotAdmitted
@@ -101,7 +101,7 @@ class SessionCalls:
             raise Interrupted(RolloutRejected(answer.reason))
         if answer.by is RejectedBy.QUOTA:
             raise Interrupted(QuotaExceeded(answer.reason)) if resumed else QuotaExceeded(answer.reason)
-        raise RolloutRejected(answer.reason)
+        raise (TooLargeForQuota if answer.by is RejectedBy.SIZE else RolloutRejected)(answer.reason)
 
     async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
         """End samples of a session, see `RolloutSession.cancel`."""

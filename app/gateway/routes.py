@@ -1,7 +1,7 @@
 """The gateway's routes, as a FastAPI application over a `GatewayService`.
 
 Errors have vLLM's form: 400 for a field that is not honoured, 403 for a role without the right, 404 for another model,
-429 for a quota, 503 while the service is away.
+429 for a quota that is used up, 400 for one that is too small for the request, 503 while the service is away.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutRejected, WeightsRejected
+from tailrace.app.calls.refused import TooLargeForQuota
 from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.chat.requests import ChatRequest
@@ -162,7 +163,8 @@ def _error_of(error: Exception) -> tuple[dict, int]:
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     if isinstance(cause, ValidationError):
         text = cause.errors()[0]["msg"].removeprefix("Value error, ")
-    return error_body(status, text), status
+    kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None
+    return error_body(status, text, kind), status
 
 
 def status_of(error: BaseException) -> int:

@@ -195,7 +195,8 @@ class RejectedBy(StrEnum):
     CONTENT = "content"  # the request itself: it will never be taken
     WEIGHTS = "weights"  # the service holds other weights than the batch asks for
     READER = "reader"  # another driver reads this batch
-    QUOTA = "quota"  # a bound of the service: of this batch alone, or with those in flight
+    QUOTA = "quota"  # a bound of the service, with the batches in flight
+    SIZE = "size"  # a bound of the service, by itself: it will never be taken under these quotas
 
 
 class Rejected(Message):

@@ -29,6 +29,11 @@ class SampleRequest(RequestMessage):
     group: PromptGroup
     index: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample in its group; enters its key")
     of: int | None = Field(None, ge=1, description="samples that the group will have; a hint, null: not known")
+    together: int = Field(
+        1,
+        ge=1,
+        description="samples asked for at once with it, of equal max_tokens: quotas that never hold all refuse it",
+    )
     chunk_tokens: int | None = Field(None, ge=1, description="bound of its chunks; null: as the policies say")
     deadline_s: float | None = Field(None, gt=0.0, description="seconds after which it ends with the tokens so far")
     turn: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample; enters its key")

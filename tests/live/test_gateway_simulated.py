@@ -15,6 +15,7 @@ from tailrace.app.fuzz.stepper import EOS, VOCABULARY
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.deployments.batches.quotas import Quotas
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
@@ -144,6 +145,27 @@ def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
             assert pieces[-1]["weight_versions"] == expected["weight_versions"]
 
     play(story, mean_tokens=400)
+
+
+def test_a_request_that_no_quota_will_ever_hold_is_not_to_be_made_again(play):
+    async def story(cluster, http, app):
+        await http.get("/health")
+        cluster.coordinator.rollouts.deliveries.quotas = Quotas(max_samples=4, max_tokens=400)
+        asked = {"prompt": [PROMPT, [8]], "max_tokens": 20}
+        for more, reason in (({"n": 3}, "6 samples, quotas.max_samples is 4"), ({"max_tokens": 201}, "402 tokens")):
+            for stream in (False, True):
+                refused = await http.post("/v1/completions", json=asked | more | {"stream": stream})
+                assert refused.status_code == 400 and "retry-after" not in refused.headers
+                error = refused.json()["error"]
+                assert f"has {reason}" in error["message"] and error["type"] == "TooLargeForQuota"
+        long = asyncio.ensure_future(answered(http, "/v1/completions", prompt=PROMPT, max_tokens=300))
+        await asyncio.sleep(1.0)
+        refused = await http.post("/v1/completions", json=asked | {"n": 2})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        await long
+        assert len((await answered(http, "/v1/completions", **asked, n=2))["choices"]) == 4
+
+    play(story, mean_tokens=10_000)
 
 
 def test_a_gateway_that_returns_masks_needs_a_bound_of_each(tmp_path):
