@@ -10,7 +10,7 @@ class QuotaExceeded(RolloutRejected):
 
 
 class TooLargeForQuota(RolloutRejected):
-    """The batch or request exceeds a quota of the service by itself, so asking again does not help. The text names it."""
+    """The batch or request exceeds a quota of the service by itself: asking again is no use. The text names it."""
 
 
 class WeightsRejected(ValueError):

@@ -127,9 +127,9 @@ class OpenSessions:
         return session
 
     def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> AskedSample | Rejected:
-        what = "a sample" if request.together == 1 else "a request"
+        asks = "a sample" if request.together == 1 else "a request"
         whole = BatchLoad(request.together, request.together * prepared.max_tokens)
-        subject = f"{what} of session {session.settings.batch_id!r}"
+        subject = f"{asks} of session {session.settings.batch_id!r}"
         if (refused := self._quota(subject, BatchLoad(1, prepared.max_tokens), whole)) is not None:
             return refused
         identity = GroupIdentity.of(prepared)
