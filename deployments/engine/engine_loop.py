@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats, WeightsRead
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.messages.transfer import Transfer
 
@@ -43,6 +43,9 @@ class Steps(Protocol):
     def step(self) -> list[tuple[str, ChunkResult | Exception]]: ...
     def load_weights(self, version: int, source: str, digest: str) -> None: ...
     def weights_refusal(self, source: str) -> str | None: ...
+    def fall_asleep(self) -> None: ...
+    def wake_kv(self) -> None: ...
+    def read_weights(self) -> WeightsRead: ...
     def transfer_weights(self, transfer: Transfer) -> str: ...
     def reset_cache(self) -> bool: ...
     def rejoin_pool(self, master_address: str) -> None: ...
@@ -105,6 +108,20 @@ class EngineLoop:
     def transfer_weights(self, transfer: Transfer) -> Future[str]:
         """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
         return self._ask(self._transfer, transfer)
+
+    def fall_asleep(self) -> Future[None]:
+        """Gives back the memory of weights and KV, if no chunk runs. `load_weights` brings the weights back, and
+        `wake_kv` the KV. The future gets ValueError while chunks run, or if the weights could not come back.
+        """
+        return self._ask(self._sleep)
+
+    def wake_kv(self) -> Future[None]:
+        """Has the memory of the KV back; its content is lost."""
+        return self._ask(self._wake_kv)
+
+    def read_weights(self) -> Future[WeightsRead]:
+        """Gives the weights as they are computed with. Takes seconds, in which no step ends."""
+        return self._ask(self._read)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
         """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
@@ -234,17 +251,31 @@ class EngineLoop:
             result = command(*args)
         except Exception as error:  # the caller gets any error
             answer.set_exception(error)
-            if command == self._load and not isinstance(error, ValueError):  # the model may be half loaded
+            if command in (self._load, self._sleep) and not isinstance(error, ValueError):  # the model may be in parts
                 raise
         else:
             answer.set_result(result)
 
     def _load(self, version: int, source: str, digest: str, asked_s: float) -> None:
         self._allowance_s = LOAD_ALLOWANCE_S
-        if not digest or (self._stats.weights_version, self._stats.weights_digest) != (version, digest):
+        present = self._stats.weights_version, self._stats.weights_digest
+        if not digest or present != (version, digest) or WEIGHTS in self._stats.asleep:
             self._stepper.load_weights(version, source, digest)
             self.weights_pause_s = self._now() - max(asked_s, self._stepper.progress_s)
         self._stats = self._stepper.stats()  # before the caller can look
+
+    def _sleep(self) -> None:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        self._stepper.fall_asleep()
+        self._stats = self._stepper.stats()
+
+    def _wake_kv(self) -> None:
+        self._stepper.wake_kv()
+        self._stats = self._stepper.stats()
+
+    def _read(self) -> WeightsRead:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        return self._stepper.read_weights()
 
     def _refusal(self, source: str) -> str | None:
         self._allowance_s = LOAD_ALLOWANCE_S

@@ -12,15 +12,15 @@ from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.engine_chunk import EngineChunk
+from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.redraws import Redraws
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.deployments.vllm_exact.requests import Requests
-from tailrace.deployments.vllm_exact.weight_loading import called, weights_digest
 from tailrace.kvpool.config import PoolEndpoint
 from tailrace.policies.models.speed_estimator import SpeedEstimator
 from tailrace.policies.protocol.events import ChunkEnd
@@ -41,8 +41,8 @@ class Stepper:
         feed: ContextClient | None = None,
         model: Drafters | None = None,
     ):
-        self.weights_version = weights_version
         self._engine = launch(config, rank, pool)
+        self._weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
@@ -54,8 +54,6 @@ class Stepper:
         settings = self._engine.vllm_config
         self._constant = {
             "replica_id": replica_id,
-            "weights_version": weights_version,
-            "weights_digest": weights_digest(settings.model_config.model),
             "block_tokens": settings.cache_config.block_size,
             "kv_capacity_blocks": self._requests.kv_blocks,
             "max_running": config.max_running,
@@ -99,10 +97,7 @@ class Stepper:
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM. Raises ValueError, one line, when it cannot be run here."""
         refusal = "already running here" if chunk.chunk_id in self._running else self._requests.refusal(chunk)
-        if chunk.weights_version != self.weights_version:
-            refusal = f"wants weights version {chunk.weights_version}, this is {self.weights_version}"
-        elif chunk.weights_digest not in ("", self._constant["weights_digest"]):
-            refusal = f"wants weights {chunk.weights_digest}, this is {self._constant['weights_digest']}"
+        refusal = self._weights.chunk_refusal(chunk) or refusal
         if refusal is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
         kv = self._link.wish(chunk) if self._link is not None else None
@@ -254,28 +249,33 @@ class Stepper:
         """
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        if (reason := self.weights_refusal(source)) is not None:
-            raise ValueError(reason)
-        if digest not in ("", found := weights_digest(source)):
-            raise ValueError(f"{called(source)}: holds other weights ({found}) than version {version} ({digest})")
-        self._engine.collective_rpc("load_weights_from", args=(source,))
-        if weights_digest(source) != found:
-            raise RuntimeError(f"{called(source)}: it was written to while it was loaded")
-        self.weights_version = version
-        self._constant |= {"weights_version": version, "weights_source": source, "weights_digest": found}
+        self._weights.load(version, source, digest)
+
+    def fall_asleep(self) -> None:
+        """Gives back the memory of weights and KV, until `load_weights` and `wake_kv`; no KV is kept.
+
+        Raises ValueError, one line, while chunks run, and if the weights could not come back. Other errors are final.
+        """
+        if self._running or not self.reset_cache():
+            raise ValueError(f"an engine cannot sleep while {len(self._running)} chunks run")
+        self._weights.fall_asleep()
+
+    def wake_kv(self) -> None:
+        self._weights.wake_kv()
+
+    def read_weights(self) -> WeightsRead:
+        """Returns the weights as they are computed with. Takes seconds. Raises ValueError, one line."""
+        return self._weights.read_back()
 
     def rejoin_pool(self, master_address: str) -> None:
         """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
 
     def weights_refusal(self, source: str) -> str | None:
-        """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
-        reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
-        return next((reason for reason in reasons if reason is not None), None)
+        return self._weights.refusal(source)
 
     def transfer_weights(self, transfer: Transfer) -> str:
-        """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
-        return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]
+        return self._weights.transfer(transfer)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
@@ -283,7 +283,7 @@ class Stepper:
         tokens = {chunk_id: len(chunk.token_ids) for chunk_id, chunk in self._running.items()}
         of_drafts = {"methods": drafts.methods, "step_cost": drafts.step_cost()} if drafts else {}
         return EngineStats(
-            **self._constant | of_drafts,
+            **self._constant | of_drafts | self._weights.report(),
             kv_counts=link.counts() if link else {},
             observed_at=time.time(),
             steps=self._work["steps"],

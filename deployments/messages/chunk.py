@@ -14,6 +14,9 @@ from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import Mask, PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
 
+TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""Parts of an engine's memory that sleep, by vLLM's names."""
+
 SampleKey = Annotated[int, "unsigned, 64 bits"]
 
 
@@ -111,6 +114,7 @@ class EngineStats:
     weights_source: str = ""  # the source loaded last; empty: the folder that the engine was started on
     weights_pause_s: float = 0.0  # seconds without a token for the last load of weights
     weights_digest: str = ""  # names the content of the weights
+    asleep: tuple[str, ...] = ()  # parts of its memory that are given back; it runs no chunk then
     steps: int = 0
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
@@ -129,3 +133,16 @@ class EngineStats:
     # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
     work: dict[str, int] = field(default_factory=dict)
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """The weights that an engine computes with, read back. `checksums`: of their values by saved name, zeros positive,
+    see `deployments.staging.checksums`. `unlike`: names whose values are not those of their source; None if that has
+    changed since, with the `problem`."""
+
+    version: int
+    digest: str
+    checksums: dict[str, str]
+    unlike: tuple[str, ...] | None
+    problem: str = ""

@@ -228,3 +228,19 @@ class WeightsLoaded(Message):
     replicas: tuple[str, ...]
     paused_s: dict[str, float] = Field(default_factory=dict)
     staged_s: float = 0.0
+
+
+class WeightsCheck(Message):
+    """The weights that every replica computes with, read back from its model.
+
+    `checksums`: of their values by saved name, see `deployments.staging.checksums`; of the first replica. `unlike`: by
+    replica the tensors that are not those of the source of the weights, or not those of the first replica; none of a
+    sound service. `problems`: by replica, why it could not compare with the source.
+    """
+
+    version: int
+    digest: str
+    replicas: tuple[str, ...]
+    checksums: dict[str, str]
+    unlike: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    problems: dict[str, str] = Field(default_factory=dict)

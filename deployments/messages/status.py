@@ -82,5 +82,6 @@ class ServiceStatus(Message):
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
     paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
+    asleep: tuple[str, ...] = ()  # parts of the engines' memory that are given back, see `RolloutClient.sleep`
     held: int = 0  # samples between two turns
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND
