@@ -24,6 +24,7 @@ from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors, error_body
 from tailrace.app.gateway.event_stream import EventStream, left
+from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
@@ -45,6 +46,7 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     _add_model(app, service)
     add_tokenizing(app, service)
     add_control(app, service)
+    add_metrics(app)
     return app
 
 

@@ -2,7 +2,7 @@
 
 Invariant: a sleep is a pause that `resume` does not end; samples in flight continue after it with the next token, since
 only KV is lost. Weights come back as an ordinary load, checked against their digest, before anything starts. A replica
-that joins meanwhile is put to sleep, and a new coordinator that finds one asleep goes on with the sleep. An update of
+that joins meanwhile is put to sleep, and a new coordinator that finds one asleep continues the sleep. An update of
 the weights wakes these. Owned by `Rollouts`.
 """
 

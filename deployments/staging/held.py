@@ -91,4 +91,4 @@ def unpacked(module: torch.nn.Module) -> torch.Tensor:
 
 def checksum_of(name: str, values: torch.Tensor) -> str:
     """The checksum of a tensor on the host; zeros count as positive."""
-    return checksum(*as_bytes(name, values + 0.0 if values.is_floating_point() else values))
+    return checksum(name, *as_bytes(name, values + 0.0 if values.is_floating_point() else values))

@@ -7,7 +7,9 @@ from itertools import chain
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play as play_on
+from virtual_cluster import play_gateway
 
 from tailrace.app.fuzz.cluster import SimulatedPrompts
 from tailrace.app.fuzz.drivers import driver_client
@@ -16,6 +18,7 @@ from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.roles import Role
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
@@ -166,6 +169,35 @@ def test_a_request_that_no_quota_will_ever_hold_is_not_to_be_made_again(play):
         assert len((await answered(http, "/v1/completions", **asked, n=2))["choices"]) == 4
 
     play(story, mean_tokens=10_000)
+
+
+def test_metrics_count_requests_by_route_and_refusals_by_reason(tmp_path):
+    async def story(cluster, http):
+        async with http(Role.EVALUATOR) as evaluator, http(None) as stranger:
+            long = asyncio.ensure_future(evaluator.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 300}))
+            await asyncio.sleep(1.0)
+            for path, body in (("/v1/completions", {"prompt": ""}), ("/sleep", None), ("/nowhere", None)):
+                await evaluator.post(path, json=body)
+            assert (await stranger.get("/metrics")).status_code == 401
+            text = (await evaluator.get("/metrics")).text
+            await long
+            last = (await evaluator.get("/metrics")).text
+        samples = {
+            (one.name, *(value for name, value in sorted(one.labels.items()) if name != "replica")): one.value
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+        }
+        assert samples["tailrace_gateway_open_requests",] == 2.0, "the long one, and this one"
+        requests, refused = "tailrace_gateway_requests_total", "tailrace_gateway_refused_total"
+        assert samples[requests, "/v1/completions", "400"] == samples[requests, "/sleep", "403"] == 1.0
+        assert samples[requests, "none", "404"] == samples[requests, "none", "401"] == 1.0
+        assert {one[1]: value for one, value in samples.items() if one[0] == refused} == {
+            "content": 1.0, "role": 1.0, "route": 1.0, "token": 1.0
+        }  # fmt: skip
+        assert samples["tailrace_gateway_request_seconds_count", "/sleep"] == 1.0
+        assert 'route="/v1/completions",status="200"' in last and "nowhere" not in last
+
+    play_gateway(story, tmp_path, mean_tokens=10_000)
 
 
 def test_a_gateway_that_returns_masks_needs_a_bound_of_each(tmp_path):
