@@ -110,8 +110,8 @@ class EngineLoop:
         return self._ask(self._transfer, transfer)
 
     def fall_asleep(self) -> Future[None]:
-        """Gives back the memory of weights and KV, if no chunk runs. `load_weights` brings the weights back, and
-        `wake_kv` the KV. The future gets ValueError while chunks run, or if the weights could not come back.
+        """Gives back the memory of weights and KV after the chunks in flight. `load_weights` brings the weights back,
+        `wake_kv` the KV. The future gets ValueError if the weights could not come back.
         """
         return self._ask(self._sleep)
 
@@ -220,15 +220,19 @@ class EngineLoop:
         """Returns whether a command waits: a load for chunks in flight; later chunks and their aborts for the load."""
         command, *args = item
         if self._is_load(item):
-            return bool(self._later or self._on_done)
+            return bool(self._later) or self._is_early(item)
         later = command == self._add or (command == self._abort and args[0] not in self._on_done)
         return later and bool(self._later)
 
     def _is_load(self, item: tuple) -> bool:
-        return item[0] == self._answer and item[1] == self._load
+        return item[0] == self._answer and item[1] in (self._load, self._sleep)
+
+    def _is_early(self, item: tuple) -> bool:
+        """Returns whether a load or a sleep must wait; for a sleep the KV of ended chunks is to be saved, too."""
+        return bool(self._on_done) or (item[1] == self._sleep and self._stepper.busy)
 
     def _catch_up(self) -> None:
-        while self._later and not (self._on_done and self._is_load(self._later[0])):
+        while self._later and not (self._is_load(self._later[0]) and self._is_early(self._later[0])):
             command, *args = self._later.popleft()
             command(*args)
 

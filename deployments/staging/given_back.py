@@ -29,5 +29,5 @@ def give_back(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def trim() -> None:
-    """Gives back what has been freed: the C library keeps it for later."""
+    """Gives freed memory back, which the C library keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)
