@@ -8,6 +8,7 @@ the weights wakes these. Owned by `Rollouts`.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.coordinator.pause import Pause, PauseMode
@@ -81,15 +82,22 @@ class Sleep:
         self._weights.asleep = False
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
-        """The replicas to put to sleep. `first`: these are the first reports that this coordinator sees."""
-        if first and any(WEIGHTS in one.asleep for one in reports):
-            self._weights.asleep = self._kv_asleep = self._weights.held = True
-        if not self._weights.asleep:
+        """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
+        if first and (tags := {tag for one in reports for tag in one.asleep}):
+            self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
+        if self._weights.asleep:
+            return [self._put_to_sleep(one.replica_id) for one in reports if WEIGHTS not in one.asleep]
+        if self._kv_asleep:
             return []
-        return [self._put_to_sleep(one.replica_id) for one in reports if not one.asleep]
+        return [self._wake_kv(one.replica_id) for one in reports if KV_CACHE in one.asleep]
 
     def _awake(self) -> list[str]:
-        return [name for name, one in self._reports().items() if not one.asleep]
+        return [name for name, one in self._reports().items() if WEIGHTS not in one.asleep]
+
+    async def _wake_kv(self, replica_id: str) -> None:
+        """Of a replica that this coordinator has not seen asleep with the others."""
+        with suppress(Exception):  # it is asked again at the next report
+            await self._engines.wake_kv(replica_id)
 
     async def _put_to_sleep(self, replica_id: str) -> None:
         if replica_id in self._asking:

@@ -91,6 +91,24 @@ def test_a_new_coordinator_goes_on_with_the_sleep(play):
     play(story)
 
 
+def test_a_new_coordinator_finds_the_kv_asleep_too_and_an_engine_that_slept_alone_wakes(play):
+    async def story(cluster, client):
+        expected = await whole(client)
+        await client.sleep()
+        await client.wake_up([WEIGHTS])
+        cluster.kill_coordinator()
+        await client.status()
+        await seen(cluster, lambda: cluster.coordinator.rollouts.status().asleep == (KV_CACHE,))
+        await client.wake_up()
+        assert asleep(cluster) == {()}
+        replica, _ = cluster.replicas.values()
+        await asyncio.wrap_future(replica.loop.fall_asleep())  # as one that a former coordinator had put to sleep
+        await seen(cluster, lambda: asleep(cluster) == {()})
+        assert await whole(client, AGAIN) == expected
+
+    play(story)
+
+
 def test_an_update_brings_the_new_weights_to_engines_that_sleep(play):
     async def story(cluster, client):
         await whole(client)
