@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -43,10 +43,16 @@ test-verl: setup ## the plug-in for verl against verl 0.9.1, in an environment o
 	.venv-verl/bin/pip install -q --no-deps --no-build-isolation -e . -e integrations/verl && touch .venv-verl/.made; }
 	@cd integrations/verl && ../../.venv-verl/bin/python -m pytest
 
-test-renderers: setup ## prime-rl's renderers 0.1.12 against a gateway, in an environment of their own below .venv-renderers
-	@[ -e .venv-renderers/.made ] || { $(PYTHON) -m venv --clear .venv-renderers && \
+test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, in an environment of their own, .venv-renderers
+	@[ .venv-renderers/.made -nt integrations/renderers/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-renderers && \
 	.venv-renderers/bin/pip install -q --no-deps -r integrations/renderers/requirements.txt && touch .venv-renderers/.made; }
 	@$(PY) -m pytest --renderers -m renderers tests/live/trainers/test_renderers.py
+
+test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
+	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null
+	@[ -e .venv-browser/.made ] || { $(PYTHON) -m venv --clear .venv-browser && \
+	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made; }
+	@$(PY) -m pytest --browser -m browser tests/live/deployed/test_board_browser.py
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak

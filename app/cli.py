@@ -14,6 +14,7 @@ from tailrace.app.errors import MissingExtra, did_you_mean
 
 COMMANDS = {
     "bench": "Benchmarks of a checkout: `bench --help` lists them.",
+    "board": "Serve a page that shows a running service as it changes.",
     "compare": "Compare two simulations, system by system.",
     "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
     "drafts": "Inspect what drafts are made from.",
@@ -29,18 +30,22 @@ COMMANDS = {
     "simulate": "Simulate the papers' workloads with the live decision code.",
     "simulate-training": "Simulate whole steps of training, in several modes.",
     "soak": "Disturb a real service at random for an hour; check every token.",
+    "status": "Show a service: replicas, batches, KV pool, the longest samples.",
     "timeline": "Draw what every replica did in a recorded run.",
+    "top": "Follow a service in the terminal.",
     "train": "Train a model on a task, with samples of the service.",
     "verify": "Show that scheduling never changes a token.",
 }
 
 
-CHECKS = {"fuzz", "soak", "verify"}
-"""Commands of the folder `checks`: they disturb the service, or repeat a run, and check every token."""
+VIEWS = "board", "status", "timeline", "top"
+FOLDERS = dict.fromkeys(("fuzz", "soak", "verify"), "checks.") | dict.fromkeys(VIEWS, "views.")
+"""Commands of folders: `checks` disturb the service, or repeat a run, and check every token; `views` show a service or
+a run."""
 
 
 class LazyGroup(click.Group):
-    """A click group whose members live in `app/commands` or its `checks`, each as an object called `command`."""
+    """A click group whose members live in `app/commands` and its folders, each as an object called `command`."""
 
     def list_commands(self, ctx):
         return sorted(COMMANDS)
@@ -48,8 +53,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in COMMANDS:
             return None
-        folder = "commands.checks" if cmd_name in CHECKS else "commands"
-        return import_module(f"tailrace.app.{folder}.{cmd_name.replace('-', '_')}").command
+        place = f"{FOLDERS.get(cmd_name, '')}{cmd_name.replace('-', '_')}"
+        return import_module(f"tailrace.app.commands.{place}").command
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in COMMANDS:

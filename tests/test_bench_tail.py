@@ -57,15 +57,16 @@ def test_runs_differ_from_the_configuration_in_what_freed_replicas_do():
     runs = named(file, configured.chunking.chunk_tokens)
     assert named(file, 7)["auto"].chunking.chunk_tokens == 7 and runs["static"].chunking.chunk_tokens is None
     ours = [name for name in TAILS if name != "draft"]
-    assert list(runs) == ["static", "seer", *ours]
+    assert list(runs) == ["static", "routed", "seer", *ours]
+    assert runs["routed"].chunking.chunk_tokens is None and runs["routed"].ordering.type == "fcfs"
     for name in ours:
         kept = runs[name].model_copy(update={"tail": configured.tail, "racing": configured.racing})
         assert kept == configured
-    assert all(isinstance(runs[name].tail, Hold) for name in ("static", "seer", "hold", "race"))
+    assert all(isinstance(runs[name].tail, Hold) for name in ("static", "routed", "seer", "hold", "race"))
     assert [name for name in ours if runs[name].racing.room] == ["race", "auto"]
     race, auto = (runs[name].racing.method_table.among(tuple(EVIDENCE)) for name in ("race", "auto"))
     assert [rung.method for rung in race.others("group")] == ["history", "ngram"] and not auto.others("group")
-    assert runs["seer"].drafting.type == runs["static"].drafting.type == "off"
+    assert {runs[name].drafting.type for name in ("seer", "static", "routed")} == {"off"}
 
 
 def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
@@ -76,7 +77,7 @@ def test_draft_models_have_the_place_of_what_went_where_there_may_be_some():
     scaling = engine["autoscaling_config"] | {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 0}
     application["deployments"].append({"name": "Drafter", "autoscaling_config": scaling})
     runs = named(ServeFile.model_validate(data), 7)
-    assert list(runs) == ["static", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
+    assert list(runs) == ["static", "routed", "seer", *TAILS] and isinstance(runs["draft"].tail, Draft)
 
 
 def test_orders_draw_alike_within_a_turn_and_anew_in_the_next():
@@ -178,7 +179,7 @@ def test_a_trace_with_one_checkpoint_is_refused_by_name(tmp_path):
         command.main(["--trace", str(path)], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("name", "said"), [("haul", "known: static, seer, hold"), ("draft", "no Drafter.autosc")])
+@pytest.mark.parametrize(("name", "said"), [("haul", "known: static, routed, seer"), ("draft", "no Drafter.autosc")])
 def test_a_run_that_cannot_be_is_refused_by_name(tmp_path, name, said):
     path = tmp_path / "trace.jsonl"
     told = [{"policy_step": step, "samples": [{"text": "b"}]} for step in (4, 5)]

@@ -186,6 +186,26 @@ def test_slow_engines_and_loads_get_more_time(loop, script, clock):
     assert seen == [True, True]
 
 
+def test_a_slow_step_of_long_ago_grants_no_time(loop, script, clock):
+    script.step_s = 30.0
+    submit(loop, "a")
+    loop.turn(0.0)
+    script.step_s = 0.1
+    for _ in range(500):
+        submit(loop, "a")
+        loop.turn(0.0)
+    seen = []
+
+    def long_step():
+        clock.now += STEP_ALLOWANCE_S + 1.0
+        seen.append(loop.problem)
+
+    script.in_step = long_step
+    submit(loop, "a")
+    loop.turn(0.0)
+    assert seen == ["a step has not ended after 61 s"] and loop.healthy
+
+
 def test_the_end_answers_everybody(loop, script):
     script.on_step = ZeroDivisionError("a kernel")
     chunk, asked = submit(loop, "a"), None

@@ -49,6 +49,8 @@ ROOMS = (
     "app/simulator_training",
     "app/report",
     "app/timeline",
+    "app/watch",
+    "app/board",
     "app/replay",
     "app/verification",
     "app/soak",

@@ -13,10 +13,10 @@ from tailrace.policies.families.registry import Policies
 
 COORDINATOR = Path(__file__).parent.parent / "deployments" / "coordinator" / "coordinator.py"
 RIGHTS = {
-    Role.OBSERVER: {"status", "replica_changes"},
+    Role.OBSERVER: {"status", "longest_samples", "replica_changes"},
     Role.EVALUATOR: {
         "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
-        "stream_sample",
+        "stream_sample", "sample_detail",
     },
     Role.TRAINER: {
         "reserve", "cancel", "update_weights", "transfer_weights", "set_policies", "journal", "renew_journal",

@@ -63,7 +63,7 @@ def test_held_turns_compute_nothing_again_and_new_requests_the_answer_before():
 
 
 def test_turns_as_requests_compute_more_again_and_take_longer():
-    setup = Setup.of(load_scenario("tools-8b").scaled(0.05), 0)
+    setup = Setup.of(load_scenario("tools-8b").scaled(0.03), 0)
     runs = {name: setup.run(name, system(name), 0) for name in ("tailrace_near", "tailrace_requests")}
     share = {
         name: sum(one.recomputed_tokens for one in run.ended) / sum(one.returned_tokens for one in run.ended)

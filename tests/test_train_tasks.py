@@ -96,7 +96,7 @@ def test_a_task_has_one_source_and_a_sound_pattern(config):
 
 def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    pool = RewardPool(TaskConfig(name="gcd", reward="reward_functions:trouble"), workers=2, timeout_s=8.0)
+    pool = RewardPool(TaskConfig(name="gcd", reward="reward_functions:trouble"), workers=2, timeout_s=3.0)
     question = Question("q", "prompt", "answer")
     try:
         kinds = ("fine", "raise", "exit", "nan", "text", "hang", "fine")

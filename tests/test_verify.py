@@ -88,6 +88,17 @@ def moved() -> list[GroupResult]:
     return rollout(drafted_tokens=3, accepted_tokens=2, segments=tuple(halves))
 
 
+def over_http(note="", moved=1) -> dict:
+    """As of HTTP: samples without counts and raw logprobs; the counts are the journal's."""
+    (group,) = rollout()
+    bare = [sample.model_copy(update={"raw_logprobs": ()}) for sample in group.samples]
+    return done(
+        [group.model_copy(update={"samples": bare})],
+        note=note,
+        counts={"drafted_tokens": 3, "accepted_share": 0.5, "moved_samples": moved},
+    )
+
+
 @pytest.mark.parametrize(
     "name, short, lacks, whole",
     [
@@ -105,6 +116,8 @@ def moved() -> list[GroupResult]:
             done(moved(), note="flipped", corrupt_blocks=1),
         ),
         ("replica_killed", done(drafted(), note="killed"), "pulled", done(drafted(), note="killed", pulled_tokens=9)),
+        ("over_http", over_http(), "did not happen", over_http(note="3 clients")),
+        ("over_http", over_http(note="3 clients", moved=0), "no sample moved", over_http(note="3 clients")),
         ("decoupled", done(drafted()), "draft model's", done(drafted("model"))),
         ("drafter_killed", done(drafted("model")), "did not happen", done(drafted("model"), note="killed")),
     ],
@@ -116,11 +129,16 @@ def test_a_run_that_has_not_shown_what_it_is_there_for_fails(name, short, lacks,
     assert certificate(plain | {name: whole})["identical"]
 
 
+def test_raw_logprobs_may_be_absent_over_http_alone():
+    with pytest.raises(ValueError, match="broadcast"):
+        certificate({"plain": done(rollout()), "two_turns": over_http()})
+
+
 def test_together_the_runs_pass_through_every_drafting_policy():
     assert {Policies(**run.policies).drafting.type for run in RUNS} == set(members("drafting"))
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "serve.elastic.yaml"])
+@pytest.mark.parametrize("name", ["serve.yaml", "serve.elastic.yaml", "serve.http.yaml"])
 @pytest.mark.parametrize("kind", [TWO, DRAFTED, Service()])
 def test_every_service_is_one_that_the_configuration_may_ask_for(name, kind, tmp_path):
     """Strict validation anew: what was copied together is a file that loads."""
@@ -132,3 +150,4 @@ def test_every_service_is_one_that_the_configuration_may_ask_for(name, kind, tmp
     drafters = application.of("Drafter").num_replicas if application.args.drafter else 0
     assert application.of("Engine").most_replicas + drafters == 2 and bool(drafters) == kind.drafter
     assert (application.autoscaling_policy is not None) == kind.elastic
+    assert (file.gateway is not None) == kind.gateway

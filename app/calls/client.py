@@ -26,7 +26,7 @@ from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.telemetry import MAX_TRACES, Telemetry, traceparent
 from tailrace.policies.families.registry import Policies
 
@@ -167,6 +167,18 @@ class RolloutClient(SessionCalls, WeightsCalls):
         return await self._ask("status")
 
     status_blocking = blocking(status)
+
+    async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
+        """The longest unended samples by tokens so far, in falling order: the tail as it forms."""
+        return await self._ask("longest_samples", count)
+
+    longest_samples_blocking = blocking(longest_samples)
+
+    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        """Chunks and text so far of an unended sample, by the id that `longest_samples` gives; None if it has ended."""
+        return await self._ask("sample_detail", sample_id)
+
+    sample_detail_blocking = blocking(sample_detail)
 
     async def pool_status(self) -> PoolView | None:
         """The coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""

@@ -75,25 +75,23 @@ class GatewayService:
         while self._model is None:
             if self._loading is None:
                 self._loading = asyncio.ensure_future(self._load())
-                self._loading.add_done_callback(self._loaded)
+                self._loading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read by callers
             await asyncio.shield(self._loading)  # a caller may leave; no two threads may import transformers
         if wanted not in (None, self._model.name, self._model.root):
             raise UnknownModel(f"model {wanted!r} is not served; {self._model.name!r} is")
         return self._model
 
-    async def _load(self) -> ServedModel:
-        status = await self.client(Role.OBSERVER).status()
-        return await asyncio.to_thread(self._read, status.model, status.max_model_len)
+    async def _load(self) -> None:
+        try:
+            status = await self.client(Role.OBSERVER).status()
+            self._model = await asyncio.to_thread(self._read, status.model, status.max_model_len)
+        finally:  # as it ends, not after: a caller that met an ended load would not wait, and ask for ever
+            self._loading = None
 
     def _read(self, folder: str, max_model_len: int) -> ServedModel:
         prompts, name = Prompts(folder, max_model_len), self._config.tool_parser
         parser = None if name is None else ToolParser(name, prompts.tokenizer)
         return ServedModel(Path(folder).name, folder, max_model_len, prompts, parser)
-
-    def _loaded(self, task: asyncio.Task) -> None:
-        self._loading = None
-        if not task.cancelled() and task.exception() is None:
-            self._model = task.result()
 
     async def chat(self, request: ChatRequest) -> Chat:
         """Raises ValueError, one line, if the request cannot be met."""

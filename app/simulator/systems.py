@@ -50,6 +50,7 @@ class System:
 
 WHOLE = {"type": "fixed", "chunk_tokens": None}
 STATIC = {"ordering": "group_static", "placement": "pinned", "chunking": WHOLE, "drafting": "off"}
+ROUTED = {"ordering": "fcfs", "placement": "round_robin", "chunking": WHOLE, "drafting": "off"}
 CHUNKED = {"ordering": "fcfs", "placement": "least_kv", "drafting": "off"}
 SEER = CHUNKED | {"ordering": "seer", "lengths": "max_finished"}
 OURS = CHUNKED | {"ordering": "remaining_first", "lengths": "max_finished"}
@@ -71,6 +72,12 @@ def _static(about: str, changes: dict, evidence: Evidence) -> System:
     return System(about, STATIC | changes, evidence, admission=False)
 
 
+def _routed(about: str, changes: dict) -> System:
+    """All samples are sent at once, so fewest in flight is one after the other. Its drafts see all mates, also those
+    on other replicas, whose tokens vLLM's suffix cache would not have."""
+    return System(about, ROUTED | changes, admission=False)
+
+
 SYSTEMS = {
     "verl": _static("whole groups bound to replicas up front, samples in one piece", {}, "own"),
     "vanilla": _static("verl with four n-gram drafts a step, always", _fixed(4), "own"),
@@ -80,6 +87,9 @@ SYSTEMS = {
     ),
     "das_unlimited": _static("verl with 16 drafts from history a step, always", _fixed(16), "history"),
     "histospec": _static("verl with drafts from history by RhymeRL's window", {"drafting": "aimd"}, "history"),
+    "routed": _routed("each sample whole to the replica with fewest in flight (verl's agent loop, prime-rl)", {}),
+    "routed_suffix": _routed("routed with up to 16 drafts a step, always, from group and history", _fixed(16)),
+    "routed_drafts": _routed("routed with tailrace's drafts", {"drafting": "goodput"}),
     "divided": System("chunks over all replicas, first come, first served", CHUNKED),
     "seer": System("chunks, groups expected to be longest first (Seer, Algorithm 1)", SEER),
     "seer_drafts": System("Seer, drafts from the group by concurrency", SEER | {"drafting": "concurrency"}, "group"),

@@ -8,6 +8,7 @@ from random import Random
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.calls.session import RolloutSession, groups_of_answers
+from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.deployments.messages.session import SampleAnswer
 from tailrace.policies.protocol.actions import SampleEnd
@@ -20,11 +21,9 @@ SEED = 0
 
 async def one_by_one(client: RolloutClient, batch: RolloutBatch) -> list[GroupResult]:
     """Every sample by a request of its own, in random order, all at once."""
-    wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
-    Random(SEED).shuffle(wanted)
     async with opened(client, batch) as session:
-        for group, index in wanted:
-            session.submit(**prompt_of(group), **settings_of(group, index), max_tokens=group.max_tokens)
+        for group, index in shuffled(batch):
+            submit(session, group, index)
         return list(groups_of_answers([answer async for answer in session.samples()]).values())
 
 
@@ -75,7 +74,18 @@ def joined_turns(first: SampleResult, then: SampleResult) -> SampleResult:
     )
 
 
-def opened(client: RolloutClient, batch: RolloutBatch) -> RolloutSession:
+def shuffled(batch: RolloutBatch) -> list[tuple[PromptGroup, int]]:
+    """Every sample's group and index, in random order."""
+    wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
+    Random(SEED).shuffle(wanted)
+    return wanted
+
+
+def submit(session: RolloutSession, group: PromptGroup, index: int) -> None:
+    session.submit(**prompt_of(group), **settings_of(group, index), max_tokens=group.max_tokens)
+
+
+def opened(client: SessionCalls, batch: RolloutBatch) -> RolloutSession:
     return client.open(batch.batch_id, seed=batch.seed, step=batch.step)
 
 

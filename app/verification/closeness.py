@@ -42,13 +42,16 @@ def total(work: Counter[str]) -> Counter[str]:
 
 
 def noise_of(expected: list[GroupResult], got: list[GroupResult]) -> np.ndarray:
-    """Returns f64[n]: how far the distance between two candidates moves, of each token that both rollouts share."""
+    """Returns f64[n]: how far the distance between two candidates moves, of each token that both rollouts share.
+
+    By raw logprobs; results over HTTP have none, so they are left out.
+    """
     theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
     moved = [np.zeros(0)]
     for group in expected:
         for sample in group.samples:
             other = theirs.get((group.prompt_id, sample.sample_index))
-            if other is not None:
+            if other is not None and other.raw_logprobs:
                 pairs = zip(sample.token_ids, other.token_ids, strict=False)
                 same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
                 same = min(len(sample.token_ids), len(other.token_ids)) if same is None else same

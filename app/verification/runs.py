@@ -56,6 +56,7 @@ class VerificationRun:
     after_an_epoch: bool = False  # another epoch of the same prompts is rolled out first, and drafted from
     ruled: bool = False  # with rules for tokens; compared with the first run that has them
     ask: Callable[[RolloutClient, RolloutBatch], Awaitable[list[GroupResult]]] | None = None  # None: as one batch
+    clients: int = 0  # of HTTP, which ask in place of the caller's; their results have no raw logprobs
 
 
 def chunked(tokens: int, drafting: str | dict, placement: str = "least_kv") -> dict:
@@ -71,7 +72,7 @@ GROUP = drafts(method="group")
 OWN_CAP_5 = (*drafts(index=IndexSettings(group_context=False, history=False)), ("max_running", 5))
 REDRAWN = (*GROUP, ("redraw_close_calls", True))
 
-TWO = Service(GROUP, elastic=True)
+TWO = Service(GROUP, elastic=True, gateway=True)
 DRAFTED = Service(GROUP, drafter=True)
 
 WHOLE = {"ordering": "fcfs", "placement": "pinned", "chunking": {"type": "fixed", "chunk_tokens": None}}
@@ -93,6 +94,7 @@ RUNS = (
     VerificationRun("replica_killed", chunked(16, "concurrency", "pinned"), TWO, PULLS, kill_a_replica),
     VerificationRun("single_requests", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=one_by_one),
     VerificationRun("two_turns", chunked(32, "fixed", "round_robin"), TWO, MOVES, ask=in_two_turns),
+    VerificationRun("over_http", chunked(32, "fixed", "round_robin"), TWO, (*MOVES, "note"), clients=3),
     VerificationRun("plain_rules", WHOLE | {"drafting": "off"}, TWO, (), ruled=True),
     VerificationRun("moved_rules", chunked(32, "fixed", "round_robin"), TWO, MOVES, ruled=True),
     VerificationRun("coordinator_killed", chunked(23, "fixed"), TWO, disturb=kill_the_coordinator),

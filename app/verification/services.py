@@ -1,5 +1,6 @@
-"""Services for the runs: the configured service with other engine settings, with replicas that may go, or with a
-draft model. Starting one takes longer than a run, so runs of one kind share it. Called by tokens.py.
+"""Services for the runs: the configured service with other engine settings, with replicas that may go, with a gateway
+for HTTP, or with a draft model. Runs of one kind share a service: starting one takes longer than a run. Called by
+tokens.py.
 """
 
 from dataclasses import dataclass
@@ -7,9 +8,11 @@ from pathlib import Path
 
 from tailrace.app.config import ELASTIC_CONFIG, Application, ServeFile, load_config
 from tailrace.app.deployment_settings import CoordinatorSettings, DrafterSettings, ReplicaLimits, UserConfig
+from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.kvpool.programs import free_port
 
 Engine = tuple[tuple[str, object], ...]
 
@@ -17,11 +20,13 @@ Engine = tuple[tuple[str, object], ...]
 @dataclass(frozen=True, slots=True)
 class Service:
     """`engine`: settings that differ. `elastic`: replicas may be given back. `drafter`: a draft model has the place of
-    one replica. `restarted`: its cluster is a process of its own, and is restarted under the run."""
+    one replica. `gateway`: it has HTTP, on a free port of loopback. `restarted`: its cluster is a process of its own,
+    and is restarted under the run."""
 
     engine: Engine = ()
     elastic: bool = False
     drafter: bool = False
+    gateway: bool = False
     restarted: bool = False
 
     def of(self, file: ServeFile, folder: Path) -> ServeFile:
@@ -32,7 +37,17 @@ class Service:
             changes = _beside(application.args.drafter or drafter_like(application.args.engine, folder), application)
         else:
             changes = (_elastic if self.elastic else _fixed)(application)
-        return file.model_copy(update={"applications": (application.model_copy(update=changes),)})
+        doors = _with_gateway(file) if self.gateway else {"applications": (), "proxy_location": "Disabled"}
+        applications = (application.model_copy(update=changes), *doors["applications"])
+        return file.model_copy(update=doors | {"applications": applications})
+
+
+def _with_gateway(file: ServeFile) -> dict:
+    """The configured gateway, or one with the defaults, open to this machine alone."""
+    gateway = file.gateway or GatewayApplication(args=GatewayConfig(app_name=file.application.name))
+    gateway = gateway.model_copy(update={"args": gateway.args.model_copy(update={"tokens_file": None})})
+    http = HttpOptions(port=free_port(HttpOptions().host))
+    return {"applications": (gateway,), "proxy_location": "HeadOnly", "http_options": http}
 
 
 def _fixed(application: Application) -> dict:

@@ -28,13 +28,13 @@ from tailrace.app.verification.closeness import (
     total,
     work_of,
 )
+from tailrace.app.verification.journaled import Journaled
+from tailrace.app.verification.over_http import over_http
 from tailrace.app.verification.restarted_head import roll_over_restart
 from tailrace.app.verification.ruled import ruled
 from tailrace.app.verification.runs import RUNS, SHOWN, VerificationRun
-from tailrace.deployments.coordinator.journal import read_journal
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch, SampleResult
 from tailrace.policies.families.registry import Policies
-from tailrace.policies.protocol.actions import StartChunk
 
 TOLERANCE = 1e-4
 
@@ -42,13 +42,14 @@ REPORTED_S = 1.5
 """The coordinator has heard of everything that its replicas counted before: three polls."""
 
 
-async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, replicas: int) -> dict:
-    """Roll out the workload once on this many replicas. Returns its groups, the note, tokens pulled, and races."""
-    journaled, batch = "races" in run.shows, ruled(batch) if run.ruled else batch
+async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch, file: ServeFile) -> dict:
+    """Roll out the workload once on all replicas of this service. Returns its groups, the note, tokens pulled, and
+    counts by the journal."""
+    journaled, batch = "races" in run.shows or run.clients, ruled(batch) if run.ruled else batch
     if journaled:
         await client.journal(True)
     await client.set_policies(Policies(**run.policies))
-    await whole(client, replicas)
+    await whole(client, file.application.of("Engine").most_replicas)
     await client.forget_history()
     if run.after_an_epoch:
         earlier = {"batch_id": f"verify-{run.name}-before", "seed": batch.seed + 1}  # other keys, other answers
@@ -59,21 +60,26 @@ async def roll(client: RolloutClient, run: VerificationRun, batch: RolloutBatch,
     began_s = time.monotonic()
     note = await run.begin(client, batch) if run.begin else None
     disturbed = asyncio.create_task(run.disturb(client, batch.batch_id)) if run.disturb else None
-    groups = await (run.ask or groups_of)(client, batch)
+    if run.clients:
+        groups, note = await over_http(f"http://{file.http_options.host}:{file.http_options.port}", run.clients, batch)
+    else:
+        groups = await (run.ask or groups_of)(client, batch)
     seconds = round(time.monotonic() - began_s, 1)
     await asyncio.sleep(REPORTED_S)
     if disturbed:
         note = disturbed.result() if disturbed.done() else None
         disturbed.cancel()
     counts, work = await pool_counts(client) - before, await work_of(client) - work
+    journal = Journaled(await client.journal(False)) if journaled else None
     return {
         "groups": groups,
         "seconds": seconds,
         "note": note,
         "pulled_tokens": counts["pool_tokens"],
         "corrupt_blocks": counts["load_failed.corrupt"],
-        "races": copies(await client.journal(False)) if journaled else 0,
+        "races": journal.races if journal else 0,
         "work": total(work),
+        "counts": journal.counts() if run.clients else {},
     }
 
 
@@ -103,12 +109,6 @@ async def pool_counts(client: RolloutClient) -> Counter[str]:
     return Counter() if pool is None else Counter(pool.counts)
 
 
-def copies(journal: str) -> int:
-    """Chunks that raced with another."""
-    decisions = (getattr(entry, "actions", ()) for entry in read_journal(journal.splitlines()).entries)
-    return sum(isinstance(action, StartChunk) and action.copy_of is not None for of in decisions for action in of)
-
-
 def roll_all(
     file: ServeFile, batch: RolloutBatch, runs: Sequence[VerificationRun], say: Callable[[str], None]
 ) -> dict[str, dict]:
@@ -125,7 +125,7 @@ def roll_all(
                     if kind.restarted:
                         done = roll_over_restart(wanted, run.policies, batch)
                     else:
-                        done = asyncio.run(roll(client, run, batch, wanted.application.of("Engine").most_replicas))
+                        done = asyncio.run(roll(client, run, batch, wanted))
                     rolled[run.name] = done
                     say(f"{len(rolled)}/{len(runs)} {run.name}: {line(done)}; {time.monotonic() - began_s:.0f} s")
     return rolled
@@ -156,16 +156,19 @@ def corrupt(groups: list[GroupResult]) -> list[GroupResult]:
     return [wrong, *groups[1:]]
 
 
-def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
+LOGPROBS = ("logprobs", "raw_logprobs")
+
+
+def compare(expected: list[GroupResult], got: list[GroupResult], kinds: tuple[str, ...] = LOGPROBS) -> dict:
     """Whether two rollouts are the same; `first_difference` names prompt, sample and position.
 
-    The logprob differences are over all tokens that agree, sampling and raw ones: the floating-point noise seen.
+    The logprob differences are over all tokens that agree, of these kinds: the floating-point noise seen.
     """
     theirs = {(group.prompt_id, sample.sample_index): sample for group in got for sample in group.samples}
     first, noise = None, [np.zeros(1)]
     for group in sorted(expected, key=lambda g: g.prompt_id):
         for sample in group.samples:
-            found, gaps = difference(sample, theirs.get((group.prompt_id, sample.sample_index)))
+            found, gaps = difference(sample, theirs.get((group.prompt_id, sample.sample_index)), kinds)
             noise.append(gaps)
             if found and first is None:
                 first = {"prompt_id": group.prompt_id, "sample_index": sample.sample_index, **found}
@@ -178,14 +181,13 @@ def compare(expected: list[GroupResult], got: list[GroupResult]) -> dict:
     }
 
 
-def difference(a: SampleResult, b: SampleResult | None) -> tuple[dict | None, np.ndarray]:
+def difference(a: SampleResult, b: SampleResult | None, kinds: tuple[str, ...]) -> tuple[dict | None, np.ndarray]:
     """The first difference, and the logprob differences of the tokens before it."""
     if b is None:
         return {"position": 0, "what": "missing"}, np.zeros(0)
     pairs = zip(a.token_ids, b.token_ids, strict=False)
     common = min(len(a.token_ids), len(b.token_ids))
     end = next((position for position, (x, y) in enumerate(pairs) if x != y), common)
-    kinds = ("logprobs", "raw_logprobs")
     gaps = {kind: np.abs(np.subtract(getattr(a, kind)[:end], getattr(b, kind)[:end])) for kind in kinds}
     for what, gap in gaps.items():
         for position in np.flatnonzero(~(gap <= TOLERANCE)):
@@ -209,7 +211,9 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
     references = {run.ruled: rolled[run.name]["groups"] for run in reversed(runs)}
     rows = []
     for run in runs:
-        same, figures = compare(references[run.ruled], rolled[run.name]["groups"]), figures_of(rolled[run.name])
+        kinds = LOGPROBS[:1] if run.clients else LOGPROBS
+        same = compare(references[run.ruled], rolled[run.name]["groups"], kinds)
+        figures = figures_of(rolled[run.name])
         lacks = next(
             (key for key in (*run.shows, *["note"] * bool(run.disturb or run.begin)) if not figures[key]), None
         )
@@ -242,4 +246,4 @@ def figures_of(done: dict) -> dict:
     by_model = sum(sample.drafted_by_source.get("model", 0) for group in done["groups"] for sample in group.samples)
     of_run = {key: done[key] for key in ("seconds", "pulled_tokens", "corrupt_blocks", "races", "note")}
     of_run |= {"close_calls": close_calls_of(done["groups"]), **redraws_of(work_in(done))}
-    return {key: summary[key] for key in kept} | {"model_tokens": by_model} | of_run
+    return {key: summary[key] for key in kept} | {"model_tokens": by_model} | done.get("counts", {}) | of_run

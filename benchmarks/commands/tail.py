@@ -8,6 +8,8 @@ import click
 from tailrace.app.config import ELASTIC_CONFIG, load_config
 from tailrace.app.errors import BadInput
 
+SHARES = "ratio_to_static", "ratio_to_routed", "ratio_to_routed_suffix", "bound_share"
+
 
 @click.command("tail")
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="Rollouts to replay, JSONL or JSONL.gz.")
@@ -25,9 +27,10 @@ from tailrace.app.errors import BadInput
 @click.option("--config", type=click.Path(path_type=Path), default=ELASTIC_CONFIG, show_default="serve.elastic.yaml")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats, only, config, as_json):
-    """Replay rollouts under every tail policy, beside static groups without drafts and with vLLM's suffix drafts.
+    """Replay rollouts under every tail policy, beside static groups and samples sent whole, each without
+    drafts and with vLLM's suffix drafts.
 
-    The last checkpoint of the trace is rolled out, the one before it is history. About half an hour
+    The last checkpoint of the trace is rolled out, the one before it is history. More than half an hour
     for each repeat of all.
     """
     file = load_config(config)
@@ -81,7 +84,7 @@ def _print(result: dict) -> None:
 
     table = Table(title="the tail, seconds", box=SIMPLE, padding=0)
     seconds = ("makespan", "tail", "evened", "simu-\nlated", "replica-s", "given\nback")
-    for column in ("run", *seconds, "to\nstatic", "to\nsuffix", "of the\nbound"):
+    for column in ("run", *seconds, "to\nstatic", "to\nrouted", "with\nsuffix", "of the\nbound"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in result["runs"].items():
         evened_s, simulated_s = result["evened_s"].get(name), result["simulated"].get(name, {}).get("makespan_s")
@@ -89,7 +92,7 @@ def _print(result: dict) -> None:
             run["makespan_s"], run["tail_s"], evened_s, simulated_s, run["replica_s"], run["returned_replica_s"]
         )  # fmt: skip
         times = ("" if value is None else f"{value:.1f}" for value in values)
-        shares = (result[key].get(name) for key in ("ratio_to_static", "ratio_to_suffix", "bound_share"))
+        shares = (result[key].get(name) for key in SHARES)
         ratios = ("" if share is None else f"{share:.2f}" for share in shares)
         table.add_row(name, *times, *ratios)
     Console().print(table)

@@ -1,4 +1,5 @@
-"""What becomes of the tail: every tail policy on real replicas, beside static groups and vLLM's suffix drafts.
+"""What becomes of the tail: every tail policy on real replicas, beside static groups, samples that are sent whole to
+the replica with fewest in flight, and both with vLLM's suffix drafts.
 
 All runs replay the same tokens. Runs of one service take turns on it, each with all replicas up and all caches
 forgotten. Orders that draw do so alike within a turn, and again in the next: when the longest sample starts is luck.
@@ -42,6 +43,9 @@ from tailrace.policies.families.registry import Policies
 BATCH = "bench-tail"
 SUFFIX: Engine = drafts(method="suffix", draft_tokens=16)
 STATIC = WHOLE | {"drafting": "off"}
+ROUTED = STATIC | {"ordering": "fcfs", "placement": "round_robin"}
+"""Today's trainers (verl's agent loop, prime-rl). All samples are sent at once, or one where another has ended: the one
+after the other is the replica with fewest in flight, or the only one with a place."""
 
 RACE = {"type": "fastest_of_n"}
 RUNGS = (*USUAL, *(MethodProfile(name, USUAL[0].curve, (ACCEPTED[name],)) for name in ("history", "ngram")))
@@ -58,7 +62,10 @@ TAILS: dict[str, dict] = {
 """What freed replicas do; all else is as the configuration says. `draft` needs draft models for free places; `auto`
 races only where there is one: parts of the index are not expected to bring more than all of it."""
 
-NAMES = ("static", "seer", *TAILS, "static_suffix")
+WITH_SUFFIX = {"static_suffix": STATIC, "routed_suffix": ROUTED}
+"""Runs whose drafts are vLLM's suffix, each on a service of its own."""
+
+NAMES = ("static", "routed", "seer", *TAILS, *WITH_SUFFIX)
 """Of all runs."""
 
 SETTLED_S = 5.0
@@ -109,10 +116,10 @@ def measure(
         with service(_with(file, GROUP, Path(folder)), None) as client:
             policies = {name: what for name, what in named(file, chunk_tokens).items() if name in names}
             runs, probes = asyncio.run(_ours(client, policies, replay, replicas, repeats, Path(folder), say))
-        if "static_suffix" in names:
+        for name in (one for one in WITH_SUFFIX if one in names):
             say(f"starting {replicas} replicas that draft by vLLM's suffix")
             with service(_with(Service().of(file, Path(folder)), SUFFIX, None), None) as client:
-                runs["static_suffix"] = asyncio.run(_suffix(client, replay, replicas, say))
+                runs[name] = asyncio.run(_suffix(client, name, replay, replicas, say))
     cluster = Cluster(quickest(probes), replicas, replicas)
     bound_s = {name: least_s(run, replay.groups, cluster) for name, run in runs.items()}
     replayed = {} if file.application.args.drafter else policies  # a replay has no draft models
@@ -122,7 +129,9 @@ def measure(
     return {
         "runs": runs,
         "ratio_to_static": ratios(runs, "static"),
+        "ratio_to_routed": ratios(runs, "routed"),
         "ratio_to_suffix": ratios(runs, "static_suffix"),
+        "ratio_to_routed_suffix": ratios(runs, "routed_suffix"),
         "simulated": simulated(replay.groups, replay.earlier, models, limits, draws, say),
         "evened_s": evened({name: run for name, run in runs.items() if name in TAILS}),
         "bound_s": bound_s,
@@ -131,11 +140,11 @@ def measure(
 
 
 def named(file: ServeFile, chunk_tokens: int) -> dict[str, Policies]:
-    """The verl-like baseline, Seer's order in chunks, and the configured policies with every choice for the tail."""
+    """The two baselines, Seer's order in chunks, and the configured policies with every choice for the tail."""
     configured = file.application.of("Coordinator").user_config.policies.model_dump()
     configured["chunking"] |= {"chunk_tokens": chunk_tokens}
     seer = configured | {"ordering": "seer", "drafting": "off", "tail": "hold"}
-    found = {"static": Policies(**STATIC), "seer": Policies(**seer)}
+    found = {"static": Policies(**STATIC), "routed": Policies(**ROUTED), "seer": Policies(**seer)}
     found |= {name: Policies(**(configured | choice)) for name, choice in TAILS.items()}
     if file.application.of("Drafter").autoscaling_config is None:
         del found["draft"]
@@ -206,16 +215,16 @@ async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: in
     return {name: middle(all_of) for name, all_of in runs.items()}, probes
 
 
-async def _suffix(client: RolloutClient, replay: Replay, replicas: int, say) -> dict:
-    """Static groups with vLLM's suffix drafts; the earlier checkpoint first, which its cache then knows. Once: then it
-    knows the answers, too, and cannot be made to forget them."""
-    await client.set_policies(Policies(**STATIC))
+async def _suffix(client: RolloutClient, name: str, replay: Replay, replicas: int, say) -> dict:
+    """A run of WITH_SUFFIX; the earlier checkpoint first, which vLLM's cache then knows. Once: then it knows the
+    answers, too, and cannot be made to forget them."""
+    await client.set_policies(Policies(**WITH_SUFFIX[name]))
     await _all_up(client, replicas)
     say("rolling out the earlier checkpoint")
     earlier = RolloutBatch(batch_id=f"{BATCH}-before", groups=tuple(replay.earlier))
     _ = [group async for group in client.rollout(earlier)]
-    run = await _roll(client, "static_suffix", replay, replicas)
-    say(f"static_suffix: {run}")
+    run = await _roll(client, name, replay, replicas)
+    say(f"{name}: {run}")
     return middle([run])
 
 

@@ -17,8 +17,12 @@ from tailrace.deployments.messages.chunk import ChunkResult, SampleKey
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftReport, by_source
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment, Timings
+from tailrace.deployments.messages.status import SampleDetail
 from tailrace.policies.protocol.actions import SampleEnd
 from tailrace.policies.protocol.events import Begun, ChunkEnd
+
+SHOWN_TOKENS = 2_000
+"""Of a sample's text, for people: some ms of the coordinator's loop."""
 
 
 @dataclass(slots=True)
@@ -97,6 +101,21 @@ class SampleRecord:
         self.tokens = end
         if self.grown is not None:
             self.grown()
+
+    def detail(self, sample_id: str, prompts: Prompts) -> SampleDetail:
+        """The unended sample for people, with the text of its last tokens."""
+        last = joined([part.token_ids for part in self.parts], np.int32)[-SHOWN_TOKENS:]
+        return SampleDetail(
+            sample_id=sample_id,
+            tokens=self.tokens,
+            segments=tuple(self.segments),
+            cached_tokens=sum(part.cached_tokens for part in self.parts),
+            computed_tokens=sum(part.computed_tokens for part in self.parts),
+            drafted_tokens=sum(part.drafted_tokens for part in self.parts),
+            accepted_tokens=sum(part.accepted_tokens for part in self.parts),
+            text_tokens=len(last),
+            text=prompts.decode(last),
+        )
 
     def result(self, prompts: Prompts) -> SampleResult:
         """The ended sample as drivers get it."""

@@ -16,7 +16,7 @@ from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.logged_tokens import LoggedTokens
 from tailrace.deployments.messages.rollout import Rejected, RolloutBatch
-from tailrace.deployments.messages.status import BatchStatus
+from tailrace.deployments.messages.status import BatchStatus, SampleDetail
 from tailrace.deployments.telemetry import Telemetry, parse_traceparent
 from tailrace.policies.protocol.actions import EmitGroup, EndSample, EndTurn, SampleEnd
 
@@ -113,6 +113,12 @@ class LiveBatches:
     def of(self, name: str) -> LiveBatch:
         """The submission of a sample that has not ended, or of a group, by its id."""
         return self._home[name]
+
+    def detail(self, sample_id: str) -> SampleDetail | None:
+        """Of a sample that has not ended; None if there is none of that id."""
+        batch = self._home.get(sample_id)
+        record = None if batch is None else batch.samples.get(sample_id)
+        return None if record is None else record.detail(sample_id, self._prompts)
 
     def core_ids(self, delivery: Delivery) -> list[str]:
         """Ids, in the core, of a delivery's submissions."""

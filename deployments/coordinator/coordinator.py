@@ -35,7 +35,7 @@ from tailrace.deployments.messages.rollout import (
     WeightsLoaded,
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged, ServiceStatus
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.token_mode import require_token_mode
@@ -178,6 +178,14 @@ class Coordinator:
     @admits(Role.OBSERVER)
     async def status(self) -> ServiceStatus:
         return self._rollouts.status()
+
+    @admits(Role.OBSERVER)
+    async def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
+        return self._rollouts.longest_samples(count)
+
+    @admits(Role.EVALUATOR)
+    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        return self._rollouts.sample_detail(sample_id)
 
     @admits(Role.TRAINER)
     async def set_policies(self, policies: dict) -> Rejected | None:

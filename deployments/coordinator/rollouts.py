@@ -28,7 +28,7 @@ from tailrace.deployments.coordinator.pause import Pause
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.sleep import Sleep
-from tailrace.deployments.coordinator.status import replica_statuses, waits_for
+from tailrace.deployments.coordinator.status import longest_samples, replica_statuses, waits_for
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.coordinator.weights_check import weights_check
@@ -42,7 +42,7 @@ from tailrace.deployments.messages.rollout import (
     WeightsCheck,
     WeightsLoaded,
 )
-from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.deployments.messages.status import SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
@@ -234,6 +234,12 @@ class Rollouts:
             max_model_len=self._prompts.max_model_len,
             contained=dict(self._contained + self._token_log.problems),
         )
+
+    def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
+        return longest_samples(self._core, count)
+
+    def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        return self._batches.detail(sample_id)
 
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""

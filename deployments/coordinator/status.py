@@ -1,10 +1,12 @@
-"""Status of the replicas: the core's books joined with the replicas' own reports. Called by `Rollouts`."""
+"""Status of the replicas: the core's books joined with the replicas' own reports; and of the longest samples. Called
+by `Rollouts`."""
 
 from collections.abc import Mapping
 
 from tailrace.deployments.messages.chunk import EngineStats
-from tailrace.deployments.messages.status import ReplicaStatus
+from tailrace.deployments.messages.status import ReplicaStatus, SampleStatus
 from tailrace.policies.core.replica_table import ReplicaTable
+from tailrace.policies.core.rollout import RolloutCore
 
 
 def replica_statuses(table: ReplicaTable, reports: Mapping[str, EngineStats]) -> tuple[ReplicaStatus, ...]:
@@ -44,3 +46,20 @@ def waits_for(table: ReplicaTable, batches: bool, problem: str | None, held: boo
     ]
     why = f" ({'; '.join([problem, *aside] if problem else aside)})" if problem or aside else ""
     return f"an engine replica under weights version {table.weights_version}; none is ready{why}"
+
+
+def longest_samples(core: RolloutCore, count: int) -> tuple[SampleStatus, ...]:
+    """The `count` longest unended samples by answer tokens, in falling order."""
+    return tuple(
+        SampleStatus(
+            sample_id=view.sample_id,
+            state=state,
+            replica_id=view.last_replica,
+            tokens=view.generated_tokens + view.streamed_tokens,
+            expected_tokens=view.expected_tokens,
+            max_tokens=view.max_tokens,
+            chunks=view.chunks,
+            copies=copies,
+        )
+        for view, state, copies in core.longest(count)
+    )

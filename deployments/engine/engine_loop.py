@@ -25,7 +25,10 @@ STEP_ALLOWANCE_S = 60.0
 """Minimum seconds that a turn may take: first steps of new shapes compile kernels."""
 
 SLOW_STEPS = 20
-"""A turn may take this many times the slowest turn so far."""
+"""A turn may take this many times the slowest turn of late."""
+
+FADE = 0.99
+"""Of the slowest turn, per turn: after 500 quick ones a first step that compiled for 10 s grants nothing any more."""
 
 LOAD_ALLOWANCE_S = 900.0
 """Seconds that a load of weights may take: hundreds of GB come from a network folder."""
@@ -87,7 +90,7 @@ class EngineLoop:
 
     def reset_cache(self) -> Future[bool]:
         """Drops the KV of chunks that have ended. Gives False, and drops nothing, while chunks are running."""
-        return self._ask(self._reset_cache)
+        return self._ask(self._stepper.reset_cache)
 
     def rejoin_pool(self, master_address: str) -> Future[None]:
         """Continues with the pool's master at another address. The future gets RuntimeError if it does not answer."""
@@ -168,7 +171,7 @@ class EngineLoop:
             self._stop(f"engine {self._stats.replica_id}: a step failed: {error!r}")
         self._turn_began_s = None
         if self._allowance_s != LOAD_ALLOWANCE_S:
-            self._slowest_s = max(self._slowest_s, self._now() - began_s)
+            self._slowest_s = max(FADE * self._slowest_s, self._now() - began_s)
         self._allowance_s = max(STEP_ALLOWANCE_S, SLOW_STEPS * self._slowest_s)
         return self._down is None
 
@@ -288,9 +291,6 @@ class EngineLoop:
     def _transfer(self, transfer: Transfer) -> str:
         self._allowance_s = LOAD_ALLOWANCE_S
         return self._stepper.transfer_weights(transfer)
-
-    def _reset_cache(self) -> bool:
-        return self._stepper.reset_cache()
 
     def _rejoin(self, master_address: str) -> None:
         self._stepper.rejoin_pool(master_address)

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tailrace.deployments.messages.rollout import Message
+from tailrace.deployments.messages.rollout import Message, Segment
 
 
 class ReplicaStatus(Message):
@@ -47,6 +47,35 @@ class BatchStatus(Message):
     tokens: int
     tail: bool  # whether 90 % of the samples have ended
     seconds: float
+
+
+class SampleStatus(Message):
+    """A sample that has not ended. `tokens`: answer tokens, those of its running chunk as last reported;
+    `expected_tokens`: of the whole answer, by the `lengths` policy; `copies`: running ones that race with it."""
+
+    sample_id: str
+    state: str  # waiting, running or held
+    replica_id: str | None  # where its present or last chunk runs
+    tokens: int
+    expected_tokens: int
+    max_tokens: int
+    chunks: int
+    copies: int
+
+
+class SampleDetail(Message):
+    """A sample that has not ended, as far as its chunks have. `segments`: of its present turn, each of one replica and
+    one version of the weights; `text`: of its last `text_tokens` tokens."""
+
+    sample_id: str
+    tokens: int
+    segments: tuple[Segment, ...]
+    cached_tokens: int
+    computed_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    text_tokens: int
+    text: str
 
 
 class PoolView(Message):

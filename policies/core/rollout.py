@@ -11,6 +11,9 @@ Books: `RequestBuffer` (samples), `WaitQueue` (waiting), `RunningChunks` (runnin
 Called by the live coordinator and the simulator: per tick `observe` each event, `decide(Tick(now))`, act in order.
 """
 
+from collections import Counter
+from heapq import nlargest
+
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
 from tailrace.policies.core.failures import Failures
@@ -38,6 +41,7 @@ from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import Action, EmitGroup, EndSample, EndTurn, SampleEnd
 from tailrace.policies.protocol.events import IllegalEvent
+from tailrace.policies.protocol.views import SampleView
 
 
 class RolloutCore:
@@ -405,6 +409,14 @@ class RolloutCore:
     def counts_tokens(self, event: ev.ChunkFinished) -> bool:
         """Whether the tokens of a running chunk count for its sample at this end."""
         return counts(event, self._running.chunks[event.chunk_id])
+
+    def longest(self, count: int) -> list[tuple[SampleView, str, int]]:
+        """The `count` longest samples that have not ended, by answer tokens in falling order: each with its state and
+        the number of its running copies. O(samples in the buffer)."""
+        unended = (sample for sample in self._buffer.samples.values() if sample.state is not ENDED)
+        found = nlargest(count, unended, key=lambda sample: sample.generated_tokens + sample.streamed_tokens)
+        copies = Counter(chunk.sample.sample_id for chunk in self._running.copies.values())
+        return [(sample.view(), sample.state.value, copies[sample.sample_id]) for sample in found]
 
     def counts(self) -> dict[str, int]:
         """Number of waiting, running and held samples, and of batches not handed out in full."""

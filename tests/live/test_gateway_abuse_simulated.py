@@ -194,3 +194,25 @@ def test_the_tokenizer_is_loaded_once_also_if_its_first_caller_leaves(monkeypatc
 
     monkeypatch.setattr(service.asyncio, "to_thread", in_thread)
     asyncio.run(story())
+
+
+def test_a_request_that_comes_just_as_the_tokenizer_is_there_is_answered(monkeypatch):
+    late = []
+
+    class Away:
+        async def status(self):
+            return SimpleNamespace(model="/m/simulated", max_model_len=512)
+
+    class Service(service.GatewayService):
+        async def _load(self):
+            try:
+                return await super()._load()
+            finally:
+                late.append(asyncio.ensure_future(self.model()))  # runs before whatever waits for the load's end
+
+    async def story() -> None:
+        gateway = Service(lambda role: Away(), GatewayConfig())
+        assert (await gateway.model()).name == (await late[0]).name == "simulated"
+
+    monkeypatch.setattr(service, "Prompts", lambda *_: SimulatedPrompts())
+    asyncio.run(story())

@@ -19,6 +19,7 @@ from tailrace.app.fuzz.run import plan_of
 from tailrace.app.gateway import service
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
+from tailrace.app.verification.over_http import over_http
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.http import Client
@@ -97,3 +98,16 @@ def test_a_batch_is_equal_to_the_bit_also_over_answers_that_are_cut(served):
     assert facts(client.rollout_blocking(BATCH)) == served.expected
     assert served.cuts == 0
     client.close()
+
+
+def test_three_clients_at_once_have_the_tokens_of_the_batch(served):
+    served.cuts = 2
+    groups, note = asyncio.run(over_http(served.url, 3, BATCH))
+    assert facts(groups) == served.expected and served.cuts == 0
+    counts = [int(word) for word in note.partition("made ")[2].removesuffix(" requests").split(", ")]
+    assert len(counts) == 3 and min(counts) > 1 and sum(counts) == 24
+
+
+def test_a_client_that_asked_for_nothing_is_no_proof(served):
+    one = BATCH.model_copy(update={"groups": (GROUPS[0].model_copy(update={"samples": 1}),)})
+    assert asyncio.run(over_http(served.url, 3, one))[1] == ""

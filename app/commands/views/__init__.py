@@ -1,0 +1,1 @@
+"""Commands that show: a service as it is, and a recorded run."""

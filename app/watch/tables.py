@@ -1,0 +1,144 @@
+"""Tables of a live service: batches, replicas, the longest samples, the KV pool, troubles. Pure: values in, rich
+renderables out.
+"""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.app.watch.rates import Rates
+from tailrace.deployments.messages.status import PoolView, ReplicaStatus, SampleStatus, ServiceStatus
+
+GIB = 1 << 30
+
+
+def view(status: ServiceStatus, rates: Rates, longest: Sequence[SampleStatus], max_replicas: int) -> RenderableType:
+    """All of it. `max_replicas`: rows of replicas, those first that a person must look at, then the fullest."""
+    parts = [_headline(status, rates)]
+    parts += [Text(f"! {line}", style="bold red") for line in troubles(status)]
+    if status.batches:
+        parts.append(_batches(status, rates))
+    parts.append(_replicas(status, rates, max_replicas))
+    if longest:
+        parts.append(_samples(longest))
+    if status.pool is not None:
+        parts.append(Text(pool_line(status.pool), style="dim"))
+    return Group(*parts)
+
+
+def troubles(status: ServiceStatus) -> list[str]:
+    """One line for each thing that somebody may have to mend."""
+    found = [f"nothing can run: waits for {status.waits_for}"] if status.waits_for else []
+    found += [f"{one.replica_id} is set aside: {one.aside}" for one in status.replicas if one.aside]
+    pool = status.pool
+    if pool is not None and pool.status is None:
+        found.append(f"the KV pool is down: {pool.problem}")
+    if pool is not None:
+        found += [f"{name} runs without the KV pool: {why}" for name, why in pool.problems.items()]
+    found += [f"batch {name} waits for a change of policies, limits or journal" for name in status.at_door]
+    if status.contained:
+        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(status.contained.items()))
+        found.append(f"errors contained so far: {counts}")
+    return found
+
+
+def state_of(replica: ReplicaStatus) -> str:
+    if replica.aside:
+        return "aside"
+    if replica.closing:
+        return "closing"
+    return "ready" if replica.ready else "not ready"
+
+
+def pool_line(pool: PoolView) -> str:
+    """Content of the pool, and where the KV of contexts came from so far."""
+    words = ["KV pool:"]
+    if pool.status is not None:
+        used, whole = pool.status["dram_bytes"] / GIB, pool.status["dram_capacity_bytes"] / GIB
+        words.append(f"{used:.2f} of {whole:.2f} GiB, {pool.status['keys']:,} keys;")
+    counts = {"here": 0, "pool": 0, "recomputed": 0}
+    for name, count in pool.counts.items():
+        kind = name.partition(".")[0]
+        if kind in ("local_tokens", "pool_tokens", "recomputed_tokens"):
+            counts[{"local_tokens": "here", "pool_tokens": "pool", "recomputed_tokens": "recomputed"}[kind]] += count
+    total = sum(counts.values())
+    words.append(f"context tokens {', '.join(f'{kind} {share(n, total)}' for kind, n in counts.items())}")
+    return " ".join(words)
+
+
+def share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _headline(status: ServiceStatus, rates: Rates) -> Text:
+    words = [f"{status.model}, weights {status.weights_version}"]
+    if status.weights_digest:
+        words[0] += f" ({status.weights_digest[:12]})"
+    words.append(f"{status.running:,} running, {status.waiting:,} waiting")
+    if status.held:
+        words.append(f"{status.held:,} held between turns")
+    words.append(f"{_rate(rates.service())} tokens/s")
+    text = Text("; ".join(words), style="bold")
+    if status.paused:
+        text.append("; PAUSED", style="bold yellow")
+    return text
+
+
+def _table(*columns: str, words: Sequence[str] = ()) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, expand=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place == 0 or column in words else "right", no_wrap=True)
+    return table
+
+
+def _batches(status: ServiceStatus, rates: Rates) -> Table:
+    table = _table("batch", "ended", "samples", "groups out", "tokens", "tokens/s", "seconds", "")
+    for batch in status.batches:
+        cells = (
+            batch.batch_id, share(batch.ended, batch.samples), f"{batch.ended:,}/{batch.samples:,}",
+            f"{batch.emitted:,}/{batch.groups:,}", f"{batch.tokens:,}", _rate(rates.batch(batch.batch_id)),
+            f"{batch.seconds:,.0f}", Text("tail", style="yellow") if batch.tail else "",
+        )  # fmt: skip
+        table.add_row(*cells)
+    return table
+
+
+def _replicas(status: ServiceStatus, rates: Rates, max_rows: int) -> RenderableType:
+    if not status.replicas:
+        return Text("no engine replica is up", style="yellow")
+    ordered = sorted(status.replicas, key=lambda one: (state_of(one) == "ready", -one.running))[:max_rows]
+    table = _table("replica", "state", "running", "KV", "weights", "tokens/s", "per step", "accepted", "preempted",
+                   words=("state", "accepted"))  # fmt: skip
+    for replica in ordered:
+        state, rate = state_of(replica), rates.replica(replica.replica_id)
+        accepted = ", ".join(f"{name} {part:.0%}" for name, part in (rate.accepted or {}).items())
+        table.add_row(
+            replica.replica_id,
+            Text(state, style="" if state == "ready" else "yellow"),
+            f"{replica.running}/{replica.max_running}",
+            f"{replica.kv_used_share:.0%}",
+            str(replica.weights_version),
+            _rate(rate.tokens_per_s),
+            "-" if rate.tokens_per_step is None else f"{rate.tokens_per_step:.2f}",
+            accepted or "-",
+            f"{replica.preemptions:,}",
+        )
+    more = len(status.replicas) - len(ordered)
+    return Group(table, Text(f"{more:,} more replicas", style="dim")) if more else table
+
+
+def _samples(longest: Sequence[SampleStatus]) -> Table:
+    table = _table("longest samples", "state", "replica", "tokens", "expected", "max", "chunks", "copies",
+                   words=("state", "replica"))  # fmt: skip
+    for sample in longest:
+        where = sample.replica_id or "-"
+        counts = (sample.tokens, sample.expected_tokens, sample.max_tokens, sample.chunks, sample.copies)
+        table.add_row(sample.sample_id, sample.state, where, *(f"{count:,}" for count in counts))
+    return table

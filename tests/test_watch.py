@@ -1,0 +1,161 @@
+"""The content of `tailrace status`, `top` and `board`: rates between looks, the longest samples, troubles."""
+
+import json
+
+import pytest
+from rich.console import Console
+from test_rollout_cases import core_of, finish, submit, tick
+
+from tailrace.app.board.looks import look_of, news
+from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
+from tailrace.app.watch.tables import pool_line, troubles, view
+from tailrace.deployments.coordinator.status import longest_samples
+from tailrace.deployments.messages.status import BatchStatus, PoolView, ReplicaStatus, SampleStatus, ServiceStatus
+from tailrace.policies.protocol import events as ev
+
+
+def replica(name: str = "r1", **said) -> ReplicaStatus:
+    usual = {"ready": True, "running": 2, "max_running": 8, "kv_used_share": 0.25, "weights_version": 3}
+    return ReplicaStatus(replica_id=name, preemptions=0, **(usual | said))
+
+
+def batch(tokens: int, **said) -> BatchStatus:
+    usual = {"samples": 8, "ended": 6, "groups": 2, "emitted": 1, "tail": False, "seconds": 4.0}
+    return BatchStatus(batch_id="step-7", tokens=tokens, **(usual | said))
+
+
+def service(replicas=(), batches=(), **said) -> ServiceStatus:
+    usual = {"waiting": 1, "running": 2, "observed_s": 0.1, "waits_for": None, "policies": {}, "model": "/models/m"}
+    return ServiceStatus(replicas=tuple(replicas), batches=tuple(batches), **(usual | said))
+
+
+def work(tokens: int, verifications: int, **more) -> dict[str, int]:
+    return {"tokens": tokens, "verifications": verifications} | more
+
+
+def shown(drawn) -> str:
+    console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115 - rich closes nothing
+    console.print(drawn)
+    return console.export_text()
+
+
+def test_rates_are_between_the_first_and_the_last_look_of_the_window():
+    rates = Rates()
+    first = work(1_000, 500, **{"drafted.group": 100, "accepted.group": 40, "drafted.ngram": 7})
+    rates.add(10.0, service([replica(work=first)], [batch(100)]))
+    assert rates.replica("r1") == ReplicaRates() and rates.batch("step-7") is rates.service() is None
+    last = work(1_300, 600, **{"drafted.group": 150, "accepted.group": 80, "drafted.ngram": 7, "accepted.ngram": 0})
+    rates.add(12.0, service([replica(work=last)], [batch(160)]))
+    assert rates.replica("r1") == ReplicaRates(150.0, 3.0, {"group": 0.8})
+    assert (rates.batch("step-7"), rates.service()) == (30.0, 150.0)
+
+
+def test_looks_before_the_window_are_forgotten():
+    rates = Rates()
+    for at_s in range(20):
+        rates.add(float(at_s), service([replica(work=work(at_s**2, at_s))]))
+    begin_s = 19 - WINDOW_S
+    assert rates.replica("r1").tokens_per_s == (19**2 - begin_s**2) / WINDOW_S
+
+
+def test_a_replica_that_came_or_began_anew_has_no_rate():
+    rates = Rates()
+    rates.add(0.0, service([replica("old", work=work(900, 900))]))
+    rates.add(1.0, service([replica("old", work=work(10, 10)), replica("new", work=work(50, 50))]))
+    assert rates.replica("old") == rates.replica("new") == ReplicaRates() and rates.service() is None
+
+
+def test_the_longest_unended_samples_come_first_with_state_and_place():
+    core = core_of(chunk_tokens=16, a=8)
+    submit(core, ev.GroupSpec("g", 16, 3, 64))
+    starts = [action for action in tick(core) if hasattr(action, "max_tokens")]
+    core.observe(ev.TokensStreamed(0.5, starts[1].chunk_id, 9, 0.5))
+    finish(core, starts[2])
+    found = longest_samples(core, 2)
+    assert [(one.sample_id, one.state, one.tokens) for one in found] == [
+        (starts[2].sample_id, "waiting", 16), (starts[1].sample_id, "running", 9)
+    ]  # fmt: skip
+    assert found[1].replica_id == "a" and found[1].max_tokens == 64 and (found[1].chunks, found[1].copies) == (1, 0)
+    assert len(longest_samples(core, 100)) == 3 and longest_samples(core, 0) == ()
+
+
+def test_a_view_names_everything_that_runs():
+    rates, at_work = Rates(), work(10, 5, **{"drafted.group": 4, "accepted.group": 3})
+    for at_s, counts in ((0.0, work(0, 0)), (1.0, at_work)):
+        rates.add(
+            at_s, service([replica(work=counts)], [batch(at_s * 10, tail=True)], weights_digest="0123456789abcdef")
+        )
+    status = service([replica(work=at_work)], [batch(10, tail=True)], weights_digest="0123456789abcdef", paused=True)
+    sample = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=1_234,
+                          expected_tokens=2_000,
+                          max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
+    text = shown(view(status, rates, [sample], max_replicas=5))
+    for word in ("/models/m", "0123456789ab", "PAUSED", "step-7", "75%", "6/8", "tail", "r1", "2/8", "25%",
+                 "group 75%", "2.00", "step-7/sky#3", "1,234", "2,000"):  # fmt: skip
+        assert word in text, word
+    assert "!" not in text
+
+
+def test_rows_of_replicas_are_those_to_look_at_then_the_fullest():
+    replicas = [replica(f"r{n}", running=n) for n in range(1, 8)] + [
+        replica("bad", aside="3 samples failed", running=0)
+    ]
+    rates = Rates()
+    rates.add(0.0, service(replicas))
+    text = shown(view(service(replicas), rates, [], max_replicas=3))
+    assert all(f"{name} " in text for name in ("bad", "r7", "r6")) and "r5" not in text and "5 more replicas" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"waits_for": "an engine replica"}, "nothing can run: waits for an engine replica"),
+        ({"replicas": [replica(aside="2 samples failed")]}, "r1 is set aside: 2 samples failed"),
+        ({"pool": PoolView(status=None, token_bytes=1, counts={}, problem="lost")}, "the KV pool is down: lost"),
+        ({"contained": {"turn.ValueError": 2}}, "errors contained so far: turn.ValueError 2"),
+        ({"at_door": ("b9",)}, "batch b9 waits for a change of policies, limits or journal"),
+    ],
+)  # fmt: skip
+def test_troubles_are_a_line_each(said, line):
+    assert troubles(service(**said)) == [line] and troubles(service([replica()])) == []
+
+
+def test_the_pool_line_says_where_kv_came_from():
+    counts = {"local_tokens": 60, "pool_tokens": 30, "recomputed_tokens.update": 4, "recomputed_tokens.first": 6}
+    told = {"dram_bytes": 1 << 30, "dram_capacity_bytes": 4 << 30, "keys": 1_500}
+    line = pool_line(PoolView(status=told, token_bytes=1, counts=counts))
+    assert line == "KV pool: 1.00 of 4.00 GiB, 1,500 keys; context tokens here 60%, pool 30%, recomputed 10%"
+    assert pool_line(PoolView(status=None, token_bytes=1, counts={})).endswith("here -, pool -, recomputed -")
+
+
+def test_a_look_is_plain_json_with_the_rates_of_its_window():
+    rates = Rates()
+    for at_s, tokens in ((0.0, 0), (2.0, 100)):
+        status = service([replica(work=work(tokens, tokens))], [batch(tokens)])
+        rates.add(at_s, status)
+    sample = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=9, expected_tokens=20,
+                          max_tokens=64, chunks=1, copies=0)  # fmt: skip
+    look = json.loads(json.dumps(look_of(1_000.0, status, rates, [sample])))
+    counts = {"running": 2, "waiting": 1, "held": 0, "replicas": 1}
+    assert look["moment"] == counts | {"at_s": 1000.0, "tokens_per_s": 50.0, "tail": False}
+    assert look["batches"][0]["tokens_per_s"] == look["replicas"][0]["tokens_per_s"] == 50.0
+    assert look["longest"][0]["sample_id"] == "step-7/sky#3" and look["pool"] == "" and look["troubles"] == []
+
+
+def test_news_are_the_changes_between_two_looks():
+    before = service([replica("r1"), replica("r2")], [batch(5)], weights_version=3, contained={"turn.ValueError": 1})
+    after = service(
+        [replica("r1", closing=True), replica("r3")],
+        [batch(9, tail=True)],
+        weights_version=4,
+        paused=True,
+        contained={"turn.ValueError": 3},
+    )
+    assert news(before, after) == [
+        "batch step-7 is in its tail", "contained: turn.ValueError, +2", "paused", "replica r1 is to be given back",
+        "replica r2 has left", "replica r3 has joined", "weights 3 to 4",
+    ]  # fmt: skip
+    assert news(None, after) == news(after, after) == [] and "resumed" in news(after, before)
+    assert news(before, service([replica("r1"), replica("r2", aside="3 failed")], weights_version=3)) == [
+        "batch step-7 is over", "replica r2 is set aside: 3 failed"
+    ]  # fmt: skip
