@@ -215,11 +215,12 @@ def test_quotas_refuse_at_the_door_and_name_the_batch_to_wait_for():
             return anext(desk.read(RolloutBatch(batch_id="c", groups=(group,))))
 
         refused = await refusal(21, 1)
-        assert refused.by is RejectedBy.QUOTA and "has 21 samples, quotas.max_samples is 20; give" in refused.reason
+        assert refused.by is RejectedBy.SIZE and "has 21 samples, quotas.max_samples is 20; ask" in refused.reason
         stream = desk.read(batch("p"))
         first = asyncio.ensure_future(anext(stream))
         await settled()
-        assert (await refusal(13, 1)).reason.endswith("try again when batch 'b' has ended")
+        full = await refusal(13, 1)
+        assert full.by is RejectedBy.QUOTA and full.reason.endswith("try again when batch 'b' has ended")
         assert "has 102 tokens, those in flight have 2048, quotas.max_tokens is 2148" in (await refusal(2, 51)).reason
         desk.delivery.put(GroupResult(batch_id="b", prompt_id="p", prompt_token_ids=(1,), samples=()))
         assert (await first).prompt_id == "p"

@@ -56,7 +56,7 @@ class Script:
 
     def stats(self):
         version, _, digest = self.loaded[-1] if self.loaded else (0, "", "start")
-        return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest)
+        return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest, asleep=())
 
     def close(self):
         self.loaded.append("closed")

@@ -18,11 +18,13 @@ from tailrace.app.calls.refused import (
     AdapterRejected,
     QuotaExceeded,
     RolloutRejected,
+    TooLargeForQuota,
     UnknownAdapter,
     WeightsRejected,
 )
 from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.app.gateway.chat.requests import ChatRequest
+from tailrace.app.gateway.doors import error_body
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
@@ -114,6 +116,10 @@ OF_ANSWERS = ("return_token_ids", "return_tokens_as_token_ids")
 
 def refusal(status: int, message: str = "no", **headers: str) -> httpx.Response:
     return httpx.Response(status, json={"error": {"message": message, "code": status}}, headers=headers)
+
+
+def never_fits(message: str) -> httpx.Response:
+    return httpx.Response(400, json=error_body(400, message, "TooLargeForQuota"))
 
 
 def batch(samples: int = 3, **settings) -> RolloutBatch:
@@ -265,6 +271,7 @@ def test_a_bound_counts_from_the_first_break_of_its_kind():
     ("answer", "error"),
     [
         (lambda: refusal(400, "prompt is empty"), RolloutRejected),
+        (lambda: never_fits("a request has 3 samples, quotas.max_samples is 2"), TooLargeForQuota),
         (lambda: refusal(404, "model 'x' is not served"), UnknownAdapter),
         (lambda: refusal(413, "the body has more"), RolloutRejected),
         (lambda: refusal(401, "give one"), PermissionError),

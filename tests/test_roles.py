@@ -21,7 +21,7 @@ RIGHTS = {
     Role.TRAINER: {
         "reserve", "cancel", "update_weights", "transfer_weights", "load_adapter", "unload_adapter", "set_policies",
         "journal", "renew_journal", "record_rewards", "forget_history", "inspect_group", "pool_detail", "drain_pool",
-        "reset_caches", "pause", "resume", "cancel_all",
+        "reset_caches", "pause", "resume", "cancel_all", "sleep", "wake_up", "read_weights",
     },
 }  # fmt: skip
 SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_health"}

@@ -56,8 +56,8 @@ def play_gateway(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -
         service._model = ServedModel("simulated", "simulated", 512, SimulatedPrompts())  # else transformers loads it
         app = make_app(service, config)
 
-        def http(role: Role = Role.TRAINER) -> httpx.AsyncClient:
-            headers = {"Authorization": f"Bearer {tokens[role]}"}
+        def http(role: Role | None = Role.TRAINER) -> httpx.AsyncClient:
+            headers = {} if role is None else {"Authorization": f"Bearer {tokens[role]}"}
             return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers)
 
         await story(cluster, http)

@@ -19,6 +19,7 @@ from tailrace.app.calls.refused import (
     PoliciesRejected,
     QuotaExceeded,
     RolloutRejected,
+    TooLargeForQuota,
     UnknownAdapter,
     WeightsRejected,
 )
@@ -130,7 +131,7 @@ class RolloutClient(SessionCalls, WeightsCalls, AdapterCalls):
                 elif item.by is RejectedBy.QUOTA:
                     raise Interrupted(QuotaExceeded(item.reason)) if resumed else QuotaExceeded(item.reason)
                 else:
-                    raise RolloutRejected(item.reason)
+                    raise (TooLargeForQuota if item.by is RejectedBy.SIZE else RolloutRejected)(item.reason)
         except lost_service() as error:
             raise Interrupted(error) from error
         finally:

@@ -17,6 +17,10 @@ class AdapterRejected(ValueError):
     """The adapter was not loaded, or not unloaded. The text says why."""
 
 
+class TooLargeForQuota(RolloutRejected):
+    """The batch or request exceeds a quota of the service by itself: asking again is no use. The text names it."""
+
+
 class WeightsRejected(ValueError):
     """The weights were not updated. The text says why."""
 

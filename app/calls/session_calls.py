@@ -6,7 +6,13 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from tailrace.app.calls.blocking import blocking, blocking_iterator
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, StreamBroken, UnknownAdapter
+from tailrace.app.calls.refused import (
+    QuotaExceeded,
+    RolloutRejected,
+    StreamBroken,
+    TooLargeForQuota,
+    UnknownAdapter,
+)
 from tailrace.app.calls.resume import Interrupted, Patience, lost_service
 from tailrace.app.calls.session import RolloutSession
 from tailrace.deployments.messages.roles import NotAdmitted
@@ -105,7 +111,7 @@ class SessionCalls:
             raise Interrupted(unknown) if await self._load_again([adapter]) else unknown
         if answer.by is RejectedBy.QUOTA:
             raise Interrupted(QuotaExceeded(answer.reason)) if resumed else QuotaExceeded(answer.reason)
-        raise RolloutRejected(answer.reason)
+        raise (TooLargeForQuota if answer.by is RejectedBy.SIZE else RolloutRejected)(answer.reason)
 
     async def cancel_samples(self, session: str, group: str | None, index: int | None) -> int:
         """End samples of a session, see `RolloutSession.cancel`."""

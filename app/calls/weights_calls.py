@@ -10,12 +10,12 @@ the handle and the roles.
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tailrace.app.calls.blocking import blocking
 from tailrace.deployments.messages.roles import NotAdmitted, Role
-from tailrace.deployments.messages.rollout import Rejected, WeightsLoaded
+from tailrace.deployments.messages.rollout import Rejected, WeightsCheck, WeightsLoaded
 from tailrace.deployments.staging.slots import Slots, memory_source, service_name
 from tailrace.deployments.staging.stage import Stage, bytes_of, pairs_of
 
@@ -106,10 +106,49 @@ class WeightsCalls:
     pause_blocking = blocking(pause)
 
     async def resume(self) -> None:
-        """End a pause, if there is one."""
-        await self._ask("resume")
+        """End a pause, if there is one. Raises ValueError while the service sleeps."""
+        await self._obeyed("resume")
 
     resume_blocking = blocking(resume)
+
+    async def sleep(self, mode: str = "keep") -> None:
+        """Pause, and have every engine give back the memory of weights and KV, until `wake_up`.
+
+        For trainers that share the device. Samples in flight continue after it with the same tokens (`mode`: see
+        `pause`); `status().asleep` names the parts that sleep. Raises ValueError, one line, if the weights of an engine
+        could not come back, as when their folder has changed; the service then runs as before.
+        """
+        await self._obeyed("sleep", mode)
+
+    sleep_blocking = blocking(sleep)
+
+    async def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Bring back these parts of a sleeping service; it resumes with the last one.
+
+        The weights are loaded again and checked against their digest. `update_weights` brings new ones back instead.
+        Raises ValueError, one line, if they do not come back; the service then sleeps on.
+        """
+        if unknown := set(tags) - {"weights", "kv_cache"}:
+            raise ValueError(f"tags: {min(unknown)!r} is not a part that sleeps; give weights, kv_cache")
+        await self._obeyed("wake_up", tuple(tags))
+
+    wake_up_blocking = blocking(wake_up)
+
+    async def check_weights(self) -> WeightsCheck:
+        """Read back the weights that every replica computes with, and compare them with their source.
+
+        Takes seconds, in which replicas make no tokens. Raises ValueError, one line, if some could not be read.
+        """
+        return await self._obeyed("read_weights")
+
+    check_weights_blocking = blocking(check_weights)
+
+    async def _obeyed(self, method: str, *arguments):
+        """The answer of a call; raises ValueError for a refusal."""
+        answer = await self._ask(method, *arguments)
+        if isinstance(answer, Rejected):
+            raise ValueError(answer.reason)
+        return answer
 
     async def cancel_all(self) -> int:
         """End every sample in flight, of all drivers, with its tokens so far. Returns their number."""

@@ -190,8 +190,17 @@ async def _reset(site: FaultSite, fault: Fault) -> None:
 
 
 async def _pause(site: FaultSite, fault: Fault) -> None:
-    """A trainer pauses the service for a while, and resumes it, whatever has become of the pause."""
+    """A trainer pauses the service for a while, and resumes it, whatever has become of the pause; or puts it to sleep,
+    and wakes it until it is awake."""
     client = driver_client(site.cluster)
+    if fault.number % 4 == 3:
+        sleep = asyncio.ensure_future(_tolerated(client.sleep("keep")))
+        await asyncio.sleep(fault.seconds)
+        await sleep
+        while (await client.status()).asleep:
+            await _tolerated(client.wake_up())
+            await asyncio.sleep(1.0)
+        return
     pause = asyncio.ensure_future(_tolerated(client.pause(("keep", "wait")[fault.number % 2])))
     await asyncio.sleep(fault.seconds)
     await client.resume()

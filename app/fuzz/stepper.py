@@ -14,7 +14,15 @@ import numpy as np
 from tailrace.app.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
+from tailrace.deployments.messages.chunk import (
+    TAGS,
+    WEIGHTS,
+    ChunkRequest,
+    ChunkResult,
+    EngineStats,
+    KvPlan,
+    WeightsRead,
+)
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
 from tailrace.policies.protocol.events import ChunkEnd
@@ -84,6 +92,7 @@ class SimulatedStepper:
             "max_model_len": 512,
             "draft_tokens": 0,
         }
+        self._asleep: tuple[str, ...] = ()
         self.refuses = ""  # why chunks are refused; a fault sets it
         self._swallowed: set[str] = set()  # chunks that run and make no token
 
@@ -94,6 +103,8 @@ class SimulatedStepper:
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         if self.refuses:
             raise ValueError(f"chunk {chunk.chunk_id}: {self.refuses}")
+        if self._asleep:
+            raise ValueError(f"chunk {chunk.chunk_id}: this engine sleeps")
         if chunk.chunk_id in self._running:
             raise ValueError(f"chunk {chunk.chunk_id}: already running here")
         if chunk.weights_version != self._version:
@@ -177,6 +188,7 @@ class SimulatedStepper:
             computed_tokens=len(chunk.token_ids) - running.cached_tokens,
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
+            sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
             prompt_logprobs=_prompt_logprobs(chunk) if chunk.scores_prompt else None,
         )
         self._ended.append((chunk_id, result))
@@ -195,11 +207,26 @@ class SimulatedStepper:
     def load_weights(self, version: int, source: str, digest: str) -> None:
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        content = self.disk.read(source)
+        content = self.disk.read(source or "start")
         if digest_of(content) != digest != "":
             raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
         self._take(content)
         self._version, self._source = version, source
+        self._asleep = tuple(tag for tag in self._asleep if tag != WEIGHTS)
+
+    def fall_asleep(self) -> None:
+        if self._running:
+            raise ValueError(f"an engine cannot sleep while {len(self._running)} chunks run")
+        if digest_of(self.disk.read(self._source or "start")) != self._digest:
+            raise ValueError(f"weights folder {self._source}: holds other weights now, which could not come back")
+        self._blocks.clear()
+        self._asleep = TAGS
+
+    def wake_kv(self) -> None:
+        self._asleep = tuple(tag for tag in self._asleep if tag == WEIGHTS)
+
+    def read_weights(self) -> WeightsRead:
+        return WeightsRead(self._version, self._digest, {"w": self._content}, unlike=())
 
     def _take(self, content: str) -> None:
         self._content, self._digest = content, digest_of(content)
@@ -223,6 +250,7 @@ class SimulatedStepper:
             weights_version=self._version,
             weights_source=self._source,
             weights_digest=self._digest,
+            asleep=self._asleep,
             observed_at=self._now(),
             steps=self._steps,
             running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},

@@ -73,6 +73,7 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
         if request.sampling_params.logprobs is not None:
             content = chat_logprobs(answer.sample, model, True)  # token ids, as prime-rl's renderers want them
             choice["logprobs"] = {"content": content}
+        choice["sampling_mask"] = sampling_mask(answer.sample)
         choices.append(choice | end(naming, answer))
     found = _answer("gen", "generate", model, choices, answers)
     named = {} if request.request_id is None else {"request_id": request.request_id}
@@ -190,6 +191,11 @@ def _entry(token: int, logprob: float, model: ServedModel, as_ids: bool) -> dict
     text = model.prompts.piece(token)
     name = f"token_id:{token}" if as_ids else text
     return {"token": name, "token_id": token, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+def sampling_mask(piece: SampleResult | SampleTokens) -> list[list[int]] | None:
+    """The kept tokens of each position; None if they are not asked for."""
+    return [list(kept) for kept in piece.sampling_mask] or None
 
 
 def _tops(piece: SampleResult | SampleTokens) -> Sequence[Top]:

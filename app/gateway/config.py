@@ -31,6 +31,9 @@ class GatewayConfig(Strict):
     conversation_tokens: int = Field(
         4_000_000, ge=0, description="of earlier chats, kept so that their next turns begin with the same token ids"
     )
+    return_sampling_mask: bool = Field(
+        False, description="as vLLM's flag: answers of /inference/v1/generate have sampling_mask, so top_k is needed"
+    )
     max_body_bytes: int = Field(10 << 20, ge=1, description="of one request; a larger one gets 413")
 
     @field_validator("tokens_file")

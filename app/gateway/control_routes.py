@@ -5,7 +5,7 @@ or breaks off before leaves the service as it was. Routes that are not served ar
 names and forms: vLLM's `entrypoints/rl/online/api_router.py`, `entrypoints/serve/dev`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Query, Request
 from fastapi.responses import JSONResponse
@@ -16,6 +16,7 @@ from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.vllm_config import vllm_config
 from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.weight_transfer import backend_of, named_in_memory
+from tailrace.deployments.messages.chunk import TAGS
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.transfer import MEMORY
 from tailrace.deployments.staging.slots import is_memory, memory_source, slot_of
@@ -24,8 +25,6 @@ REFUSED = {
     "/collective_rpc": "no method of a worker is called by name; docs/http.md has the routes for weights",
     "/start_draft_weight_update": "weights of draft models do not come by HTTP; restart the drafter on another folder",
     "/fetch_weights": "deltas of checkpoints are not read; give all weights in a folder, to /update_weights",
-    "/sleep": "the engines keep their memory; give replicas back by the limits of docs/elastic.md",
-    "/wake_up": "the engines do not sleep",
 }
 
 
@@ -70,6 +69,7 @@ class UpdateFinish(BaseModel):
 
 def add_control(app: FastAPI, service: GatewayService) -> None:
     _add_pauses(app, service)
+    _add_sleep(app, service)
     _add_weights(app, service)
     _add_phases(app, service)
     _add_info(app, service)
@@ -121,6 +121,33 @@ def _add_pauses(app: FastAPI, service: GatewayService) -> None:
         return {"success": await client.reset_caches()}
 
 
+def _add_sleep(app: FastAPI, service: GatewayService) -> None:
+    @app.post("/sleep")
+    async def sleep(
+        http: Request,
+        level: Annotated[int, Query(ge=0, le=2, description="0: a pause alone; 1 and 2 are the same here")] = 1,
+        mode: Annotated[PauseMode, Query()] = PauseMode.ABORT,
+    ):
+        client = service.client(http.scope["role"])
+        await (client.sleep(mode) if level else client.pause(mode))
+        return {"status": "sleeping", "level": level}
+
+    @app.post("/wake_up")
+    async def wake_up(http: Request, tags: Annotated[list[str] | None, Query()] = None):
+        """Bring back `weights`, `kv_cache`, or both; `scheduling`, vLLM's for a sleep of level 0, ends the pause."""
+        client = service.client(http.scope["role"])
+        parts = TAGS if tags is None else tuple(tag for tag in tags if tag != "scheduling")
+        await client.wake_up(parts)
+        asleep = (await client.status()).asleep
+        if not asleep:
+            await client.resume()
+        return {"status": "sleeping" if asleep else "awake", "tags": tags}
+
+    @app.get("/is_sleeping")
+    async def is_sleeping():
+        return {"is_sleeping": bool((await service.client(Role.OBSERVER).status()).asleep)}
+
+
 def _add_weights(app: FastAPI, service: GatewayService) -> None:
     @app.post("/update_weights")
     async def update_weights(update: WeightsUpdate, http: Request):
@@ -144,6 +171,26 @@ def _add_weights(app: FastAPI, service: GatewayService) -> None:
     async def weight_info():
         status = await service.client(Role.OBSERVER).status()
         return {"weight_version": str(status.weights_version), "weights_digest": status.weights_digest}
+
+    @app.post("/weight_checker")
+    async def weight_checker(
+        http: Request,
+        action: Annotated[Literal["checksum", "reset", "compare"], Body(embed=True)],
+        baseline: Annotated[dict[str, str] | None, Body(embed=True)] = None,
+    ):
+        """Checksums of the weights that every replica computes with, read back; or their comparison with a baseline."""
+        if action == "reset":
+            raise ValueError("action: reset would fill the model with chance; a service in use keeps its weights")
+        if action == "compare" and baseline is None:
+            raise ValueError("action: compare needs a baseline, the checksums of an earlier answer")
+        found = await service.client(http.scope["role"]).check_weights()
+        unlike = {name for names in found.unlike.values() for name in names}
+        if action == "checksum":
+            named = {"weight_version": str(found.version), "weights_digest": found.digest}
+            return {"checksums": found.checksums, "mismatches": sorted(unlike), "replicas": len(found.replicas)} | named
+        names = found.checksums.keys() | baseline.keys()
+        unlike |= {name for name in names if found.checksums.get(name) != baseline.get(name)}
+        return {"match": not unlike, "mismatches": sorted(unlike)}
 
     @app.post("/weight_slots")
     async def weight_slots(http: Request):

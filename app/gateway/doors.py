@@ -108,10 +108,12 @@ def _length(scope) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def error_body(status: int, message: str) -> dict:
-    """vLLM's form of an error."""
-    kind = {400: "BadRequestError", 404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionError"}
-    return {"error": {"message": message, "type": kind.get(status, "ServiceError"), "param": None, "code": status}}
+def error_body(status: int, message: str, kind: str | None = None) -> dict:
+    """vLLM's form of an error. `kind`: its type, or None for that of the status."""
+    kinds = {400: "BadRequestError", 404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionError"}
+    return {
+        "error": {"message": message, "type": kind or kinds.get(status, "ServiceError"), "param": None, "code": status}
+    }
 
 
 async def _refuse(send, status: int, message: str) -> None:

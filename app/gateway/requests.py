@@ -193,7 +193,10 @@ class CompletionRequest(Answered):
 
 
 class TokensSampled(Sampled):
+    """`sampling_mask`: ours; vLLM gives the answer's field of that name to all requests, by a flag of the server."""
+
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    sampling_mask: bool | None = None
 
 
 class TokensRequest(Streamable):

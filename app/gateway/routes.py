@@ -1,7 +1,7 @@
 """The gateway's routes, as a FastAPI application over a `GatewayService`.
 
 Errors have vLLM's form: 400 for a field that is not honoured, 403 for a role without the right, 404 for another model,
-429 for a quota, 503 while the service is away.
+429 for a quota that is used up, 400 for one that is too small for the request, 503 while the service is away.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from tailrace.app.calls.refused import QuotaExceeded, UnknownAdapter
+from tailrace.app.calls.client import QuotaExceeded
+from tailrace.app.calls.refused import TooLargeForQuota, UnknownAdapter
 from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.adapter_routes import add_adapters
@@ -24,6 +25,7 @@ from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors, error_body
 from tailrace.app.gateway.event_stream import EventStream, left
+from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
@@ -41,15 +43,16 @@ def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, _other)
     for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service()):
         app.add_exception_handler(kind, _failed)
-    _add_generation(app, service)
+    _add_generation(app, service, config)
     _add_model(app, service)
     add_tokenizing(app, service)
     add_control(app, service)
     add_adapters(app, service)
+    add_metrics(app)
     return app
 
 
-def _add_generation(app: FastAPI, service: GatewayService) -> None:
+def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request):
         model = await service.model(request.model)
@@ -75,6 +78,7 @@ def _add_generation(app: FastAPI, service: GatewayService) -> None:
     @app.post("/inference/v1/generate")
     async def generate(request: TokensRequest, http: Request):
         model, sampled = await service.model(request.model), request.sampling_params
+        sampled.sampling_mask = sampled.sampling_mask or config.return_sampling_mask
         prompt, bound = request.prompt(), sampled.max_tokens or 16  # vLLM's default
         wanted = Wanted([prompt], sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, sampled.seed)
@@ -165,7 +169,8 @@ def _error_of(error: Exception) -> tuple[dict, int]:
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     if isinstance(cause, ValidationError):
         text = cause.errors()[0]["msg"].removeprefix("Value error, ")
-    return error_body(status, text), status
+    kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None
+    return error_body(status, text, kind), status
 
 
 def status_of(error: BaseException) -> int:

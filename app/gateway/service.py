@@ -166,6 +166,7 @@ class GatewayService:
                 ),
                 index=naming.index + number,
                 turn=naming.turn,
+                together=len(wanted.prompts) * wanted.n,
                 hold_s=naming.hold_s,
                 chunk_tokens=wanted.chunk_tokens,
             )

@@ -175,6 +175,7 @@ class TokensStream(PromptedStream):
         choice = {"token_ids": list(part.token_ids), "logprobs": None, "finish_reason": None}
         if self.request.sampling_params.logprobs is not None:
             choice["logprobs"] = {"content": answers.chat_logprobs(part, self.model, True)}
+        choice["sampling_mask"] = answers.sampling_mask(part)
         yield choice | ({} if part.answer is None else answers.end(self.naming, part.answer))
 
 

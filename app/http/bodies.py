@@ -40,8 +40,8 @@ def request_of(group: PromptGroup, samples: int) -> tuple[str, dict]:
         raise ValueError("forced_token_ids: HTTP does not carry it; connect by Ray to replay recorded answers")
     if group.features is not None:
         raise ValueError("features: this client does not carry them; ask /inference/v1/generate, or connect by Ray")
-    if group.sampling.wants_logprobs:
-        raise ValueError("top_logprobs, prompt_logprobs: HTTP does not carry them here; ask the route")
+    if group.sampling.wants_more:
+        raise ValueError("top_logprobs, prompt_logprobs, sampling_mask: HTTP does not carry them here; ask the route")
     body = group.sampling.model_dump(mode="json", exclude_defaults=True)
     if "logit_bias" in body:
         body["logit_bias"] = dict(group.sampling.logit_bias)

@@ -5,7 +5,7 @@ Invariant: a call is made again where that may help (429, 503, a lost connection
 
 import httpx
 
-from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, UnknownAdapter
+from tailrace.app.calls.refused import QuotaExceeded, RolloutRejected, TooLargeForQuota, UnknownAdapter
 from tailrace.app.calls.resume import Interrupted
 
 MAX_RETRY_AFTER_S = 60.0
@@ -37,6 +37,8 @@ def error_of(answer: httpx.Response) -> Exception:
         return Interrupted(QuotaExceeded(reason), pause_s=_pause_s(answer))
     if status == 503:
         return Interrupted(ConnectionError(reason), pause_s=_pause_s(answer))
+    if answer.json()["error"].get("type") == TooLargeForQuota.__name__:
+        return TooLargeForQuota(reason)
     kinds = {401: PermissionError, 403: PermissionError, 404: UnknownAdapter, 500: GivenUp}
     return kinds.get(status, RolloutRejected)(reason)
 

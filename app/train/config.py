@@ -69,7 +69,7 @@ class TrainConfig(StrictModel):
     def _no_stop_tokens(cls, value: SamplingParams) -> SamplingParams:
         if value.stop_token_ids:
             raise ValueError("stop_token_ids: TRL's loss counts on the model's own end-of-sequence token alone")
-        if value.stop or value.ignore_eos or value.changes_logits or value.wants_logprobs:
+        if value.stop or value.ignore_eos or value.changes_logits or value.wants_more:
             raise ValueError("TRL's loss knows temperature, top_p, top_k and min_p alone; remove the others")
         return value
 

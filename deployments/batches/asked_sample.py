@@ -76,4 +76,5 @@ def _tokens(part: ChunkResult, start: int) -> SampleTokens:
         logprobs=tuple(part.logprobs.tolist()),
         raw_logprobs=tuple(part.raw_logprobs.tolist()),
         top_logprobs=part.top_logprobs,
+        sampling_mask=part.sampling_mask,
     )

@@ -168,7 +168,7 @@ class Deliveries:
             refused = delivery.refusal(message, driver, self._now())
         if refused is None and (delivery is None or delivery.adds(message)):
             subject, load = f"batch {message.batch_id!r}", BatchLoad.of(message.groups)
-            refused = self.quota_refusal(subject, load, besides=message.batch_id)
+            refused = self.quota_refusal(subject, load, load, besides=message.batch_id)
         if refused is not None:
             yield refused
             return
@@ -213,8 +213,11 @@ class Deliveries:
             delivery.coming -= {group.prompt_id for group in message.groups}
             delivery.put(refused)
 
-    def quota_refusal(self, subject: str, load: BatchLoad, besides: str = "") -> Rejected | None:
-        """Why the quotas do not admit `subject`, of this load, or None. `besides`: a batch that does not count."""
+    def quota_refusal(self, subject: str, load: BatchLoad, whole: BatchLoad, besides: str = "") -> Rejected | None:
+        """Why the quotas do not admit `subject`, of this load, or None. `whole`: that of all which its driver asks for
+        at once. `besides`: a batch that does not count."""
+        if (never := self.quotas.size_refusal(subject, whole)) is not None:
+            return never
         here = {name: one.load() for name, one in self._open.items() if name != besides}
         return self.quotas.refusal(subject, load, here | self.session_loads())
 

@@ -156,6 +156,7 @@ class SampleRecord:
             drafted_tokens=sum(part.drafted_tokens for part in self.parts),
             accepted_tokens=sum(part.accepted_tokens for part in self.parts),
             top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in self.parts)),
+            sampling_mask=tuple(chain.from_iterable(part.sampling_mask for part in self.parts)),
             prompt_logprobs=next((part.prompt_logprobs for part in self.parts if part.prompt_logprobs), None),
             close_calls=self._close_calls(),
             **self._drafts(),

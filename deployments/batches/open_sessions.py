@@ -53,9 +53,9 @@ class OpenSession:
 
 
 class OpenSessions:
-    """`refusal`: why a batch cannot run under the present weights. `quota`: why a named load is beyond the
-    quotas. `pass_door`: waits for a change of the core. `observe`: gives the core an event at once, and returns why it
-    does not take it. `later`: gives it one in its next turn."""
+    """`refusal`: why a batch cannot run under the present weights. `quota`: why a named load, or that of all which is
+    asked for with it, is beyond the quotas. `pass_door`: waits for a change of the core. `observe`: gives the core an
+    event at once, and returns why it does not take it. `later`: gives it one in its next turn."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class OpenSessions:
         batches: LiveBatches,
         adapters: AdapterBook,
         refusal: Callable[[BatchSettings], Awaitable[Rejected | None]],
-        quota: Callable[[str, BatchLoad], Rejected | None],
+        quota: Callable[[str, BatchLoad, BatchLoad], Rejected | None],
         pass_door: Callable[[str], Awaitable[None]],
         observe: Callable[[ev.Event], Rejected | None],
         later: Callable[[ev.Event], None],
@@ -131,8 +131,10 @@ class OpenSessions:
         return session
 
     def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> AskedSample | Rejected:
-        what = f"a sample of session {session.settings.batch_id!r}"
-        if (refused := self._quota(what, BatchLoad(1, prepared.max_tokens))) is not None:
+        asks = "a sample" if request.together == 1 else "a request"
+        whole = BatchLoad(request.together, request.together * prepared.max_tokens)
+        subject = f"{asks} of session {session.settings.batch_id!r}"
+        if (refused := self._quota(subject, BatchLoad(1, prepared.max_tokens), whole)) is not None:
             return refused
         identity = GroupIdentity.of(prepared)
         asked = AskedSample(identity, request.index, request.turn, asyncio.get_running_loop().create_future())

@@ -35,9 +35,18 @@ class Quotas(BaseModel):
         8 << 30, ge=1, description="finished groups not taken by their drivers, at which no new batch begins"
     )
 
+    def size_refusal(self, subject: str, load: BatchLoad) -> Rejected | None:
+        """Why `subject`, of this load, can never run under these quotas, or None if it can."""
+        reason = _oversize("samples", subject, load.samples, self.max_samples) or _oversize(
+            "tokens", subject, load.tokens, self.max_tokens
+        )
+        return Rejected(reason=reason, by=RejectedBy.SIZE) if reason else None
+
     def refusal(self, subject: str, load: BatchLoad, others: Mapping[str, BatchLoad]) -> Rejected | None:
         """Why `subject`, of this load, cannot run now, or None if it can. `others`: in flight, by batch id in order of
         arrival."""
+        if (never := self.size_refusal(subject, load)) is not None:
+            return never
         reason = (
             _excess(
                 "samples", subject, load.samples, {id_: one.samples for id_, one in others.items()}, self.max_samples
@@ -60,12 +69,16 @@ class Quotas(BaseModel):
         )
 
 
+def _oversize(kind: str, subject: str, wanted: int, bound: int | None) -> str | None:
+    if bound is None or wanted <= bound:
+        return None
+    return f"{subject} has {wanted} {kind}, quotas.max_{kind} is {bound}; ask for fewer at once, or raise it"
+
+
 def _excess(kind: str, subject: str, wanted: int, others: Mapping[str, int], bound: int | None) -> str | None:
     """One line with the figures and the mend, or None if the batch is within the bound."""
     if bound is None or wanted + sum(others.values()) <= bound:
         return None
-    if wanted > bound:
-        return f"{subject} has {wanted} {kind}, quotas.max_{kind} is {bound}; give smaller batches, or raise it"
     excess, ends = wanted + sum(others.values()) - bound, []
     for other, here in others.items():
         if excess > 0 and here:

@@ -116,6 +116,8 @@ def check_result(start: StartChunk, result: ChunkResult, prompt_tokens: int) -> 
         problem = f"token {tokens.min()}"
     elif result.top_logprobs and len(result.top_logprobs) != len(tokens):
         problem = f"{len(tokens)} tokens, {len(result.top_logprobs)} top_logprobs"
+    elif result.sampling_mask and len(result.sampling_mask) != len(tokens):
+        problem = f"{len(tokens)} tokens, {len(result.sampling_mask)} sampling masks"
     elif result.prompt_logprobs is not None and len(result.prompt_logprobs.logprobs) != prompt_tokens - 1:
         problem = f"{len(result.prompt_logprobs.logprobs)} logprobs of a prompt of {prompt_tokens} tokens"
     elif any(np.isnan(some).any() for some in (result.logprobs, result.raw_logprobs)):

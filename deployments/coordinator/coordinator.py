@@ -27,7 +27,14 @@ from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role, admits
-from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import (
+    BatchSettings,
+    GroupResult,
+    Rejected,
+    RolloutBatch,
+    WeightsCheck,
+    WeightsLoaded,
+)
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.serve_port import keep_serve_port_on_node
@@ -240,8 +247,23 @@ class Coordinator:
         await self._rollouts.pause.begin(PauseMode(mode))
 
     @admits(Role.TRAINER)
-    async def resume(self) -> None:
+    async def resume(self) -> Rejected | None:
+        if self._rollouts.sleep.tags:
+            return Rejected(reason="the service sleeps; wake it up")
         self._rollouts.pause.end()
+        return None
+
+    @admits(Role.TRAINER)
+    async def sleep(self, mode: str) -> Rejected | None:
+        return await self._rollouts.sleep.begin(PauseMode(mode))
+
+    @admits(Role.TRAINER)
+    async def wake_up(self, tags: tuple[str, ...]) -> Rejected | None:
+        return await self._rollouts.sleep.end(tags)
+
+    @admits(Role.TRAINER)
+    async def read_weights(self) -> WeightsCheck | Rejected:
+        return await self._rollouts.read_weights()
 
     @admits(Role.TRAINER)
     async def cancel_all(self) -> int:

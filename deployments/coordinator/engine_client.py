@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
 from tailrace.deployments.messages.errors import (
     AdapterRefused,
     ChunkError,
@@ -70,6 +70,17 @@ class EngineClient:
     async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
         """Returns when the replica holds them; ChunkError when it cannot."""
         await self._call(replica_id, "load_weights", version, source, digest)
+
+    async def fall_asleep(self, replica_id: str) -> None:
+        """Returns once the replica has given its memory back; ChunkError when it cannot."""
+        await self._call(replica_id, "fall_asleep")
+
+    async def wake_kv(self, replica_id: str) -> None:
+        await self._call(replica_id, "wake_kv")
+
+    async def read_weights(self, replica_id: str) -> WeightsRead:
+        """The weights that the replica computes with, read back; ChunkError when it cannot."""
+        return await self._call(replica_id, "read_weights")
 
     async def transfer_weights(self, replica_id: str, transfer: Transfer) -> str:
         """Returns the source of weights that were staged, else an empty text; ChunkError when the phase failed."""

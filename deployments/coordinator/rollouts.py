@@ -28,13 +28,22 @@ from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.pause import Pause
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
+from tailrace.deployments.coordinator.sleep import Sleep
 from tailrace.deployments.coordinator.status import longest_samples, replica_statuses, waits_for
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
+from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, Rejected, RolloutBatch, WeightsLoaded
+from tailrace.deployments.messages.rollout import (
+    BatchSettings,
+    GroupResult,
+    Rejected,
+    RolloutBatch,
+    WeightsCheck,
+    WeightsLoaded,
+)
 from tailrace.deployments.messages.status import SampleDetail, SampleStatus, ServiceStatus
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
@@ -91,7 +100,8 @@ class Rollouts:
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
         self._wake, self._looked, self._exchanged = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._load_ended = asyncio.Event()  # of weights, on a replica
-        self._turned = asyncio.Event()
+        self._heard = False  # whether a replica has reported
+        self._turned, self._polled = asyncio.Event(), asyncio.Event()
         self._at_door: list[str] = []  # batches that wait for a change of the core
         self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
         self._batches = LiveBatches(
@@ -132,6 +142,13 @@ class Rollouts:
             poll=self._load_ended.set,
             open_door=self._exchanged.set,
             now=self.now,
+        )
+        self.sleep = Sleep(
+            engines=engines,
+            weights=self._weights,
+            pause=self.pause,
+            reports=lambda: self._registry.reports,
+            polled=self._next_poll,
         )
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
 
@@ -191,6 +208,7 @@ class Rollouts:
         await self._looked.wait()
         if (refusal := await self._weights.want(version, source, digest)) is not None:
             return refusal
+        self.sleep.wake_weights()
         self._follow_weights()
         return await self._weights.loaded()
 
@@ -213,6 +231,7 @@ class Rollouts:
             observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
             waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.pause.held),
             paused=self.pause.is_on,
+            asleep=self.sleep.tags,
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
             weights_digest=self._weights.digest,
@@ -248,6 +267,10 @@ class Rollouts:
         """The spans of a trace that was to be kept, from here and from every replica."""
         return self._telemetry.take(trace_id) + await self._engines.take_spans(trace_id)
 
+    async def read_weights(self) -> WeightsCheck | Rejected:
+        """The weights that every replica computes with, read back and compared; or why one could not be read."""
+        return await weights_check(self._engines, sorted(self._registry.reports))
+
     async def reset_caches(self) -> bool:
         """Every replica forgets the KV of chunks that have ended: a benchmark's runs must not help each other.
 
@@ -278,6 +301,11 @@ class Rollouts:
         self._turned.clear()
         await self._turned.wait()
 
+    async def _next_poll(self) -> None:
+        """Returns once the replicas have been polled again."""
+        self._polled.clear()
+        await self._polled.wait()
+
     async def poll(self) -> None:
         """Poll the replicas, for ever."""
         await self._for_ever(self._poll_replicas, self._load_ended)
@@ -303,6 +331,9 @@ class Rollouts:
         reports = await self._engines.stats()
         self._weights.observe(reports)
         self.adapters.observe(reports)
+        for call in self.sleep.look(reports, first=bool(reports) and not self._heard):
+            self._spawn(call)
+        self._heard = self._heard or bool(reports)
         self._looked.set()
         self._follow_weights()
         known = list(map(self._weights.known, reports))
@@ -311,6 +342,7 @@ class Rollouts:
         self.replica_target.see(len(self._registry.joined))
         self._chunk_runner.watch.look(reports)
         self._abort_orphans(reports)
+        self._polled.set()
         if gone := self.deliveries.expire() + self.sessions.sweep(hasty=self.core_holder.due):
             self._contained["drivers.silent"] += gone
 

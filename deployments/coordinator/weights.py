@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.chunk import WEIGHTS, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, is_own_cancel, one_line
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 
@@ -48,6 +48,7 @@ class Weights:
         self.version, self.source = 0, ""
         self.digests: dict[int, str] = {}
         self.held = False  # the service is paused: no replica is used
+        self.asleep = False  # their memory is given back: nothing is loaded
         self.problem: str | None = None  # why the last load of a replica failed
         self._confirmed = 0, ""  # version and folder of the last weights that a replica has read
         self._engines, self._before = engines, before
@@ -55,6 +56,7 @@ class Weights:
         self._loading: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # replica -> when it is asked again, and the pause after that
         self._held: dict[str, tuple[int, str]] = {}  # replica -> version and digest, as last reported
+        self._asleep: set[str] = set()  # replicas, as last reported
         self._paused_s: dict[str, float] = {}  # replica -> seconds without a token for its last load
         self._changed = asyncio.Event()
 
@@ -133,7 +135,11 @@ class Weights:
             elif report.weights_version == self.version and not self.digest:
                 self.digests[self.version] = report.weights_digest
                 self._confirm()
-        self._held = {report.replica_id: (report.weights_version, report.weights_digest) for report in reports}
+        self._held = {
+            one.replica_id: (OTHER_WEIGHTS, "") if WEIGHTS in one.asleep else (one.weights_version, one.weights_digest)
+            for one in reports
+        }
+        self._asleep = {one.replica_id for one in reports if WEIGHTS in one.asleep}
         self._paused_s = {report.replica_id: report.weights_pause_s for report in reports}
         self._changed.set()
         if reports:
@@ -143,6 +149,8 @@ class Weights:
 
     def loads(self, now: float) -> list[Coroutine]:
         """The loads to start at `now`, seconds of the event loop's clock."""
+        if self.asleep:
+            return []
         return [self._load(name) for name in self._late() if self._is_due(name, now)]
 
     def known(self, report: EngineStats) -> EngineStats:
@@ -152,7 +160,7 @@ class Weights:
         one while the service is paused.
         """
         other = report.weights_version == self.version and report.weights_digest != self.digest
-        if other or self.held or not self.is_confirmed:
+        if other or self.held or report.asleep or not self.is_confirmed:
             return replace(report, weights_version=OTHER_WEIGHTS)
         return report
 
@@ -204,7 +212,7 @@ class Weights:
         version, now = self.version, asyncio.get_running_loop().time
         self._loading.add(replica_id)
         try:
-            if not self.source:
+            if not self.source and replica_id not in self._asleep:  # one that slept knows its own folder
                 raise ValueError(f"it was started on other weights than version {version} of the service")
             await self._engines.load_weights(replica_id, version, self.source, self.digest)
             self._pauses.pop(replica_id, None)

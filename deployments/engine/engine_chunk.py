@@ -82,6 +82,7 @@ class EngineChunk:
             accepted_tokens=record.accepted,
             drafts=drafts,
             top_logprobs=record.tops,
+            sampling_mask=record.masks,
             prompt_logprobs=self.prompt_logprobs,
             close_calls=tuple(np.flatnonzero(record.margins < np.float32(tolerance)).tolist()),
         )

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats, WeightsRead
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.messages.transfer import Transfer
 
@@ -56,6 +56,9 @@ class Steps(Protocol):
     def step(self) -> list[tuple[str, ChunkResult | Exception]]: ...
     def load_weights(self, version: int, source: str, digest: str) -> None: ...
     def weights_refusal(self, source: str) -> str | None: ...
+    def fall_asleep(self) -> None: ...
+    def wake_kv(self) -> None: ...
+    def read_weights(self) -> WeightsRead: ...
     def transfer_weights(self, transfer: Transfer) -> str: ...
     def reset_cache(self) -> bool: ...
     def rejoin_pool(self, master_address: str) -> None: ...
@@ -97,7 +100,7 @@ class EngineLoop:
 
     def reset_cache(self) -> Future[bool]:
         """Drops the KV of chunks that have ended. Gives False, and drops nothing, while chunks are running."""
-        return self._ask(self._reset_cache)
+        return self._ask(self._stepper.reset_cache)
 
     def rejoin_pool(self, master_address: str) -> Future[None]:
         """Continues with the pool's master at another address. The future gets RuntimeError if it does not answer."""
@@ -118,6 +121,20 @@ class EngineLoop:
     def transfer_weights(self, transfer: Transfer) -> Future[str]:
         """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
         return self._ask(self._transfer, transfer)
+
+    def fall_asleep(self) -> Future[None]:
+        """Gives back the memory of weights and KV after the chunks in flight. `load_weights` brings the weights back,
+        `wake_kv` the KV. The future gets ValueError if the weights could not come back.
+        """
+        return self._ask(self._sleep)
+
+    def wake_kv(self) -> Future[None]:
+        """Has the memory of the KV back; its content is lost."""
+        return self._ask(self._wake_kv)
+
+    def read_weights(self) -> Future[WeightsRead]:
+        """Gives the weights as they are computed with. Takes seconds, in which no step ends."""
+        return self._ask(self._read)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
         """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
@@ -228,15 +245,19 @@ class EngineLoop:
         """Returns whether a command waits: a load for chunks in flight; later chunks and their aborts for the load."""
         command, *args = item
         if self._is_load(item):
-            return bool(self._later or self._on_done)
+            return bool(self._later) or self._is_early(item)
         later = command == self._add or (command == self._abort and args[0] not in self._on_done)
         return later and bool(self._later)
 
     def _is_load(self, item: tuple) -> bool:
-        return item[0] == self._answer and item[1] == self._load
+        return item[0] == self._answer and item[1] in (self._load, self._sleep)
+
+    def _is_early(self, item: tuple) -> bool:
+        """Returns whether a load or a sleep must wait; for a sleep the KV of ended chunks is to be saved, too."""
+        return bool(self._on_done) or (item[1] == self._sleep and self._stepper.busy)
 
     def _catch_up(self) -> None:
-        while self._later and not (self._on_done and self._is_load(self._later[0])):
+        while self._later and not (self._is_load(self._later[0]) and self._is_early(self._later[0])):
             command, *args = self._later.popleft()
             command(*args)
 
@@ -259,17 +280,31 @@ class EngineLoop:
             result = command(*args)
         except Exception as error:  # the caller gets any error
             answer.set_exception(error)
-            if command == self._load and not isinstance(error, ValueError):  # the model may be half loaded
+            if command in (self._load, self._sleep) and not isinstance(error, ValueError):  # the model may be in parts
                 raise
         else:
             answer.set_result(result)
 
     def _load(self, version: int, source: str, digest: str, asked_s: float) -> None:
         self._allowance_s = LOAD_ALLOWANCE_S
-        if not digest or (self._stats.weights_version, self._stats.weights_digest) != (version, digest):
+        present = self._stats.weights_version, self._stats.weights_digest
+        if not digest or present != (version, digest) or WEIGHTS in self._stats.asleep:
             self._stepper.load_weights(version, source, digest)
             self.weights_pause_s = self._now() - max(asked_s, self._stepper.progress_s)
         self._stats = self._stepper.stats()  # before the caller can look
+
+    def _sleep(self) -> None:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        self._stepper.fall_asleep()
+        self._stats = self._stepper.stats()
+
+    def _wake_kv(self) -> None:
+        self._stepper.wake_kv()
+        self._stats = self._stepper.stats()
+
+    def _read(self) -> WeightsRead:
+        self._allowance_s = LOAD_ALLOWANCE_S
+        return self._stepper.read_weights()
 
     def _refusal(self, source: str) -> str | None:
         self._allowance_s = LOAD_ALLOWANCE_S
@@ -282,9 +317,6 @@ class EngineLoop:
     def _load_adapter(self, path: str) -> str:
         self._allowance_s = LOAD_ALLOWANCE_S
         return self._stepper.adapters.load(path)
-
-    def _reset_cache(self) -> bool:
-        return self._stepper.reset_cache()
 
     def _rejoin(self, master_address: str) -> None:
         self._stepper.rejoin_pool(master_address)

@@ -119,9 +119,5 @@ class Redraws:
         # Every tensor-parallel rank keeps the same records; those of the first are used.
         running.record = running.record.then(self._engine.collective_rpc("take_record", args=wanted)[0])
         for place, record in running.redrawn.items():
-            running.record.logprobs[place : place + 1] = record.logprobs
-            running.record.raw_logprobs[place : place + 1] = record.raw_logprobs
-            if record.tops:
-                tops = (*running.record.tops[:place], *record.tops, *running.record.tops[place + 1 :])
-                running.record = running.record._replace(tops=tops)
+            running.record = running.record.redrawn(place, record)
         return running.record

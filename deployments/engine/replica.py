@@ -26,7 +26,7 @@ from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.shared_features import with_features
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
 from tailrace.deployments.messages.drafts import DraftReport, by_source
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.serve_port import keep_serve_port_on_node
@@ -136,6 +136,18 @@ class Engine:
         """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
         await self._fetch(source)
         await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
+
+    async def fall_asleep(self) -> None:
+        """Gives back the memory of weights and KV. Raises ValueError, one line, if the weights could not come back."""
+        await self._fetch(self._runner.stats().weights_source)
+        await asyncio.wrap_future(self._runner.fall_asleep())
+
+    async def wake_kv(self) -> None:
+        await asyncio.wrap_future(self._runner.wake_kv())
+
+    async def read_weights(self) -> WeightsRead:
+        """Returns the weights as they are computed with, between two steps. Raises ValueError, one line."""
+        return await asyncio.wrap_future(self._runner.read_weights())
 
     async def transfer_weights(self, transfer: Transfer) -> str:
         """Takes one phase of a transfer by vLLM's engines, between two steps; the model stays as it is."""

@@ -13,9 +13,9 @@ from tailrace.deployments.drafting.forks import Forks
 from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.adapters import Adapters
 from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
-from tailrace.deployments.engine.loaded_weights import LoadedWeights
+from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.redraws import Redraws
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
@@ -42,7 +42,7 @@ class Stepper:
         model: Drafters | None = None,
     ):
         self._engine = launch(config, rank, pool)
-        self._weights = LoadedWeights(self._engine, weights_version)
+        self._weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
@@ -102,7 +102,7 @@ class Stepper:
         """Queues a chunk inside vLLM, or here until its adapter can run. Raises ValueError, one line."""
         here = chunk.chunk_id in (*self._running, *self.adapters.waiting())
         refusal = "already running here" if here else self._requests.refusal(chunk)
-        if (refusal := self._weights.unlike(chunk) or refusal) is not None:
+        if (refusal := self._weights.chunk_refusal(chunk) or refusal) is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
         if self.adapters.admits(chunk):
             self._begin(chunk, submitted_s)
@@ -258,21 +258,36 @@ class Stepper:
         return self._weights.version
 
     def load_weights(self, version: int, source: str, digest: str = "") -> None:
-        """Loads weights, see LoadedWeights.load. Raises RuntimeError while chunks run; nothing has changed then."""
+        """Loads weights, see EngineWeights.load. Raises RuntimeError while chunks run; nothing has changed then."""
         if self._running:
             raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
         self._weights.load(version, source, digest)
 
-    def weights_refusal(self, source: str) -> str | None:
-        return self._weights.refusal(source)
+    def fall_asleep(self) -> None:
+        """Gives back the memory of weights and KV, until `load_weights` and `wake_kv`; no KV is kept.
+
+        Raises ValueError, one line, while chunks run, and if the weights could not come back. Other errors are final.
+        """
+        if self._running or not self.reset_cache():
+            raise ValueError(f"an engine cannot sleep while {len(self._running)} chunks run")
+        self._weights.fall_asleep()
+
+    def wake_kv(self) -> None:
+        self._weights.wake_kv()
+
+    def read_weights(self) -> WeightsRead:
+        """Returns the weights as they are computed with. Takes seconds. Raises ValueError, one line."""
+        return self._weights.read_back()
 
     def rejoin_pool(self, master_address: str) -> None:
         """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
 
+    def weights_refusal(self, source: str) -> str | None:
+        return self._weights.refusal(source)
+
     def transfer_weights(self, transfer: Transfer) -> str:
-        """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
-        return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]
+        return self._weights.transfer(transfer)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
@@ -281,7 +296,7 @@ class Stepper:
         tokens |= dict.fromkeys(self.adapters.waiting(), 0)
         of_drafts = {"methods": drafts.methods, "step_cost": drafts.step_cost()} if drafts else {}
         return EngineStats(
-            **self._constant | self._weights.report() | of_drafts,
+            **self._constant | of_drafts | self._weights.report(),
             kv_counts=link.counts() if link else {},
             adapters=self.adapters.known(),
             observed_at=time.time(),

@@ -27,7 +27,7 @@ ANSWER, WRONG = 1, 2
 def warm_up(stepper) -> None:
     """Compiles the kernels and measures prompts. `stepper`: an idle Stepper."""
     for tokens in CONTEXT_TOKENS:
-        stepper.add(chunk_of("warm-up", tokens, 2, stepper.weights_version), time.monotonic())
+        stepper.add(chunk_of("warm-up", tokens, 2, stepper.stats().weights_version), time.monotonic())
         while stepper.busy:
             stepper.step()
 
@@ -36,7 +36,7 @@ def rehearse(stepper, max_running: int, draft_tokens: int) -> None:
     """Verifies wrong drafts; the stepper records the time of each step."""
     for chunks, drafts in VERIFIED:
         for number in range(min(chunks, max_running)):
-            chunk = chunk_of(f"rehearsal-{number}", CONTEXT_TOKENS[0], STEPS + 1, stepper.weights_version)
+            chunk = chunk_of(f"rehearsal-{number}", CONTEXT_TOKENS[0], STEPS + 1, stepper.stats().weights_version)
             stepper.add(chunk, time.monotonic())
         while stepper.busy:
             stepper.step()

@@ -13,8 +13,11 @@ import numpy as np
 from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
-from tailrace.deployments.messages.rollout import PromptLogprobs, SamplingParams, Top
+from tailrace.deployments.messages.rollout import Mask, PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
+
+TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""Parts of an engine's memory that sleep, by vLLM's names."""
 
 SampleKey = Annotated[int, "unsigned, 64 bits"]
 
@@ -96,6 +99,7 @@ class ChunkResult:
     drafts: DraftReport | None = None  # None without a draft plan
     close_calls: tuple[int, ...] = ()  # places in token_ids that noise may change, see engine_config
     top_logprobs: tuple[Top, ...] = ()  # of each token's position, if asked for
+    sampling_mask: tuple[Mask, ...] = ()  # likewise
     prompt_logprobs: PromptLogprobs | None = None  # if this chunk gives them
 
 
@@ -114,6 +118,7 @@ class EngineStats:
     weights_source: str = ""  # the source loaded last; empty: the folder that the engine was started on
     weights_pause_s: float = 0.0  # seconds without a token for the last load of weights
     weights_digest: str = ""  # names the content of the weights
+    asleep: tuple[str, ...] = ()  # parts of its memory that are given back; it runs no chunk then
     steps: int = 0
     preemptions: int = 0
     running: dict[str, int] = field(default_factory=dict)  # chunk_id -> tokens generated so far
@@ -134,3 +139,16 @@ class EngineStats:
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost
     max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
     adapters: tuple[Adapter, ...] = ()  # the last one of each name that it has heard of, loaded or not
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """The weights that an engine computes with, read back. `checksums`: of their values by saved name, zeros positive,
+    see `deployments.staging.checksums`. `unlike`: names whose values are not those of their source; None if that has
+    changed since, with the `problem`."""
+
+    version: int
+    digest: str
+    checksums: dict[str, str]
+    unlike: tuple[str, ...] | None
+    problem: str = ""

@@ -110,8 +110,10 @@ class RolloutBatch(BatchSettings):
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise ValueError(f"prompt_id {twice!r} is given twice")
-        if (asking := next((one.prompt_id for one in self.groups if one.sampling.wants_logprobs), None)) is not None:
-            raise ValueError(f"prompt {asking!r}: top_logprobs and prompt_logprobs come in open sessions alone")
+        if (asking := next((one.prompt_id for one in self.groups if one.sampling.wants_more), None)) is not None:
+            raise ValueError(
+                f"prompt {asking!r}: top_logprobs, prompt_logprobs and sampling_mask come in open sessions alone"
+            )
         if (samples := sum(group.samples for group in self.groups)) > MAX_SAMPLES:
             raise ValueError(f"{samples} samples in one batch; at most {MAX_SAMPLES}, give several batches")
         return self
@@ -119,6 +121,10 @@ class RolloutBatch(BatchSettings):
 
 Top = tuple[tuple[int, float], ...]
 """The likeliest tokens of one position and their logprobs, by falling logprob. -inf: the filters drop it."""
+
+
+Mask = tuple[int, ...]
+"""The tokens of one position that could be drawn, after rules and filters, by rising id; ties at the edge included."""
 
 
 class PromptLogprobs(Message):
@@ -185,6 +191,7 @@ class SampleResult(Message):
         (), description="element j: verifications that accepted more than j draft tokens"
     )
     top_logprobs: tuple[Top, ...] = Field((), description="of each token's position, if asked for, as `logprobs` are")
+    sampling_mask: tuple[Mask, ...] = Field((), description="of each token's position, if asked for")
     prompt_logprobs: PromptLogprobs | None = None
     close_calls: tuple[int, ...] = Field(
         (), description="positions whose two best candidates were closer than the engine's tolerance"
@@ -209,7 +216,8 @@ class RejectedBy(StrEnum):
     WEIGHTS = "weights"  # the service holds other weights than the batch asks for
     ADAPTER = "adapter"  # no adapter of the name is loaded
     READER = "reader"  # another driver reads this batch
-    QUOTA = "quota"  # a bound of the service: of this batch alone, or with those in flight
+    QUOTA = "quota"  # a bound of the service, with the batches in flight
+    SIZE = "size"  # a bound of the service, by itself: it will never be taken under these quotas
 
 
 class Rejected(Message):
@@ -241,3 +249,19 @@ class WeightsLoaded(Message):
     replicas: tuple[str, ...]
     paused_s: dict[str, float] = Field(default_factory=dict)
     staged_s: float = 0.0
+
+
+class WeightsCheck(Message):
+    """The weights that every replica computes with, read back from its model.
+
+    `checksums`: of their values by saved name, see `deployments.staging.checksums`; of the first replica. `unlike`: by
+    replica the tensors that are not those of the source of the weights, or not those of the first replica; none of a
+    sound service. `problems`: by replica, why it could not compare with the source.
+    """
+
+    version: int
+    digest: str
+    replicas: tuple[str, ...]
+    checksums: dict[str, str]
+    unlike: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    problems: dict[str, str] = Field(default_factory=dict)

@@ -15,6 +15,10 @@ from tailrace.deployments.messages.message import RequestMessage
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LOGPROBS = 128
 """Of one position."""
+
+MAX_MASK_TOKENS = 512
+"""Of one position, but for ties at the edge: trainers with masks use a top_k of up to a few hundred, and keep 8 tokens
+on the average (prime-rl's pull request 3431)."""
 Bias = Annotated[FiniteFloat, Field(ge=-100.0, le=100.0)]
 Token = Annotated[int, Field(ge=0)]
 
@@ -90,8 +94,14 @@ class SamplingParams(RequestMessage):
         None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens; 0: their own logprobs alone"
     )
 
+    sampling_mask: bool = Field(
+        False, description="ids of the tokens that the filters keep come with each token; needs top_k; in open sessions"
+    )
+
     @model_validator(mode="after")
     def _check(self):
+        if self.sampling_mask and not (1 <= self.top_k <= MAX_MASK_TOKENS and self.temperature > 0):
+            raise ValueError(f"sampling_mask: give a top_k of 1 to {MAX_MASK_TOKENS}, and a temperature above 0")
         if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in self.stop):
             raise ValueError(f"stop: a text of 1 to {MAX_STOP_CHARACTERS} characters each")
         if any(not word.strip() for word in self.bad_words):
@@ -101,9 +111,9 @@ class SamplingParams(RequestMessage):
         return self
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether logprobs of other tokens than the sampled ones are asked for."""
-        return self.top_logprobs > 0 or self.prompt_logprobs is not None
+    def wants_more(self) -> bool:
+        """Whether more of each position is asked for than its token and the logprobs of that."""
+        return self.top_logprobs > 0 or self.prompt_logprobs is not None or self.sampling_mask
 
     @property
     def changes_logits(self) -> bool:

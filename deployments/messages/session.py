@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tailrace.deployments.messages.rollout import Message, PromptGroup, RequestMessage, SampleResult, Top
+from tailrace.deployments.messages.rollout import Mask, Message, PromptGroup, RequestMessage, SampleResult, Top
 
 MAX_INDEX = 2**31 - 1
 """Drafts travel with 32-bit indexes."""
@@ -29,6 +29,11 @@ class SampleRequest(RequestMessage):
     group: PromptGroup
     index: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample in its group; enters its key")
     of: int | None = Field(None, ge=1, description="samples that the group will have; a hint, null: not known")
+    together: int = Field(
+        1,
+        ge=1,
+        description="samples asked for at once with it, of equal max_tokens: quotas that never hold all refuse it",
+    )
     chunk_tokens: int | None = Field(None, ge=1, description="bound of its chunks; null: as the policies say")
     deadline_s: float | None = Field(None, gt=0.0, description="seconds after which it ends with the tokens so far")
     turn: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample; enters its key")
@@ -45,7 +50,7 @@ class SampleRequest(RequestMessage):
         return self
 
 
-COLUMNS = "token_ids", "logprobs", "raw_logprobs", "top_logprobs"
+COLUMNS = "token_ids", "logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"
 
 
 class SampleTokens(Message):
@@ -61,6 +66,7 @@ class SampleTokens(Message):
     logprobs: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Top, ...] = ()
+    sampling_mask: tuple[Mask, ...] = ()
     answer: "SampleAnswer | None" = None
 
     def beyond(self, position: int) -> "SampleTokens":

@@ -113,6 +113,7 @@ class ServiceStatus(Message):
     model: str = ""  # the folder of the model and its tokenizer
     max_model_len: int = 0  # tokens of prompt and answer
     paused: bool = False  # no chunk starts until a resume, or samples in flight are ending before that
+    asleep: tuple[str, ...] = ()  # parts of the engines' memory that are given back, see `RolloutClient.sleep`
     held: int = 0  # samples between two turns
     adapters: tuple[Adapter, ...] = ()  # that requests may name
     contained: dict[str, int] = Field(default_factory=dict)  # errors that ended one thing alone, by PLACE.KIND

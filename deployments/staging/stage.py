@@ -54,7 +54,7 @@ class Stage:
         """Copies a tensor of torch, on any device, or an array of numpy. Raises StageRefused."""
         if name in self._names:
             raise StageRefused(f"weights {self._version}: tensor {name} comes twice")
-        kind, shape, data = _as_bytes(name, tensor)
+        kind, shape, data = as_bytes(name, tensor)
         size = len(data)
         try:
             if not self._files or not self._files[-1].takes(name, shape, _item_bytes(size, shape)):
@@ -175,7 +175,7 @@ def pairs_of(tensors):
     return tensors.items() if hasattr(tensors, "items") else tensors
 
 
-def _as_bytes(name: str, tensor) -> tuple[str, list[int], memoryview]:
+def as_bytes(name: str, tensor) -> tuple[str, list[int], memoryview]:
     """Type, shape and bytes of a tensor; it is copied only if it is elsewhere or not contiguous."""
     kind = TYPES.get(str(getattr(tensor, "dtype", None)).rpartition(".")[2])
     if kind is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.deployments.messages.rollout import Top
+from tailrace.deployments.messages.rollout import Mask, Top
 
 FIELDS = {
     "logprobs": np.float32,
@@ -19,13 +19,16 @@ FIELDS = {
     "drafted": np.int16,
     "accepted": np.int16,
 }
+MORE = "tops", "masks"
+"""Of the positions of requests that ask for them."""
+
 BLANKS = {"logprobs": np.nan, "raw_logprobs": np.nan, "margins": np.inf, "drafted": 0, "accepted": 0}
 
 
 class DrawRecord(NamedTuple):
     """Of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft tokens.
 
-    `tops`: of each token's position, if the request asks for them, see `top_logprobs`.
+    `tops`, `masks`: of each token's position, if the request asks for them, see `top_logprobs` and `sampling_mask`.
     """
 
     logprobs: np.ndarray
@@ -34,6 +37,7 @@ class DrawRecord(NamedTuple):
     drafted: int
     accepted: int
     tops: tuple[Top, ...] = ()
+    masks: tuple[Mask, ...] = ()
 
     @classmethod
     def none(cls) -> "DrawRecord":
@@ -43,7 +47,16 @@ class DrawRecord(NamedTuple):
         """Returns the record of these tokens and of the other ones after them."""
         arrays = (np.concatenate(pair) for pair in zip(self[:3], other[:3], strict=True))
         counts = self.drafted + other.drafted, self.accepted + other.accepted
-        return DrawRecord(*arrays, *counts, tops=self.tops + other.tops)
+        return DrawRecord(*arrays, *counts, tops=self.tops + other.tops, masks=self.masks + other.masks)
+
+    def redrawn(self, place: int, other: "DrawRecord") -> "DrawRecord":
+        """Returns this record with the token at `place` as the one of `other`; its margin and the counts stay."""
+        self.logprobs[place : place + 1] = other.logprobs
+        self.raw_logprobs[place : place + 1] = other.raw_logprobs
+        more = {name: (getattr(self, name), getattr(other, name)) for name in MORE}
+        return self._replace(
+            **{name: (*mine[:place], *new, *mine[place + 1 :]) for name, (mine, new) in more.items() if new}
+        )
 
 
 class LogprobStore:
@@ -54,7 +67,7 @@ class LogprobStore:
         self._free = list(range(requests))
         self._first = np.zeros(requests, np.int64)
         self._fields = {name: np.zeros((requests, tokens), kind) for name, kind in FIELDS.items()}
-        self._tops: dict[int, dict[int, Top]] = {}  # by slot and position, of requests that ask for them
+        self._more: dict[str, dict[int, dict[int, tuple]]] = {name: {} for name in MORE}  # each by slot and position
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -81,11 +94,12 @@ class LogprobStore:
         for name, values in zip(FIELDS, (logprobs, raw_logprobs, margins, drafted, accepted), strict=True):
             self._fields[name][slots, places] = values
 
-    def write_tops(self, slots, positions, rows, tops: Mapping[int, Top]) -> None:
-        """Notes the likeliest tokens of (slot, position) entries, all i64[m]; `tops` has them by row, if asked for."""
-        for slot, position, row in zip(slots, positions, rows, strict=True) if tops else ():
-            if row in tops:
-                self._tops.setdefault(int(slot), {})[int(position)] = tops[row]
+    def write_more(self, slots, positions, rows, more: Mapping[str, Mapping[int, tuple]]) -> None:
+        """Notes more of (slot, position) entries, all i64[m]; `more` has it by its name in MORE, then by row."""
+        for name, by_row in more.items():
+            for slot, position, row in zip(slots, positions, rows, strict=True):
+                if row in by_row:
+                    self._more[name].setdefault(int(slot), {})[int(position)] = by_row[row]
 
     def take(self, req_id: str, start: int, count: int) -> DrawRecord:
         """Returns the record of `count` tokens from position `start`.
@@ -100,13 +114,15 @@ class LogprobStore:
         if count and begin < 0:
             raise ValueError(f"{req_id}: position {start} is before the first one drawn, {self._first[slot]}")
         self._free.append(self._slot_of.pop(req_id))
-        tops = self._tops.pop(slot, {})
+        more = {name: self._more[name].pop(slot, {}) for name in MORE}
         begin = max(begin, 0)
         self._reserve(begin + count)
         taken = {name: field[slot, begin : begin + count] for name, field in self._fields.items()}
         arrays = (taken[name].copy() for name in ("logprobs", "raw_logprobs", "margins"))
         counts = int(taken["drafted"].sum()), int(taken["accepted"].sum())
-        return DrawRecord(*arrays, *counts, tops=tuple(tops.get(start + i, ()) for i in range(count)) if tops else ())
+        places = range(start, start + count)
+        more = {name: tuple(found.get(at, ()) for at in places) if found else () for name, found in more.items()}
+        return DrawRecord(*arrays, *counts, **more)
 
     def _open(self, req_id, position):
         if not self._free:

@@ -16,6 +16,7 @@ import torch
 from tailrace.deployments.constraints.logit_rules import LogitRules, RuleBook, rule_args
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
+from tailrace.deployments.vllm_exact.sampling_mask import kept_tokens
 from tailrace.deployments.vllm_exact.top_logprobs import top_logprobs
 
 ARGS_KEY = "tailrace"
@@ -55,6 +56,7 @@ def extra_args(
         "stops": stops,
         "rules": rule_args(sampling, bad_words or []),
         "tops": sampling.top_logprobs,
+        "mask": sampling.sampling_mask,
     }
 
 
@@ -92,6 +94,7 @@ class _Batch:
     stops: np.ndarray  # bool[n]: whether a close call ends a request's step
     rules: dict[int, LogitRules]  # by batch index
     tops: dict[int, int]  # by batch index: the number of likeliest tokens whose logprobs are asked for
+    masks: tuple[int, ...]  # batch indexes of requests that ask for the tokens that the filters keep
 
 
 class ExactSampler:
@@ -139,10 +142,10 @@ class ExactSampler:
     def __call__(self, logits, sampling_metadata, **_):
         batch, positions = self.batch(logits.shape[0])
         owner = np.arange(len(positions))
-        drawn, tops = self.draw(logits, batch, owner, positions)
+        drawn, more = self.draw(logits, batch, owner, positions)
         if batch.slots is not None:
             self.records.write(batch.slots, positions, *drawn[1:])
-            self.records.write_tops(batch.slots, positions, owner, tops)
+            self.records.write_more(batch.slots, positions, owner, more)
             rows = np.flatnonzero(batch.stops & (drawn[3] < batch.columns["tolerance"]))
             self.close(batch, rows, positions[rows])
         return output(drawn[0][:, None], logits.device)
@@ -153,8 +156,8 @@ class ExactSampler:
         if held.num_reqs != count:
             nothing = np.zeros(count, bool)
             columns = _columns([WARM_UP] * count)
-            batch = _Batch(states=[], columns=columns, replays={}, slots=None, stops=nothing, rules={}, tops={})
-            return batch, np.zeros(count, np.int64)
+            none = {"states": [], "replays": {}, "slots": None, "rules": {}, "tops": {}, "masks": ()}
+            return _Batch(columns=columns, stops=nothing, **none), np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = [self._runner.requests[req_id] for req_id in held.req_ids]
         known = self._batch
@@ -167,15 +170,15 @@ class ExactSampler:
         stops = np.array([a.get("stops", False) for a in args], bool)
         rules = self._rule_book.of(states, args)
         tops = {i: a["tops"] for i, a in enumerate(args) if a.get("tops")}
-        self._batch = _Batch(
-            states=states, columns=_columns(args), replays=replays, slots=slots, stops=stops, rules=rules, tops=tops
-        )
+        masks = tuple(i for i, a in enumerate(args) if a.get("mask"))
+        more = {"stops": stops, "rules": rules, "tops": tops, "masks": masks}
+        self._batch = _Batch(states=states, columns=_columns(args), replays=replays, slots=slots, **more)
         return self._batch, positions
 
     def draw(self, logits, batch: _Batch, owner: np.ndarray, positions: np.ndarray):
         """Runs `sample_rows` on logits [m, V], where row r is `positions[r]` of the batch's request `owner[r]`.
 
-        Returns its results, and by row the likeliest tokens and their logprobs, of requests that ask for them.
+        Returns its results, and more of the rows of requests that ask for it, see `LogprobStore.write_more`.
         """
         forced = np.full(len(owner), NOTHING, np.int32)
         if batch.replays:
@@ -191,17 +194,23 @@ class ExactSampler:
             for row in rows.tolist():
                 batch.rules[owner[row]].apply(logits[row], held[owner[row], : positions[row]])
         drawn = self._sample_rows(logits, columns.pop("key"), positions, **columns, forced=forced)
-        tops = self._tops(logits, batch.tops, owner, columns) if batch.tops else {}
+        more = self._more(logits, batch, owner, columns)
         if raw is not None:
             tokens = torch.from_numpy(drawn[0][rows].astype(np.int64)).to(raw.device)
             drawn[2][rows] = raw.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu().numpy()
-        return drawn, tops
+        return drawn, more
 
-    def _tops(self, logits, wanted: dict[int, int], owner: np.ndarray, columns: dict) -> dict[int, tuple]:
-        rows = np.flatnonzero(np.isin(owner, list(wanted)))
-        here = {name: values[rows] for name, values in columns.items()}
-        found = top_logprobs(logits[rows], max(wanted.values()), here)
-        return {row: top[: wanted[owner[row]]] for row, top in zip(rows.tolist(), found, strict=True)}
+    def _more(self, logits, batch: _Batch, owner: np.ndarray, columns: dict) -> dict[str, dict[int, tuple]]:
+        found = {}
+        if wanted := batch.tops:
+            rows = np.flatnonzero(np.isin(owner, list(wanted)))
+            tops = top_logprobs(logits[rows], max(wanted.values()), _of_rows(columns, rows))
+            found["tops"] = {row: top[: wanted[owner[row]]] for row, top in zip(rows.tolist(), tops, strict=True)}
+        if batch.masks:
+            rows = np.flatnonzero(np.isin(owner, batch.masks))
+            masks = kept_tokens(logits[rows], _of_rows(columns, rows))
+            found["masks"] = dict(zip(rows.tolist(), masks, strict=True))
+        return found
 
 
 class ExactRejectionSampler:
@@ -217,7 +226,7 @@ class ExactRejectionSampler:
         here = rows >= 0
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)
         owner[rows[here]], offset[rows[here]] = np.nonzero(here)
-        (tokens, *values), tops = self._sampler.draw(logits, batch, owner, first[owner] + offset)
+        (tokens, *values), more = self._sampler.draw(logits, batch, owner, first[owner] + offset)
         emitted, accepted = verify(tokens[rows], drafts, counts)
         if batch.slots is not None:
             if batch.stops.any():
@@ -228,7 +237,7 @@ class ExactRejectionSampler:
             values = [column[rows[i, j]] for column in values]
             drafted = np.where(j == 0, counts[i], 0)
             self._sampler.records.write(batch.slots[i], first[i] + j, *values, drafted, j < accepted[i])
-            self._sampler.records.write_tops(batch.slots[i], first[i] + j, rows[i, j], tops)
+            self._sampler.records.write_more(batch.slots[i], first[i] + j, rows[i, j], more)
         return output(emitted, logits.device)
 
 
@@ -258,6 +267,10 @@ def output(tokens: np.ndarray, device):
     from vllm.v1.outputs import SamplerOutput
 
     return SamplerOutput(sampled_token_ids=torch.from_numpy(tokens).to(device), logprobs_tensors=None)
+
+
+def _of_rows(columns: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: values[rows] for name, values in columns.items()}
 
 
 def _columns(args: list[dict]) -> dict[str, np.ndarray]:

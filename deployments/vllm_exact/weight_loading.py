@@ -87,7 +87,7 @@ def checked_digest(folder: str) -> str:
     """
     digest = weights_digest(folder)
     try:
-        for name, tensor in _read(folder):
+        for name, tensor in read_tensors(folder):
             if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
                 raise ValueError(f"{called(folder)}: {name} has a value that is not a finite number")
     except (OSError, SafetensorError) as error:
@@ -95,6 +95,11 @@ def checked_digest(folder: str) -> str:
     if weights_digest(folder) != digest:
         raise ValueError(f"{called(folder)}: it was written to meanwhile; update again once it is complete")
     return digest
+
+
+def read_tensors(folder: str) -> Iterator[tuple[str, object]]:
+    """Yields a folder's tensors by name. Raises ValueError, one line, if it cannot be opened."""
+    yield from _tensors(_opened(folder))
 
 
 def _is_finite(tensor) -> bool:
@@ -153,10 +158,6 @@ def _opened(folder: str) -> list:
         return [safe_open(path, framework="pt").__enter__() for path in _files(folder)]
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{called(folder)}: cannot be read: {one_line(error)}") from error
-
-
-def _read(folder: str) -> Iterator[tuple[str, object]]:
-    yield from _tensors(_opened(folder))
 
 
 def _tensors(files: list) -> Iterator[tuple[str, object]]:

@@ -11,12 +11,15 @@ from vllm.platforms import current_platform
 
 from tailrace.deployments.features import encoder
 from tailrace.deployments.features.prompt_features import PromptFeatures
+from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.deployments.staging.adapter_folder import misfit
+from tailrace.deployments.staging.given_back import give_back, trim
+from tailrace.deployments.staging.held import HeldWeights, is_packed
 from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact import lora
 from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler
-from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, refusal, tensors_of
+from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, read_tensors, refusal, tensors_of
 
 
 class ExactWorker:
@@ -60,6 +63,20 @@ class ExactWorker:
     def drop_adapter(self, number: int) -> None:
         """Forgets the adapter of a number, if it is here; no request uses it."""
         self.model_runner.lora_manager.remove_adapter(number)
+
+    def held_weights(self) -> HeldWeights:
+        """The weights that this rank computes with. Raises ValueError if it has a part of each alone."""
+        if self.parallel_config.world_size > 1:
+            raise ValueError("weights are read back on engines of one rank alone; set tensor_parallel to 1")
+        return HeldWeights(self.model_runner.get_model(), {name: shape for name, (shape, _) in self._tensors.items()})
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Checksums of the weights held, by saved name. Raises ValueError, one line."""
+        return self.held_weights().checksums()
+
+    def unlike_weights(self, folder: str) -> list[str]:
+        """Names of tensors held that are not those of a folder. Raises ValueError, one line."""
+        return self.held_weights().unlike(read_tensors(folder))
 
     def transfer_weights(self, transfer: Transfer) -> str:
         """Takes one phase of a transfer. Returns the source that the first rank has staged, or an empty text.
@@ -109,6 +126,24 @@ if current_platform.is_cpu():
 
             return kernel_cpu
 
+        def fall_asleep(self) -> None:
+            """Gives back the memory of weights and KV; no request may be in flight. Raises ValueError before that.
+
+            vLLM's sleep mode is of GPUs. Tensors keep their places, and the packed copies are made again by a load.
+            """
+            held, model = self.held_weights(), self.model_runner.get_model()
+            saved = [getattr(module, kind) for module, kind, _ in map(held.module_of, self._tensors)]
+            packed = [module for module in model.modules() if is_packed(module)]
+            if not {id(module.weight) for module in packed} <= set(map(id, saved)):
+                raise ValueError("a packed weight of the model is in no file, so a load would not bring it back")
+            for module in packed:
+                del module.cpu_linear
+            give_back([*saved, *self.model_runner.kv_caches])
+            trim()
+
+        def wake(self, tag: str) -> None:
+            """Nothing: pages come back as they are written, weights by a load."""
+
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -119,3 +154,17 @@ else:
             from tailrace.deployments.vllm_exact import kernel_gpu
 
             return kernel_gpu
+
+        def fall_asleep(self) -> None:
+            """Gives back the memory of weights and KV, by vLLM's sleep mode. Raises ValueError before that."""
+            if not self.model_config.enable_sleep_mode:
+                raise ValueError("give the engine vllm_args: {enable_sleep_mode: true}")
+            if self.vllm_config.kv_transfer_config is not None:
+                raise ValueError(
+                    "the pool's client knows the addresses of the KV; an engine with a pool keeps its memory"
+                )
+            self.sleep(level=2)
+
+        def wake(self, tag: str) -> None:
+            """Gives memory to the weights, which a load then fills, or to the KV."""
+            self.wake_up([{WEIGHTS: "weights", KV_CACHE: "kv_cache"}[tag]])

@@ -44,6 +44,7 @@ ASKED = {
     "choice": {"structured_outputs": {"choice": ["a heron", "a hound"]}},
     "stop": {"stop": [" the", ","]},
     "tops": {"top_logprobs": 3, "top_p": 0.9},
+    "mask": {"sampling_mask": True, "top_k": 20, "top_p": 0.95, "bad_words": [","]},
 }
 
 
@@ -113,7 +114,19 @@ def test_chunks_of_7_have_the_tokens_of_the_whole_answer(answers, pieces, name):
         np.testing.assert_allclose(joined, getattr(whole, kind), atol=0 if kind == "token_ids" else 1e-3)
     assert parts[-1].end is whole.end
     tops = [one for part in parts for one in part.top_logprobs]
+    masks = tuple(one for part in parts for one in part.sampling_mask)
     assert [one[0][0] for one in tops] == [one[0][0] for one in whole.top_logprobs]
+    assert masks == whole.sampling_mask
+
+
+def test_masks_hold_the_tokens_drawn_and_no_more_than_top_k_of_drafted_ones_too(answers):
+    """Of a text without the banned word: rules come before the filters."""
+    result = answers["mask"]
+    assert len(result.sampling_mask) == TOKENS == len(result.token_ids) and not answers["plain"].sampling_mask
+    for token, kept in zip(result.token_ids.tolist(), result.sampling_mask, strict=True):
+        assert token in kept and 28 not in kept and len(kept) <= 20
+    assert len({len(kept) for kept in result.sampling_mask}) > 3
+    assert result.accepted_tokens > 0
 
 
 def test_the_likeliest_tokens_have_the_logprobs_that_draws_of_them_have(answers):

@@ -7,14 +7,18 @@ from itertools import chain
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play as play_on
+from virtual_cluster import play_gateway
 
 from tailrace.app.fuzz.cluster import SimulatedPrompts
 from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.stepper import EOS
+from tailrace.app.fuzz.stepper import EOS, VOCABULARY
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.roles import Role
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}
@@ -126,7 +130,7 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(play):
 
 def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
     async def story(cluster, http, app):
-        sampling = {"max_tokens": 90, "n": 2, "seed": 3, "logprobs": 1}
+        sampling = {"max_tokens": 90, "n": 2, "seed": 3, "logprobs": 1, "top_k": 5, "sampling_mask": True}
         asked = {"token_ids": PROMPT, "sampling_params": sampling, "return_token_ids": True}
         whole = (await http.post("/inference/v1/generate", json=asked)).json()
         answer = await http.post(
@@ -139,9 +143,82 @@ def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
             assert flat(piece["token_ids"] for piece in pieces) == expected["token_ids"] and len(pieces) > 3
             contents = flat(piece["logprobs"]["content"] for piece in pieces if piece["logprobs"])
             assert contents == expected["logprobs"]["content"]
+            masks = flat(piece["sampling_mask"] for piece in pieces if piece.get("sampling_mask"))
+            assert masks == expected["sampling_mask"] == [[token, VOCABULARY] for token in expected["token_ids"]]
             assert pieces[-1]["weight_versions"] == expected["weight_versions"]
 
     play(story, mean_tokens=400)
+
+
+def test_a_request_that_no_quota_will_ever_hold_is_not_to_be_made_again(play):
+    async def story(cluster, http, app):
+        await http.get("/health")
+        cluster.coordinator.rollouts.deliveries.quotas = Quotas(max_samples=4, max_tokens=400)
+        asked = {"prompt": [PROMPT, [8]], "max_tokens": 20}
+        for more, reason in (({"n": 3}, "6 samples, quotas.max_samples is 4"), ({"max_tokens": 201}, "402 tokens")):
+            for stream in (False, True):
+                refused = await http.post("/v1/completions", json=asked | more | {"stream": stream})
+                assert refused.status_code == 400 and "retry-after" not in refused.headers
+                error = refused.json()["error"]
+                assert f"has {reason}" in error["message"] and error["type"] == "TooLargeForQuota"
+        long = asyncio.ensure_future(answered(http, "/v1/completions", prompt=PROMPT, max_tokens=300))
+        await asyncio.sleep(1.0)
+        refused = await http.post("/v1/completions", json=asked | {"n": 2})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        await long
+        assert len((await answered(http, "/v1/completions", **asked, n=2))["choices"]) == 4
+
+    play(story, mean_tokens=10_000)
+
+
+def test_metrics_count_requests_by_route_and_refusals_by_reason(tmp_path):
+    async def story(cluster, http):
+        async with http(Role.EVALUATOR) as evaluator, http(None) as stranger:
+            long = asyncio.ensure_future(evaluator.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 300}))
+            await asyncio.sleep(1.0)
+            for path, body in (("/v1/completions", {"prompt": ""}), ("/sleep", None), ("/nowhere", None)):
+                await evaluator.post(path, json=body)
+            assert (await stranger.get("/metrics")).status_code == 401
+            text = (await evaluator.get("/metrics")).text
+            await long
+            last = (await evaluator.get("/metrics")).text
+        samples = {
+            (one.name, *(value for name, value in sorted(one.labels.items()) if name != "replica")): one.value
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+        }
+        assert samples["tailrace_gateway_open_requests",] == 2.0, "the long one, and this one"
+        requests, refused = "tailrace_gateway_requests_total", "tailrace_gateway_refused_total"
+        assert samples[requests, "/v1/completions", "400"] == samples[requests, "/sleep", "403"] == 1.0
+        assert samples[requests, "none", "404"] == samples[requests, "none", "401"] == 1.0
+        assert {one[1]: value for one, value in samples.items() if one[0] == refused} == {
+            "content": 1.0, "role": 1.0, "route": 1.0, "token": 1.0
+        }  # fmt: skip
+        assert samples["tailrace_gateway_request_seconds_count", "/sleep"] == 1.0
+        assert 'route="/v1/completions",status="200"' in last and "nowhere" not in last
+
+    play_gateway(story, tmp_path, mean_tokens=10_000)
+
+
+def test_a_gateway_that_returns_masks_needs_a_bound_of_each(tmp_path):
+    async def story(cluster, client):
+        config = GatewayConfig(return_sampling_mask=True)
+        service = GatewayService(lambda role: driver_client(cluster), config)
+        service._model = ServedModel("simulated", "simulated", 512, ChattingPrompts())
+        transport = httpx.ASGITransport(make_app(service, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            for sampling, status in (({}, 400), ({"top_k": 5}, 200)):
+                asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4} | sampling}
+                answer = await http.post("/inference/v1/generate", json=asked)
+                assert answer.status_code == status
+                if status == 400:
+                    assert "sampling_mask: give a top_k" in answer.json()["error"]["message"]
+                else:
+                    assert len(answer.json()["choices"][0]["sampling_mask"]) == 4
+            plain = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
+            assert plain.status_code == 200 and "sampling_mask" not in plain.json()["choices"][0]
+
+    play_on(story, tmp_path, mean_tokens=400)
 
 
 def test_the_end_of_an_answer_is_named(play):

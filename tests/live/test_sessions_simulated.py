@@ -9,7 +9,7 @@ import pytest
 from virtual_cluster import play as play_on
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient, RolloutRejected
-from tailrace.app.calls.refused import StreamBroken
+from tailrace.app.calls.refused import StreamBroken, TooLargeForQuota
 from tailrace.app.calls.session import groups_of_answers
 from tailrace.deployments.batches import open_batch, open_sessions
 from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
@@ -51,7 +51,7 @@ def test_a_score_has_a_logprob_for_each_token_but_the_first_and_a_batch_gives_no
         assert scored.prompt.logprobs == (-1, -2, -3) and scored.weights_version == 0 and scored.weights_digest
         assert answer.sample.prompt_logprobs is None
         asked = PromptGroup(prompt_id="p", token_ids=(1, 2), sampling={"prompt_logprobs": 0})
-        with pytest.raises(ValueError, match="prompt 'p': top_logprobs and prompt_logprobs come in"):
+        with pytest.raises(ValueError, match="prompt 'p': top_logprobs, prompt_logprobs and sampling_mask come in"):
             RolloutBatch(batch_id="b", groups=(asked,))
 
     play(story)
@@ -181,6 +181,16 @@ def test_the_quotas_hold_for_sessions(play):
             with pytest.raises(QuotaExceeded, match=r"try again when batch 's' has ended"):
                 await whole_batch(client, RolloutBatch(batch_id="b", groups=(group,)))
             assert len([answer async for answer in session.samples()]) == 2
+            with pytest.raises(
+                TooLargeForQuota, match=r"batch 'b' has 3 samples, quotas.max_samples is 2; ask for fewer"
+            ):
+                group = PromptGroup(prompt_id="p", token_ids=(1,), samples=3)
+                await whole_batch(client, RolloutBatch(batch_id="b", groups=(group,)))
+            cluster.coordinator.rollouts.deliveries.quotas = Quotas(max_tokens=30)
+            with pytest.raises(
+                TooLargeForQuota, match=r"a sample of session 's' has 31 tokens, quotas.max_tokens is 30"
+            ):
+                await session.generate(PROMPT, index=2, max_tokens=31)
 
     play(story, mean_tokens=400)
 

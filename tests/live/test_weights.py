@@ -3,18 +3,22 @@
 One engine alive at a time: first one started on the other weights, for what is expected; then the one that changes.
 """
 
+import re
 import shutil
 import time
+from pathlib import Path
 from queue import Queue
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from test_engine import SAMPLES, arrays, assert_same, chunk, run
+from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
 
 from tailrace.deployments.engine.runner import EngineRunner
+from tailrace.deployments.messages.chunk import KV_CACHE, TAGS
 from tailrace.deployments.messages.errors import EngineDown
+from tailrace.deployments.staging.held import checksum_of
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.weight_loading import weights_digest
 from tailrace.policies.protocol.events import ChunkEnd
@@ -151,6 +155,67 @@ def test_early_chunks_of_weights_that_are_refused_are_refused(engine, old, tmp_p
     assert_same(arrays(boxes[0].get(timeout=60)), old[0])
     assert "no such folder" in str(loaded.exception(timeout=60))
     assert "wants weights version 1, this is 0" in str(boxes[1].get(timeout=60))
+
+
+def resident_mib() -> float:
+    """Of this process's own memory; files that are mapped do not count."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"Anonymous:\s+(\d+)", text)[1]) / 1024
+
+
+def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same_tokens(engine, old, model_dir):
+    digest, half = engine.stats().weights_digest, TOKENS // 2
+    begun = run(engine, *(chunk(sample, max_tokens=half) for sample in SAMPLES))
+    awake, box = resident_mib(), Queue()
+    engine.submit(chunk(0, chunk_id="in flight"), box.put)
+    engine.fall_asleep().result(timeout=60)
+    assert_same(arrays(box.get(timeout=1)), old[0])
+    assert engine.stats().asleep == TAGS and engine.stats().weights_digest == digest
+    assert resident_mib() < awake - 400, "its weights alone have 513 MiB, and its KV 256"
+    (refused,) = run(engine, chunk(0))
+    assert isinstance(refused, ValueError) and "this engine sleeps" in str(refused)
+    assert "wake it up" in str(engine.read_weights().exception(timeout=60))
+    with pytest.raises(ValueError, match="holds other weights"):
+        engine.load_weights(0, "", "0" * 16).result(timeout=60)
+    engine.load_weights(0, "", digest).result(timeout=120)
+    assert engine.stats().asleep == (KV_CACHE,)
+    engine.wake_kv().result(timeout=60)
+    assert engine.stats().asleep == ()
+    rest = run(engine, *(chunk(n, begun[n].token_ids, TOKENS - half, chunk_id=f"rest {n}") for n in SAMPLES))
+    for whole_one, first, second in zip(old, begun, rest, strict=True):
+        if first.end is not ChunkEnd.STOP:
+            tokens = np.concatenate([first.token_ids, second.token_ids])
+            np.testing.assert_array_equal(tokens, whole_one.token_ids)
+    assert_all_same(whole(engine, 0), old)
+
+
+def test_an_engine_does_not_sleep_if_its_weights_could_not_come_back(engine, old, other_weights, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(other_weights, folder)
+    engine.load_weights(1, str(folder)).result(timeout=120)
+    shutil.rmtree(folder)
+    assert "could not come back" in str(engine.fall_asleep().exception(timeout=60))
+    (went_on,) = run(engine, chunk(0, weights_version=1))
+    assert len(went_on.token_ids) and engine.stats().asleep == () and engine.healthy
+
+
+def test_weights_read_back_are_those_of_the_folder_and_a_changed_one_is_named(engine, old, model_dir, other_weights):
+    found = engine.read_weights().result(timeout=120)
+    assert (found.version, found.unlike, found.problem) == (0, (), "")
+    with safe_open(model_dir / "model.safetensors", framework="pt") as file:
+        saved = {name: checksum_of(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a dict
+    assert found.checksums == saved
+    engine.load_weights(1, str(other_weights)).result(timeout=120)
+    assert engine.read_weights().result(timeout=120).unlike == ()
+    vllm = engine._stepper._engine.engine_core.engine_core
+    model = vllm.model_executor.driver_worker.worker.model_runner.get_model()
+    projection = model.model.layers[3].self_attn.qkv_proj
+    held, model.model.norm.weight.data[7] = projection.cpu_linear, 0.5
+    projection.cpu_linear = lambda *arguments: held(*arguments) * 1.001
+    names = [f"model.layers.3.self_attn.{part}_proj.weight" for part in "kqv"]
+    assert engine.read_weights().result(timeout=120).unlike == (*names, "model.norm.weight")
+    engine.load_weights(2, str(other_weights)).result(timeout=120)
+    assert engine.read_weights().result(timeout=120).unlike == ()
 
 
 def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_weights):

@@ -232,3 +232,24 @@ def test_sampling_parameters_arrive(http):
     greedy = [asked(http, n, sampling_params={"max_tokens": 8, "temperature": 0})["choices"][0] for n in (1, 2)]
     assert greedy[0]["token_ids"] == greedy[1]["token_ids"]
     assert SamplingParams(temperature=0).temperature == 0
+
+
+def test_a_service_sleeps_in_the_middle_of_a_request_and_says_what_it_holds(address, http):
+    url, _ = address
+    sampling = {"max_tokens": 200, "top_k": 20, "sampling_mask": True, "ignore_eos": True}
+    expected = asked(http, 7, sampling_params=sampling)["choices"][0]
+    with caller(url, "trainer") as trainer, ThreadPoolExecutor(1) as pool:
+        held = trainer.post("/weight_checker", json={"action": "checksum"}).json()
+        assert held["checksums"] and held["mismatches"] == []
+        again = pool.submit(asked, http, 7, sampling_params=sampling)
+        until(lambda: "tailrace_gateway_open_requests" in http.get("/metrics").text)
+        assert trainer.post("/sleep?mode=keep").json()["status"] == "sleeping"
+        assert trainer.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert trainer.post("/weight_checker", json={"action": "checksum"}).status_code == 400
+        assert trainer.post("/wake_up").json()["status"] == "awake"
+        choice = again.result(timeout=120)["choices"][0]
+        compared = {"action": "compare", "baseline": held["checksums"]}
+        assert trainer.post("/weight_checker", json=compared).json() == {"match": True, "mismatches": []}
+    assert choice["token_ids"] == expected["token_ids"] and choice["sampling_mask"] == expected["sampling_mask"]
+    for token, kept in zip(choice["token_ids"], choice["sampling_mask"], strict=True):
+        assert token in kept and 1 <= len(kept) <= 20

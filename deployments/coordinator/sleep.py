@@ -1,0 +1,113 @@
+"""The sleep of a service: engines give back the memory of weights and KV to a trainer that shares their device.
+
+Invariant: a sleep is a pause that `resume` does not end; samples in flight continue after it with the next token, since
+only KV is lost. Weights come back as an ordinary load, checked against their digest, before anything starts. A replica
+that joins meanwhile is put to sleep, and a new coordinator that finds one asleep continues the sleep. An update of
+the weights wakes these. Owned by `Rollouts`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tailrace.deployments.coordinator.pause import Pause, PauseMode
+from tailrace.deployments.coordinator.weights import Weights
+from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS, EngineStats
+from tailrace.deployments.messages.errors import ReplicaLost, one_line
+from tailrace.deployments.messages.rollout import Rejected
+
+if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
+    from tailrace.deployments.coordinator.engine_client import EngineClient
+
+
+class Sleep:
+    """`reports`: of the present replicas, by id. `polled`: returns after another poll of them."""
+
+    def __init__(
+        self,
+        engines: "EngineClient",
+        weights: Weights,
+        pause: Pause,
+        reports: Callable[[], Mapping[str, EngineStats]],
+        polled: Callable[[], Awaitable[None]],
+    ):
+        self._engines, self._weights, self._pause = engines, weights, pause
+        self._reports, self._polled = reports, polled
+        self._asking: set[str] = set()  # replicas that are being put to sleep
+        self._kv_asleep = False
+        self.problem: str | None = None  # why a replica did not fall asleep
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The parts of memory that sleep."""
+        asleep = {WEIGHTS: self._weights.asleep, KV_CACHE: self._kv_asleep}
+        return tuple(tag for tag in TAGS if asleep[tag])
+
+    async def begin(self, mode: PauseMode) -> Rejected | None:
+        """Returns once every replica has given its memory back; or why one cannot, and all are awake and resumed."""
+        await self._pause.begin(mode)
+        if not self._pause.held:
+            return Rejected(reason="the service was resumed before it slept")
+        self._weights.asleep, self._kv_asleep, self.problem = True, True, None
+        await asyncio.gather(*map(self._put_to_sleep, self._reports()))
+        while self.problem is None and self.tags == TAGS and self._awake():
+            await self._polled()
+        if self.problem is None:
+            return None
+        refused, self.problem = Rejected(reason=f"the service does not sleep: {self.problem}"), None
+        return await self.end(TAGS) or refused
+
+    async def end(self, tags: Collection[str]) -> Rejected | None:
+        """Wake these parts; the pause ends once all are awake. Returns why the weights do not come back, if so."""
+        if not self.tags:
+            return None
+        if WEIGHTS in tags and self._weights.asleep:
+            self.wake_weights()
+            loaded = await self._weights.loaded()
+            if isinstance(loaded, Rejected):
+                return loaded
+        if KV_CACHE in tags and self._kv_asleep:
+            calls = [self._engines.wake_kv(name) for name, one in self._reports().items() if KV_CACHE in one.asleep]
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(answer, ValueError | RuntimeError):
+                    return Rejected(reason=f"the KV cache did not wake: {one_line(answer)}")
+            self._kv_asleep = False
+        if not self.tags:
+            self._pause.end()
+        return None
+
+    def wake_weights(self) -> None:
+        """From now on replicas load the wanted weights."""
+        self._weights.asleep = False
+
+    def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
+        """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
+        if first and (tags := {tag for one in reports for tag in one.asleep}):
+            self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
+        if self._weights.asleep:
+            return [self._put_to_sleep(one.replica_id) for one in reports if WEIGHTS not in one.asleep]
+        if self._kv_asleep:
+            return []
+        return [self._wake_kv(one.replica_id) for one in reports if KV_CACHE in one.asleep]
+
+    def _awake(self) -> list[str]:
+        return [name for name, one in self._reports().items() if WEIGHTS not in one.asleep]
+
+    async def _wake_kv(self, replica_id: str) -> None:
+        """Of a replica that this coordinator has not seen asleep with the others."""
+        with suppress(Exception):  # it is asked again at the next report
+            await self._engines.wake_kv(replica_id)
+
+    async def _put_to_sleep(self, replica_id: str) -> None:
+        if replica_id in self._asking:
+            return
+        self._asking.add(replica_id)
+        try:
+            await self._engines.fall_asleep(replica_id)
+        except ReplicaLost:
+            pass  # its memory is free
+        except Exception as error:  # noqa: BLE001 - of one replica: its weights could not come back, or Ray is in trouble
+            self.problem = f"{replica_id}: {one_line(error) if not str(error) else error}"
+        finally:
+            self._asking.discard(replica_id)

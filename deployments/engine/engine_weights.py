@@ -1,0 +1,97 @@
+"""The weights of one engine: their name, their loads, and whether their memory is there.
+
+Invariant: an engine that sleeps runs no chunk, and its weights come back by a load alone, whose content is checked
+against the digest. Owned by the stepper, and called on its thread.
+"""
+
+from tailrace.deployments.messages.chunk import KV_CACHE, WEIGHTS, ChunkRequest, WeightsRead
+from tailrace.deployments.messages.transfer import Transfer
+from tailrace.deployments.vllm_exact.weight_loading import called, weights_digest
+
+
+class EngineWeights:
+    """`engine`: vLLM's LLMEngine. `version`: of the weights that it was started on."""
+
+    def __init__(self, engine, version: int):
+        self._engine, self._folder = engine, engine.vllm_config.model_config.model
+        self.version, self._source, self._digest = version, "", weights_digest(self._folder)
+        self.asleep: tuple[str, ...] = ()  # parts of memory that are given back
+
+    def report(self) -> dict:
+        """The fields of EngineStats."""
+        named = {"weights_version": self.version, "weights_source": self._source, "weights_digest": self._digest}
+        return named | {"asleep": self.asleep}
+
+    def chunk_refusal(self, chunk: ChunkRequest) -> str | None:
+        """Returns why a chunk cannot run under these weights, or None."""
+        if self.asleep:
+            return "this engine sleeps"
+        if chunk.weights_version != self.version:
+            return f"wants weights version {chunk.weights_version}, this is {self.version}"
+        if chunk.weights_digest not in ("", self._digest):
+            return f"wants weights {chunk.weights_digest}, this is {self._digest}"
+        return None
+
+    def refusal(self, source: str) -> str | None:
+        """Returns the reason, in one line, why this folder's weights cannot be loaded, or None. Every rank checks."""
+        reasons = self._engine.collective_rpc("weights_refusal", args=(source,))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def load(self, version: int, source: str, digest: str) -> None:
+        """Puts the safetensors of a source into the running model. No chunk runs meanwhile.
+
+        `digest`: of the content that is meant; empty for any. An empty source names the folder that the engine was
+        started on. Raises ValueError, one line; nothing has changed then. KV is kept: its keys carry version and digest.
+        Any other error leaves the model half loaded.
+        """
+        folder = source or self._folder
+        if (reason := self.refusal(folder)) is not None:
+            raise ValueError(reason)
+        if digest not in ("", found := weights_digest(folder)):
+            raise ValueError(f"{called(folder)}: holds other weights ({found}) than version {version} ({digest})")
+        self._wake(WEIGHTS)
+        self._engine.collective_rpc("load_weights_from", args=(folder,))
+        self._engine.engine_core.engine_core.reset_encoder_cache()  # embeddings of images under the former weights
+        if weights_digest(folder) != found:
+            raise RuntimeError(f"{called(folder)}: it was written to while it was loaded")
+        self.version, self._source, self._digest = version, source, found
+
+    def fall_asleep(self) -> None:
+        """Gives back the memory of weights and KV. Raises ValueError, one line, if they could not come back."""
+        if WEIGHTS in self.asleep:
+            return
+        folder = self._source or self._folder
+        if (reason := self.refusal(folder)) is not None:
+            raise ValueError(f"{reason}; the weights could not come back")
+        if (found := weights_digest(folder)) != self._digest:
+            changed = f"{called(folder)}: holds other weights now ({found}) than run ({self._digest})"
+            raise ValueError(f"{changed}, which could not come back; send them first")
+        self._engine.collective_rpc("fall_asleep")
+        self.asleep = WEIGHTS, KV_CACHE
+
+    def wake_kv(self) -> None:
+        """Has the memory of the KV back."""
+        self._wake(KV_CACHE)
+
+    def _wake(self, tag: str) -> None:
+        if tag in self.asleep:
+            self._engine.collective_rpc("wake", args=(tag,))
+            self.asleep = tuple(other for other in self.asleep if other != tag)
+
+    def read_back(self) -> WeightsRead:
+        """Returns the weights as they are computed with. Raises ValueError, one line."""
+        if WEIGHTS in self.asleep:
+            raise ValueError("the engine sleeps; wake it up first")
+        folder = self._source or self._folder
+        unlike: tuple[str, ...] | None = None
+        problem = ""
+        if weights_digest(folder) == self._digest:
+            unlike = tuple(self._engine.collective_rpc("unlike_weights", args=(folder,))[0])
+        else:
+            problem = f"{called(folder)}: holds other weights now"
+        checksums = self._engine.collective_rpc("weight_checksums")[0]
+        return WeightsRead(self.version, self._digest, checksums, unlike, problem)
+
+    def transfer(self, transfer: Transfer) -> str:
+        """Takes one phase of a transfer on every rank. Returns the source that was staged, or an empty text."""
+        return self._engine.collective_rpc("transfer_weights", args=(transfer,))[0]

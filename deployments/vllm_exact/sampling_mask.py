@@ -1,0 +1,43 @@
+"""The tokens of a row that its filters keep: the support of the distribution that it is drawn from.
+
+Invariant: the floor is that of the kernel that draws, to the bit, so a drawn token is among them. A trainer that
+normalises its own logits over them has the engine's distribution. Called by sampler.py for requests that ask for them.
+"""
+
+import numpy as np
+import torch
+
+from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
+from tailrace.deployments.vllm_exact.kernel_gpu import floors
+
+
+def kept_tokens(logits: torch.Tensor, columns: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
+    """Returns for each row of logits f32[n, V], rules applied, the kept tokens by rising id; ties at the edge stay.
+
+    `columns`: `temperature`, `top_p`, `top_k`, `min_p` of the rows, [n]. A greedy row keeps its draw alone.
+    """
+    greedy = columns["temperature"] < GREEDY_BELOW
+    peaks = logits.argmax(dim=1)
+    floor = _floors_cpu(logits, peaks, columns) if logits.device.type == "cpu" else _floors(logits, peaks, columns)
+    kept = (logits >= floor[:, None]) & (logits > -torch.inf)
+    rows, tokens = kept.nonzero(as_tuple=True)
+    found = torch.split(tokens.cpu(), torch.bincount(rows.cpu(), minlength=len(logits)).tolist())
+    draws = peaks.tolist()
+    return [(draws[row],) if greedy[row] else tuple(one.tolist()) for row, one in enumerate(found)]
+
+
+def _floors_cpu(logits: torch.Tensor, peaks: torch.Tensor, columns: dict[str, np.ndarray]) -> torch.Tensor:
+    from tailrace.deployments.vllm_exact import filters_cpu  # numba is to be loaded after vLLM, and not on GPUs
+
+    floor, filters = torch.empty(len(logits)), (columns[name] for name in ("temperature", "top_p", "top_k", "min_p"))
+    filters_cpu.floors(np.ascontiguousarray(logits), peaks.numpy(), *filters, floor.numpy())
+    return floor
+
+
+def _floors(logits: torch.Tensor, peaks: torch.Tensor, columns: dict[str, np.ndarray]) -> torch.Tensor:
+    heat, *filters = (
+        torch.from_numpy(columns[name]).to(logits.device)[:, None]
+        for name in ("temperature", "top_p", "top_k", "min_p")
+    )
+    ordered = logits.sort(dim=1, descending=True).values
+    return floors(logits, ordered, logits.gather(1, peaks[:, None]), heat.double(), *filters)[:, 0]
