@@ -7,9 +7,9 @@ from pydantic import ValidationError
 
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.sampling import MAX_MASK_TOKENS, SamplingParams
-from tailrace.deployments.vllm_exact import sampling_mask
+from tailrace.deployments.vllm_exact import kept_tokens as masks
+from tailrace.deployments.vllm_exact.kept_tokens import kept_tokens
 from tailrace.deployments.vllm_exact.kernel_cpu import sample_rows
-from tailrace.deployments.vllm_exact.sampling_mask import kept_tokens
 
 ROWS, VOCAB = 6, 500
 
@@ -68,7 +68,7 @@ def test_ties_at_the_edge_stay_forbidden_tokens_do_not_and_a_greedy_row_keeps_it
 def test_the_floors_of_both_kernels_keep_the_same_tokens(changes):
     rows, settings = torch.from_numpy(logits()), columns(**changes)
     peaks = rows.argmax(dim=1)
-    floors = (of(rows, peaks, settings) for of in (sampling_mask._floors_cpu, sampling_mask._floors))
+    floors = (of(rows, peaks, settings) for of in (masks._floors_cpu, masks._floors))
     one, other = ((rows >= floor[:, None]) for floor in floors)
     assert torch.equal(one, other)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from tailrace.deployments.vllm_exact.kept_tokens import top_logprobs
 from tailrace.deployments.vllm_exact.kernel_cpu import sample_rows
-from tailrace.deployments.vllm_exact.top_logprobs import top_logprobs
 
 ROWS, VOCAB, COUNT = 6, 500, 40
 

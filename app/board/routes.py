@@ -9,8 +9,8 @@ import json
 from contextlib import aclosing, asynccontextmanager
 
 from fastapi import FastAPI, Response
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, StreamingResponse
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from tailrace.app.board.page import page
 from tailrace.app.board.watcher import Watcher

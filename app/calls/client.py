@@ -25,10 +25,11 @@ from tailrace.app.calls.refused import (
 )
 from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
 from tailrace.app.calls.session_calls import SessionCalls
+from tailrace.app.calls.status_calls import StatusCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged
 from tailrace.deployments.telemetry import MAX_TRACES, Telemetry, traceparent
 from tailrace.policies.families.registry import Policies
 
@@ -36,7 +37,7 @@ READER_S = 20.0
 """Seconds for which a batch id that another driver reads is asked for: that driver may be gone."""
 
 
-class RolloutClient(SessionCalls, WeightsCalls, AdapterCalls):
+class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
     """`app_name`: the Serve application on the cluster that `ray.init` has connected this process to.
 
     `resume_s`: seconds for which a call waits for a coordinator that was lost; then it raises Ray's error.
@@ -167,30 +168,6 @@ class RolloutClient(SessionCalls, WeightsCalls, AdapterCalls):
         return answer
 
     update_weights_blocking = blocking(update_weights)
-
-    async def status(self) -> ServiceStatus:
-        """Replicas, batches, pool and counters, as of the last replica reports."""
-        return await self._ask("status")
-
-    status_blocking = blocking(status)
-
-    async def longest_samples(self, count: int = 10) -> tuple[SampleStatus, ...]:
-        """The longest unended samples by tokens so far, in falling order: the tail as it forms."""
-        return await self._ask("longest_samples", count)
-
-    longest_samples_blocking = blocking(longest_samples)
-
-    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        """Chunks and text so far of an unended sample, by the id that `longest_samples` gives; None if it has ended."""
-        return await self._ask("sample_detail", sample_id)
-
-    sample_detail_blocking = blocking(sample_detail)
-
-    async def pool_status(self) -> PoolView | None:
-        """The coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""
-        return (await self.status()).pool
-
-    pool_status_blocking = blocking(pool_status)
 
     async def record_rewards(self, group: GroupResult, rewards: Mapping[int, float] | Sequence[float]) -> None:
         """Record the rewards of a group's samples, by sample index. Drafts of later epochs follow the better answers.

@@ -41,8 +41,8 @@ class EngineWeights:
         """Puts the safetensors of a source into the running model. No chunk runs meanwhile.
 
         `digest`: of the content that is meant; empty for any. An empty source names the folder that the engine was
-        started on. Raises ValueError, one line; nothing has changed then. KV is kept: its keys carry version and digest.
-        Any other error leaves the model half loaded.
+        started on. Raises ValueError, one line; nothing has changed then. KV is kept: its keys carry version and
+        digest. Any other error leaves the model half loaded.
         """
         folder = source or self._folder
         if (reason := self.refusal(folder)) is not None:

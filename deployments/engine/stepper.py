@@ -15,9 +15,9 @@ from tailrace.deployments.engine.adapters import Adapters
 from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
 from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.redraws import Redraws
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
+from tailrace.deployments.engine.weight_calls import WeightCalls
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
-from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.requests import Requests
@@ -28,7 +28,7 @@ from tailrace.policies.protocol.events import ChunkEnd
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
 
-class Stepper:
+class Stepper(WeightCalls):
     """Builds the engine on construction (5 to 10 s). Passes on vLLM's exceptions about a bad model folder."""
 
     def __init__(
@@ -253,41 +253,9 @@ class Stepper:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
         return self._engine.reset_prefix_cache()
 
-    @property
-    def weights_version(self) -> int:
-        return self._weights.version
-
-    def load_weights(self, version: int, source: str, digest: str = "") -> None:
-        """Loads weights, see EngineWeights.load. Raises RuntimeError while chunks run; nothing has changed then."""
-        if self._running:
-            raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        self._weights.load(version, source, digest)
-
-    def fall_asleep(self) -> None:
-        """Gives back the memory of weights and KV, until `load_weights` and `wake_kv`; no KV is kept.
-
-        Raises ValueError, one line, while chunks run, and if the weights could not come back. Other errors are final.
-        """
-        if self._running or not self.reset_cache():
-            raise ValueError(f"an engine cannot sleep while {len(self._running)} chunks run")
-        self._weights.fall_asleep()
-
-    def wake_kv(self) -> None:
-        self._weights.wake_kv()
-
-    def read_weights(self) -> WeightsRead:
-        """Returns the weights as they are computed with. Takes seconds. Raises ValueError, one line."""
-        return self._weights.read_back()
-
     def rejoin_pool(self, master_address: str) -> None:
         """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
-
-    def weights_refusal(self, source: str) -> str | None:
-        return self._weights.refusal(source)
-
-    def transfer_weights(self, transfer: Transfer) -> str:
-        return self._weights.transfer(transfer)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""

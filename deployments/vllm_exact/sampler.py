@@ -15,9 +15,8 @@ import torch
 
 from tailrace.deployments.constraints.logit_rules import LogitRules, RuleBook, rule_args
 from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.vllm_exact.kept_tokens import kept_tokens, top_logprobs
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
-from tailrace.deployments.vllm_exact.sampling_mask import kept_tokens
-from tailrace.deployments.vllm_exact.top_logprobs import top_logprobs
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
