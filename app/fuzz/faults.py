@@ -189,6 +189,10 @@ async def _reset(site: FaultSite, fault: Fault) -> None:
     await _tolerated(driver_client(site.cluster).reset_caches())
 
 
+PAUSED_S = 0.1
+"""At least, so that the pause arrives before the resume: two calls at the same time have no order."""
+
+
 async def _pause(site: FaultSite, fault: Fault) -> None:
     """A trainer pauses the service for a while, and resumes it, whatever has become of the pause; or puts it to sleep,
     and wakes it until it is awake."""
@@ -202,7 +206,7 @@ async def _pause(site: FaultSite, fault: Fault) -> None:
             await asyncio.sleep(1.0)
         return
     pause = asyncio.ensure_future(_tolerated(client.pause(("keep", "wait")[fault.number % 2])))
-    await asyncio.sleep(fault.seconds)
+    await asyncio.sleep(max(PAUSED_S, fault.seconds))
     await client.resume()
     await pause
 

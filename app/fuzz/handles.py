@@ -126,13 +126,13 @@ class EngineHandle:
     async def _parted(self, replica: SimulatedReplica, coroutine):
         """The call's answer; RayActorError if the replica's host is cut off for longer than Ray waits."""
         task = asyncio.ensure_future(coroutine)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody reads it if its caller dies
         now = asyncio.get_running_loop().time
         try:
             while True:
                 await asyncio.wait({task}, timeout=PARTED_S)
                 left_s = replica.parted_until_s - now()
                 if left_s > PARTED_S or (left_s > 0 and not task.done()):
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
                     raise RayActorError()  # the call itself continues there
                 if task.done() and left_s <= 0:
                     return task.result()

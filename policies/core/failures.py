@@ -17,7 +17,7 @@ MAX_SAMPLES = 3
 
 MAX_ATTEMPTS = 5
 """A sample's failures in a row, on replicas where others succeeded meanwhile or on as many different replicas, after
-which it ends as failed. More point to a poisoned sample, not to bad luck."""
+which it ends as failed; or replicas in a row that left under it. More point to a poisoned sample, not to bad luck."""
 
 MAX_DOUBTFUL_ATTEMPTS = 20
 """A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound.
@@ -56,7 +56,9 @@ class _Attempts:
 
     @property
     def given_up(self) -> bool:
-        if self.own.total() >= MAX_ATTEMPTS or self.lost + len(self.failed) >= MAX_ATTEMPTS:
+        if (
+            max(self.own.total(), self.lost, len(self.failed)) >= MAX_ATTEMPTS
+        ):  # four hosts that die prove no fifth fault
             return True
         return self.forgiven >= MAX_FORGIVEN or self.lost + self.failed.total() >= MAX_DOUBTFUL_ATTEMPTS
 

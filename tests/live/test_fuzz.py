@@ -52,6 +52,12 @@ KEPT = {
 KEPT_NEWER = {740082: "an only sample was given up while its only replica refused for two minutes"}
 """Such seeds since all kinds of faults but pauses are there."""
 
+KEPT_WITH_PAUSES = {
+    1003222: "a replica that had been silent for long went on with a chunk that had ended elsewhere",
+    1011043: "a sample was given up after four dead replicas and one refused answer",
+}
+"""Such seeds since pauses are there, too."""
+
 KEPT_NEWER_KINDS = tuple(kind for kind in KINDS if kind != "pause")
 KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", "policy", "strange_batch"))
 """The kinds of faults at the time of `KEPT`: a seed's schedule depends on them."""
@@ -74,6 +80,11 @@ def test_no_seed_fails():
 @pytest.mark.parametrize("seed", KEPT)
 def test_a_defect_that_was_mended_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS, singles=0.0).problem is None
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_PAUSES)
+def test_a_defect_under_all_kinds_of_faults_stays_mended(seed):
+    assert outcome_of(seed, tuple(KINDS)).problem is None
 
 
 @pytest.mark.parametrize("seed", KEPT_NEWER)
