@@ -22,7 +22,9 @@ class HeldWeights:
     """`model`: vLLM's, whole (no tensor parallelism). `shapes`: of the saved tensors, by name."""
 
     def __init__(self, model: torch.nn.Module, shapes: Shapes):
-        self._modules, self._shapes = dict(model.named_modules()), shapes
+        modules = model.named_modules()
+        self._modules = {name: getattr(module, "base_layer", module) for name, module in modules}  # below LoRA's
+        self._shapes = shapes
         self._merged = {
             part: (whole, parts)
             for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
@@ -71,8 +73,8 @@ class HeldWeights:
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    """Whether vLLM's CPU layers multiply by a copy of this module's weight."""
-    return hasattr(module, "cpu_linear") and module.cpu_linear is not torch.nn.functional.linear
+    """Whether vLLM's CPU layers multiply by a copy of this module's weight; not a layer of LoRA around such a one."""
+    return vars(module).get("cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear
 
 
 def values_of(module: torch.nn.Module, kind: str) -> torch.Tensor:

@@ -205,3 +205,17 @@ def test_folders_that_hold_no_adapter_are_refused(engine, tmp_path):
     for path, reason in ((str(tmp_path), "adapter_config.json"), ("adapters/poet", "absolute")):
         with pytest.raises(AdapterRefused, match=reason):
             engine.load_adapter(path).result(120)
+
+
+def test_an_engine_with_adapters_sleeps_and_wakes_with_the_same_tokens(engine, adapters):
+    def asked():
+        return [chunk(adapters[name], sample=11) for name in ("", "poet")]
+
+    before, digest = run(engine, *asked()), engine.stats().weights_digest
+    engine.fall_asleep().result(120)
+    (refused,) = run(engine, chunk(adapters["poet"], sample=11))
+    assert isinstance(refused, ValueError) and "sleeps" in str(refused)
+    engine.load_weights(0, "", digest).result(300)
+    engine.wake_kv().result(120)
+    after = run(engine, *asked())
+    assert [one.token_ids.tolist() for one in after] == [one.token_ids.tolist() for one in before]
