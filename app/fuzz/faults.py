@@ -207,7 +207,7 @@ async def _pause(site: FaultSite, fault: Fault) -> None:
         return
     pause = asyncio.ensure_future(_tolerated(client.pause(("keep", "wait")[fault.number % 2])))
     await asyncio.sleep(max(PAUSED_S, fault.seconds))
-    await client.resume()
+    await _tolerated(client.resume())  # refused if another trainer has put the service to sleep; its waking resumes it
     await pause
 
 
