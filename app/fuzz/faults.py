@@ -201,9 +201,10 @@ async def _pause(site: FaultSite, fault: Fault) -> None:
         sleep = asyncio.ensure_future(_tolerated(client.sleep("keep")))
         await asyncio.sleep(fault.seconds)
         await sleep
+        await _tolerated(client.wake_up())
         while (await client.status()).asleep:
-            await _tolerated(client.wake_up())
             await asyncio.sleep(1.0)
+            await _tolerated(client.wake_up())
         return
     pause = asyncio.ensure_future(_tolerated(client.pause(("keep", "wait")[fault.number % 2])))
     await asyncio.sleep(max(PAUSED_S, fault.seconds))

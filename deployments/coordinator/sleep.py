@@ -36,6 +36,7 @@ class Sleep:
         self._reports, self._polled = reports, polled
         self._asking: set[str] = set()  # replicas that are being put to sleep
         self._kv_asleep = False
+        self._wakes = False  # a wake-up came: replicas that a new coordinator finds asleep are to wake
         self.problem: str | None = None  # why a replica did not fall asleep
 
     @property
@@ -49,7 +50,7 @@ class Sleep:
         await self._pause.begin(mode)
         if not self._pause.held:
             return Rejected(reason="the service was resumed before it slept")
-        self._weights.asleep, self._kv_asleep, self.problem = True, True, None
+        self._weights.asleep, self._kv_asleep, self._wakes, self.problem = True, True, False, None
         await asyncio.gather(*map(self._put_to_sleep, self._reports()))
         while self.problem is None and self.tags == TAGS and self._awake():
             await self._polled()
@@ -61,6 +62,7 @@ class Sleep:
     async def end(self, tags: Collection[str]) -> Rejected | None:
         """Wake these parts; the pause ends once all are awake. Returns why the weights do not come back, if so."""
         if not self.tags:
+            self._wakes = True
             return None
         if WEIGHTS in tags and self._weights.asleep:
             self.wake_weights()
@@ -83,7 +85,7 @@ class Sleep:
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
         """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
-        if first and (tags := {tag for one in reports for tag in one.asleep}):
+        if first and not self._wakes and (tags := {tag for one in reports for tag in one.asleep}):
             self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
         if self._weights.asleep:
             return [self._put_to_sleep(one.replica_id) for one in reports if WEIGHTS not in one.asleep]

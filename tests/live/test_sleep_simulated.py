@@ -91,6 +91,18 @@ def test_a_new_coordinator_goes_on_with_the_sleep(play):
     play(story)
 
 
+def test_a_wake_up_that_a_new_coordinator_gets_before_any_report_wakes_its_replicas(play):
+    async def story(cluster, client):
+        expected = await whole(client)
+        await client.sleep()
+        cluster.kill_coordinator()
+        await client.wake_up()
+        await seen(cluster, lambda: asleep(cluster) == {()})
+        assert await whole(client, AGAIN) == expected
+
+    play(story)
+
+
 def test_a_new_coordinator_finds_the_kv_asleep_too_and_an_engine_that_slept_alone_wakes(play):
     async def story(cluster, client):
         expected = await whole(client)
