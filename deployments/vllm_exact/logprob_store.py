@@ -28,7 +28,7 @@ BLANKS = {"logprobs": np.nan, "raw_logprobs": np.nan, "margins": np.inf, "drafte
 class DrawRecord(NamedTuple):
     """Of a request's tokens in order: logprobs and margins f32[count], see `sample_rows`; counts of draft tokens.
 
-    `tops`, `masks`: of each token's position, if the request asks for them, see `top_logprobs` and `sampling_mask`.
+    `tops`, `masks`: of each token's position, if the request asks for them, see `top_logprobs` and `kept_tokens`.
     """
 
     logprobs: np.ndarray

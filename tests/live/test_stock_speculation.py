@@ -144,7 +144,7 @@ def test_a_step_leaves_records_of_what_it_emitted_and_warm_up_leaves_none():
     assert emitted.dtype == torch.int32
     assert emitted[1].tolist() == [best, best, best, -1]
     raw = torch.log_softmax(LOGITS, 0)
-    logprobs, raw_logprobs, _, drafted, accepted, _ = sampler.records.take("r1", POSITION, 3)
+    logprobs, raw_logprobs, _, drafted, accepted, *_ = sampler.records.take("r1", POSITION, 3)
     assert logprobs.tolist() == [0.0, 0.0, 0.0]
     assert raw_logprobs == pytest.approx(raw[best].repeat(3).numpy(), abs=1e-5)
     assert (drafted, accepted) == (3, 2)
