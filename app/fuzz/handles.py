@@ -126,7 +126,7 @@ class EngineHandle:
     async def _parted(self, replica: SimulatedReplica, coroutine):
         """The call's answer; RayActorError if the replica's host is cut off for longer than Ray waits."""
         task = asyncio.ensure_future(coroutine)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody reads it if its caller dies
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not read if its caller dies
         now = asyncio.get_running_loop().time
         try:
             while True:

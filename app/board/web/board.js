@@ -23,7 +23,8 @@ function bar(part, whole, colour) {
   return element("span", { class: "bar", role: "img", "aria-label": percent(part, whole), style: { "--c": colour || "var(--s1)" } }, inner);
 }
 const digest = (name) => [...name].reduce((sum, letter) => Math.imul(sum ^ letter.codePointAt(0), 16777619), 2166136261) >>> 0;
-const colour_of = (name) => `hsl(${digest(name) % 360} 65% 50%)`; // FNV-1a: names that differ in a digit lie far apart
+const hue = (name) => (360 * 0.6180339887498949 * (digest(name) % 100003)) % 360; // names that differ in a digit lie far apart
+const colour_of = (name) => `hsl(${hue(name)} 65% 50%)`;
 const short = (name) => name.slice(name.indexOf("/") + 1); // of a sample: without its batch
 
 function fill(id, heads, rows) {
