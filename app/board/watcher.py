@@ -12,6 +12,7 @@ from typing import Any
 
 from tailrace.app.board.looks import line, look_of, news
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.watch.look import look
 from tailrace.app.watch.rates import Rates
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.status import ServiceStatus
@@ -42,7 +43,7 @@ class Watcher:
     async def run(self) -> None:
         while True:
             began_s = time.monotonic()
-            asking = asyncio.ensure_future(self._ask())
+            asking = asyncio.ensure_future(look(self._client, LONGEST))
             done, _ = await asyncio.wait({asking}, timeout=AWAY_S)
             if not done:
                 self._publish({"away": True})
@@ -53,16 +54,13 @@ class Watcher:
                 self._publish({"away": True})
             await asyncio.sleep(max(0.0, self._every_s - (time.monotonic() - began_s)))
 
-    async def _ask(self):
-        return await asyncio.gather(self._client.status(), self._client.longest_samples(LONGEST))
-
     def _see(self, status: ServiceStatus, longest) -> None:
         self._rates.add(time.monotonic(), status)
-        look = look_of(time.time(), status, self._rates, longest)
-        self._moments.append(look["moment"])
+        seen = look_of(time.time(), status, self._rates, longest)
+        self._moments.append(seen["moment"])
         self._lines += map(line, news(self._before, status))
         self._before = status
-        self._publish(look)
+        self._publish(seen)
 
     def _publish(self, look: dict[str, Any]) -> None:
         self._look, told = look, self._next

@@ -3,11 +3,11 @@
 import json
 import re
 from dataclasses import replace
-from queue import Queue
 
 import numpy as np
 import pytest
 import torch
+from engine_answers import run
 from transformers import AutoTokenizer
 
 from tailrace.deployments.constraints.form_check import refusal
@@ -60,13 +60,6 @@ def chunk(name: str, done=(), max_tokens=TOKENS, **changes) -> ChunkRequest:
         "weights_version": 0,
     }
     return ChunkRequest(**values | changes)
-
-
-def run(engine, *chunks):
-    boxes = [Queue() for _ in chunks]
-    for one, box in zip(chunks, boxes, strict=True):
-        engine.submit(one, box.put)
-    return [box.get(timeout=120) for box in boxes]
 
 
 @pytest.fixture(scope="module")

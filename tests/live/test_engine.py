@@ -9,6 +9,7 @@ from queue import Queue
 
 import numpy as np
 import pytest
+from engine_answers import run
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
@@ -54,14 +55,6 @@ def chunk(sample: int, done=(), max_tokens=TOKENS, **changes) -> ChunkRequest:
         "weights_version": 0,
     }
     return ChunkRequest(**(values | changes))
-
-
-def run(engine, *chunks):
-    """All chunks at once; their results or exceptions in order."""
-    boxes = [Queue() for _ in chunks]
-    for one, box in zip(chunks, boxes, strict=True):
-        engine.submit(one, box.put)
-    return [box.get(timeout=120) for box in boxes]
 
 
 def in_pieces(engine, sample, size):

@@ -9,6 +9,7 @@ from queue import Queue
 
 import numpy as np
 import pytest
+from engine_answers import run
 from made_adapters import make_adapter, merged
 
 from tailrace.deployments.engine.runner import EngineRunner
@@ -59,14 +60,6 @@ def chunk(adapter: Adapter | None, sample: int = 0, done=(), max_tokens: int = T
         "adapter": adapter,
     }
     return ChunkRequest(**(values | changes))
-
-
-def run(engine, *chunks):
-    """All chunks at once; their results or exceptions in order."""
-    boxes = [Queue() for _ in chunks]
-    for one, box in zip(chunks, boxes, strict=True):
-        engine.submit(one, box.put)
-    return [box.get(timeout=120) for box in boxes]
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ One engine in this process that drafts by n-gram look-up. Chunks of one token ve
 
 import time
 from base64 import b64decode
-from queue import Queue
 
 import numpy as np
 import pytest
+from engine_answers import run
 from image_model import IMAGE_ID, IMAGE_TOKENS, encoded, features, item, make_image_model, pixels
 
 from tailrace.app.model import perturbed
@@ -59,14 +59,6 @@ def chunk(image: dict | None, done=(), max_tokens: int = TOKENS, draw: str = "ra
         "features": of(image),
     }
     return ChunkRequest(**(values | changes))
-
-
-def run(engine, *chunks):
-    """All chunks at once; their results or exceptions in order."""
-    boxes = [Queue() for _ in chunks]
-    for one, box in zip(chunks, boxes, strict=True):
-        engine.submit(one, box.put)
-    return [box.get(timeout=120) for box in boxes]
 
 
 def in_pieces(engine, image: dict | None, size: int, is_cold: bool = False, draw: str = "random") -> list[int]:

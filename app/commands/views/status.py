@@ -19,11 +19,12 @@ def command(address, longest, as_json):
     Rates are over one second. `tailrace top` shows the same as it changes.
     """
     from tailrace.app.cluster import connect
+    from tailrace.app.watch.look import look
     from tailrace.deployments.messages.roles import Role
 
     client = connect(address, role=Role.OBSERVER)
     if as_json:
-        status, samples = asyncio.run(_look(client, longest))
+        status, samples = asyncio.run(look(client, longest))
         found = {"status": status.model_dump(mode="json"), "longest": [one.model_dump(mode="json") for one in samples]}
         click.echo(json.dumps(found))
         return
@@ -35,10 +36,6 @@ def command(address, longest, as_json):
     rates = Rates()
     for pause_s in (0.0, LOOK_S):
         time.sleep(pause_s)
-        status, samples = asyncio.run(_look(client, longest))
+        status, samples = asyncio.run(look(client, longest))
         rates.add(time.monotonic(), status)
     Console().print(view(status, rates, samples, len(status.replicas)))
-
-
-async def _look(client, longest: int):
-    return await asyncio.gather(client.status(), client.longest_samples(longest))

@@ -1,0 +1,12 @@
+"""One look at a service: its status with its longest samples."""
+
+import asyncio
+
+from tailrace.app.calls.client import RolloutClient
+from tailrace.deployments.messages.status import SampleStatus, ServiceStatus
+
+
+async def look(client: RolloutClient, longest: int) -> tuple[ServiceStatus, tuple[SampleStatus, ...]]:
+    """`longest`: number of samples. Raises as the client's calls do."""
+    status, samples = await asyncio.gather(client.status(), client.longest_samples(longest))
+    return status, samples
