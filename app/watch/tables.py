@@ -4,7 +4,6 @@ renderables out.
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +25,7 @@ def view(status: ServiceStatus, rates: Rates, longest: Sequence[SampleStatus], m
         parts.append(_samples(longest))
     if status.pool is not None:
         parts.append(Text(pool_line(status.pool), style="dim"))
-    return Group(*parts)
+    return Group(*(line for part in parts for line in (part, "")))
 
 
 def troubles(status: ServiceStatus) -> list[str]:
@@ -92,7 +91,7 @@ def _headline(status: ServiceStatus, rates: Rates) -> Text:
 
 
 def _table(*columns: str, words: Sequence[str] = ()) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, expand=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")  # 80 columns are enough
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place == 0 or column in words else "right", no_wrap=True)
     return table

@@ -6,7 +6,7 @@ import time
 
 import click
 
-ROWS = 14
+ROWS = 18
 """Of the screen, for all but replicas and samples."""
 
 
