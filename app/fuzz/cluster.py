@@ -184,7 +184,8 @@ class SimulatedCluster:
 
     # ---- the coordinator -----------------------------------------------------------------------------
 
-    def kill_coordinator(self) -> None:
+    def kill_coordinator(self, away_s: float | None = None) -> None:
+        """`away_s`: until the next one begins; None: of any length."""
         if self._up.is_set():
             self._up.clear()
             version = self.coordinator.rollouts.status().weights_version
@@ -192,7 +193,7 @@ class SimulatedCluster:
                 self.log_disk.lose(self.coordinator.rollouts.groups(), version)
             self.coordinator_process.kill()
             self.log_disk.damage()
-            self.controller.spawn(self._start_coordinator(self._rng.uniform(1.0, 10.0)))
+            self.controller.spawn(self._start_coordinator(self._rng.uniform(1.0, 10.0) if away_s is None else away_s))
 
     async def _start_coordinator(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
