@@ -58,7 +58,8 @@ KEPT_WITH_PAUSES = {
 }
 """Such seeds since pauses are there, too."""
 
-KEPT_KINDS_WITH_PAUSES = tuple(kind for kind in KINDS if kind != "line_breaks")
+KEPT_KINDS_WITH_LINES = tuple(KINDS)
+KEPT_KINDS_WITH_PAUSES = tuple(kind for kind in KEPT_KINDS_WITH_LINES if kind != "line_breaks")
 KEPT_NEWER_KINDS = tuple(kind for kind in KEPT_KINDS_WITH_PAUSES if kind != "pause")
 KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", "policy", "strange_batch"))
 """The kinds of faults at the time of `KEPT`: a seed's schedule depends on them."""
@@ -86,6 +87,15 @@ def test_a_defect_that_was_mended_stays_mended(seed):
 @pytest.mark.parametrize("seed", KEPT_WITH_PAUSES)
 def test_a_defect_under_faults_and_pauses_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS_WITH_PAUSES).problem is None
+
+
+KEPT_WITH_LINES = {2000033: "a new coordinator took an adapter's older content from replicas that it heard late"}
+"""Such seeds since replicas have lines."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_LINES)
+def test_a_defect_under_faults_of_lines_too_stays_mended(seed):
+    assert outcome_of(seed, KEPT_KINDS_WITH_LINES).problem is None
 
 
 @pytest.mark.parametrize("seed", KEPT_NEWER)
