@@ -39,6 +39,7 @@ ROOMS = (
     "deployments/drafting",
     "deployments/engine",
     "deployments/batches",
+    "deployments/cells",
     "deployments/coordinator",
     "app/calls",
     "app/http",
