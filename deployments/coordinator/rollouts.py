@@ -182,7 +182,7 @@ class Rollouts:
 
     def _cancel(self, delivery: Delivery) -> bool:
         """Cancel a batch's samples in the core. Returns False if there are none."""
-        if delivery.is_over and self._token_log.is_on:
+        if delivery.is_over and not delivery.was_refused and self._token_log.is_on:
             self._spawn(self._token_log.forget(delivery.batch_id))
         core_ids = self._batches.core_ids(delivery)
         for core_id in core_ids:
