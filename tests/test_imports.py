@@ -28,6 +28,7 @@ ROOMS = (
     "kvpool",
     "deployments",
     "deployments/features",
+    "deployments/results",
     "deployments/messages",
     "deployments/constraints",
     "deployments/context",
