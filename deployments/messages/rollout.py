@@ -8,13 +8,12 @@ from enum import StrEnum
 from numbers import Integral
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.message import Message, RequestMessage
 from tailrace.deployments.messages.sampling import SamplingParams
-from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn
+from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn, repeated
 from tailrace.deployments.results.later_text import LaterText
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -203,8 +202,8 @@ class SampleResult(LaterText, Message):
     @property
     def versions(self) -> Column:
         """The weights version of each token, int32."""
-        made = [(one.weights_version, one.end - one.start) for one in self.segments]
-        return Column(np.repeat(*np.array(made, np.int32).reshape(-1, 2).T))
+        counts = [one.end - one.start for one in self.segments]
+        return repeated([one.weights_version for one in self.segments], counts)
 
 
 class GroupResult(Message):
