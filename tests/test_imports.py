@@ -28,6 +28,7 @@ ROOMS = (
     "kvpool",
     "deployments",
     "deployments/features",
+    "deployments/results",
     "deployments/messages",
     "deployments/channel",
     "deployments/constraints",
