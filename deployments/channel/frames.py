@@ -111,7 +111,7 @@ def decode(payload: bytes) -> Message:
             return ChunkEnded(chunk_id, _result.decode(result))
         return KINDS[kind](*_decoders[kind].decode(body))
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
-        raise BadFrame(f"not a message of a line: {error}", chunk_id) from error
+        raise BadFrame(f"not a message of a line: {' '.join(str(error).split())}", chunk_id) from error
 
 
 def _plain(value: Any) -> Any:
