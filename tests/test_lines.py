@@ -11,7 +11,7 @@ from test_line_frames import CHUNK, RESULT, STATS
 
 from tailrace.deployments.channel.coordinator_lines import CoordinatorLines
 from tailrace.deployments.channel.encrypted import Address, dial
-from tailrace.deployments.channel.engine_line import EngineLine
+from tailrace.deployments.channel.engine_line import IDLE_SILENT_S, EngineLine
 from tailrace.deployments.channel.sockets import DialledSocket, ListeningSocket
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import (
@@ -59,13 +59,20 @@ class Setting:
         session = self.lines.open("r1")
         self.line = EngineLine(session, engine, partial(DialledSocket, self.lines.address, session))
         self.holding = asyncio.ensure_future(self.line.hold())
+        self.pulsing = asyncio.ensure_future(self._pulse())
 
     async def ready(self) -> None:
         async with asyncio.timeout(10):
             await self.changes.wait()
 
+    async def _pulse(self) -> None:
+        while True:
+            self.lines.pulse()
+            await asyncio.sleep(0.25)
+
     def end(self) -> None:
         self.holding.cancel()
+        self.pulsing.cancel()
         self.line.close()
         self.lines._socket.close()
 
@@ -174,6 +181,21 @@ def test_an_engine_that_ends_its_line_aborts_the_chunks_of_it():
         await asyncio.sleep(0)
         assert setting.engine.left == 1
         call.cancel()
+
+    run(story, OneChunkEngine(None))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_idle_engine_leaves_a_silent_coordinator_soon_and_a_busy_one_waits(busy):
+    async def story(setting):
+        call = asyncio.ensure_future(setting.lines.run("r1", CHUNK)) if busy else None
+        while busy and not setting.engine.chunks:
+            await asyncio.sleep(0.01)
+        setting.pulsing.cancel()
+        done, _ = await asyncio.wait({setting.holding}, timeout=IDLE_SILENT_S + 2)
+        assert bool(done) is not busy
+        if call is not None:
+            call.cancel()
 
     run(story, OneChunkEngine(None))
 

@@ -28,6 +28,10 @@ from tailrace.deployments.messages.errors import AdapterRefused, EngineDown, Fea
 SILENT_S = 120.0
 """Ray takes a host that is cut off for lost after 73 s; until then a line may heal."""
 
+IDLE_SILENT_S = 3.0
+"""The same while no chunk runs: nothing is lost then, and the coordinator may have ended with the service. Serve stops
+a replica once this line has ended."""
+
 REPORT_S = 0.5
 """Seconds between reports before the first pulse."""
 
@@ -59,7 +63,7 @@ class EngineLine:
         """Report until the line ends, or until another call holds it."""
         self._holder = holder = self._holder + 1
         try:
-            while self._holder == holder and not self.closed and self._now() < self._heard_s + SILENT_S:
+            while self._holder == holder and not self.closed and not self._is_left():
                 self._due.clear()
                 with contextlib.suppress(Exception):  # an engine that is down reports nothing
                     self._socket.send(self._end.frame(encode(Report(self._now(), await self._engine.stats()))))
@@ -71,6 +75,9 @@ class EngineLine:
         finally:
             if self._holder == holder:
                 self.close()
+
+    def _is_left(self) -> bool:
+        return self._now() > self._heard_s + (SILENT_S if self._chunks else IDLE_SILENT_S)
 
     def report(self) -> None:
         """Report at once: something has changed that the coordinator waits for."""

@@ -110,7 +110,7 @@ def decode(payload: bytes) -> Message:
             chunk_id, result = _ended.decode(body)
             return ChunkEnded(chunk_id, _result.decode(result))
         return KINDS[kind](*_decoders[kind].decode(body))
-    except (ValueError, TypeError, msgspec.MsgspecError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, msgspec.MsgspecError) as error:
         raise BadFrame(f"not a message of a line: {' '.join(str(error).split())}", chunk_id) from error
 
 
