@@ -66,7 +66,10 @@ TICK_S = 0.5
 """A turn comes at once when something has happened; this only bounds how long a missed wake-up could hide."""
 
 POLL_S = 0.5
-"""How often replicas and pool are asked: enough for a progress bar, and a lost idle replica shows in 3 s."""
+"""How often replicas are asked: enough for a progress bar, and a lost idle replica shows in 3 s."""
+
+POOL_POLL_S = 1.0
+"""How often the pool is asked: its fullness is that old, its loss is seen so late. An answer costs 5 ms of a core."""
 
 
 class Rollouts:
@@ -308,21 +311,21 @@ class Rollouts:
 
     async def poll(self) -> None:
         """Poll the replicas, for ever."""
-        await self._for_ever(self._poll_replicas, self._load_ended)
+        await self._for_ever(self._poll_replicas, POLL_S, self._load_ended)
 
     async def poll_pool(self) -> None:
         """Poll the pool, and sweep it while nothing is in flight, for ever."""
-        await self._for_ever(self._poll_pool, asyncio.Event())
+        await self._for_ever(self._poll_pool, POOL_POLL_S, asyncio.Event())
 
-    async def _for_ever(self, poll: Callable[[], Awaitable], early: asyncio.Event) -> None:
-        """Polls every POLL_S, and when `early` is set: after a load a replica is idle until its report is here."""
+    async def _for_ever(self, poll: Callable[[], Awaitable], period_s: float, early: asyncio.Event) -> None:
+        """Polls every `period_s`, and at `early`: after a load a replica is idle until its report is here."""
         while True:
             try:
                 await poll()
             except Exception as error:  # noqa: BLE001 - an odd report, or a trouble of the pool, must not end the service
                 self._note(poll.__name__.strip("_"), error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(period_s):
                     await early.wait()
             early.clear()
 
