@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from benchmarks.control_plane import control_socket
+from benchmarks.control_plane import control_line, control_socket
 from benchmarks.control_plane.control import result_token
 from benchmarks.control_plane.control_pool import Process
 from benchmarks.control_plane.rpc_latency import IN_FLIGHT, WARM_UP, cost_of, spread_us
@@ -92,3 +92,8 @@ def test_the_kernel_tells_of_a_process():
 def test_too_few_of_anything_is_refused(capsys, option):
     assert run(["bench", "control", option, "1"]) == 2
     assert option in capsys.readouterr().err
+
+
+def test_a_chunk_goes_over_a_line_and_both_ends_time_counts():
+    found = control_line.measure(70)
+    assert found["calls_per_s"] > 0 and found["caller_us"] > 0 and found["callee_us"] > 0

@@ -29,6 +29,7 @@ ROOMS = (
     "deployments",
     "deployments/features",
     "deployments/messages",
+    "deployments/channel",
     "deployments/constraints",
     "deployments/context",
     "deployments/draft_index",
