@@ -29,8 +29,8 @@ EVICTION_RATIO = 0.95
 """Mooncake evicts above this; the core does before, at 0.9, because it knows which samples are needed last."""
 
 REPORT_S = 2.0
-"""Between two looks at the master, and two reports of a store. A lost store's keys are asked for to no avail for so
-long beyond CLIENT_TTL_S; each look and report costs 2 to 4 ms of a core."""
+"""Seconds between two looks at the master, and two reports of a store: so late the blocks of a store that died count as
+lost. Each costs 2 to 4 ms of a core."""
 
 UNMOUNTED_S = 0.5
 """The same while a store's memory is not mounted: engines wait for it."""
