@@ -17,6 +17,7 @@ from tailrace.app.calls.client import RolloutClient
 from tailrace.app.config import ServeFile
 from tailrace.app.errors import BadInput, Failed, OtherCluster, StillDeploying, Unreachable
 from tailrace.app.model import resolve_model
+from tailrace.app.ray_settings import UNWATCHED, unset
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.staging.slots import Slots, service_name
 from tailrace.policies.families.allowed_code import added_code
@@ -126,7 +127,7 @@ def _is_loopback(address: str) -> bool:
 
 @contextmanager
 def _local_cluster(file: ServeFile) -> Iterator[None]:
-    os.environ.update(LOOPBACK_ONLY)
+    os.environ.update(LOOPBACK_ONLY | unset(UNWATCHED, os.environ))
     import ray
     from ray import serve
     from ray._private import ray_constants

@@ -1,10 +1,10 @@
 """Serve's autoscaling, decided by the coordinator: this module only hands Serve the number that the core wants.
 
-Serve calls it in its controller about ten times a second for all deployments of the application. Invariant: it never
-raises (that would stall every application there), never waits, and answers for every deployment it is asked about;
-without a report, the present number stays. The coordinator's record under a deployment's name
-(`Coordinator.record_autoscaling_stats`) is how many replicas that should have; Serve carries it here. Named by
-`autoscaling_policy` in `serve.yaml`.
+Serve calls it in each turn of its controller's loop (RAY_SERVE_CONTROL_LOOP_INTERVAL_S) for all deployments of the
+application. Invariant: it never raises (that would stall every application there), never waits, and answers for every
+deployment it is asked about; without a report, the present number stays. The coordinator's record under a
+deployment's name (`Coordinator.record_autoscaling_stats`) is how many replicas that should have; Serve carries it
+here. Named by `autoscaling_policy` in `serve.yaml`.
 """
 
 from ray.serve.config import AutoscalingContext

@@ -10,7 +10,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
@@ -23,6 +23,8 @@ CALL_S = 3.0
 HTTP_S = 1.0
 THREADS = 4
 """Calls that ran into their deadline hold a thread until Mooncake gives up."""
+
+SEGMENT_BYTES = "segment_allocated_bytes"
 
 UNREACHABLE = -900
 """Mooncake's error code RPC_FAIL (mooncake-store/include/types.h)."""
@@ -74,16 +76,9 @@ class PoolAdmin:
         """Every key; a page of 150 bytes a key, so not to be asked for often."""
         return (await self._page("/get_all_keys")).split()
 
-    async def metrics(self) -> tuple[dict[str, float], dict[str, int]]:
-        """The master's counters by name (the parser adds a missing `_total`), and allocated bytes by segment."""
-        counts, segment_bytes = {}, {}
-        for family in text_string_to_metric_families(await self._page("/metrics")):
-            for sample in family.samples:
-                if not sample.labels:
-                    counts[sample.name] = sample.value
-                elif sample.name == "segment_allocated_bytes":
-                    segment_bytes[sample.labels["segment"]] = int(sample.value)
-        return counts, segment_bytes
+    async def metrics(self, names: Collection[str]) -> tuple[dict[str, float], dict[str, int]]:
+        """The master's counters of these names, all with `_total`, and allocated bytes by segment."""
+        return read_metrics(await self._page("/metrics"), names)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -127,6 +122,28 @@ class PoolAdmin:
                 return await running
         except TimeoutError:
             raise PoolDown(f"the pool's master did not answer within {deadline_s:.0f} s") from None
+
+
+def read_metrics(page: str, names: Collection[str]) -> tuple[dict[str, float], dict[str, int]]:
+    """Of a page of metrics; only the lines of these names are parsed, as the page has hundreds."""
+    counts, segment_bytes = {}, {}
+    families = {name.removesuffix("_total") for name in (*names, SEGMENT_BYTES)}
+    lines = (line for line in page.splitlines() if _family(line) in families)
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            if not sample.labels:
+                counts[sample.name] = sample.value  # the parser adds a missing `_total`
+            elif sample.name == SEGMENT_BYTES:
+                segment_bytes[sample.labels["segment"]] = int(sample.value)
+    return counts, segment_bytes
+
+
+def _family(line: str) -> str:
+    """The name that a line of a page of metrics is about; empty for a line of help."""
+    if line.startswith("#"):
+        parts = line.split(maxsplit=3)
+        return parts[2].removesuffix("_total") if parts[1:2] == ["TYPE"] else ""
+    return line.partition("{")[0].partition(" ")[0].removesuffix("_total")
 
 
 def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tailrace.kvpool.child_process import ChildProcess, Launch
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
-from tailrace.kvpool.master import REPORT_S
+from tailrace.kvpool.master import REPORT_S, UNMOUNTED_S
 from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, StoreNodeStatus
 
@@ -70,7 +70,7 @@ class KvStoreNode:
                 self._forget_file()
             else:
                 self._is_mounted.clear()
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(REPORT_S if mounted else UNMOUNTED_S)
 
     async def stop(self) -> None:
         """End the process for good."""

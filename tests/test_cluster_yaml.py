@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tailrace.app.ray_settings import FRUGAL, unset
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["cluster.yaml", "cluster.local.yaml"]
 
@@ -31,6 +33,17 @@ def test_every_start_asks_for_the_token(config):
     commands = start_commands(config)
     assert len(commands) == 2
     assert all("RAY_AUTH_MODE=token" in command for command in commands)
+
+
+def test_every_start_saves_processor_time(config):
+    for command in start_commands(config):
+        assert all(f" {name}={value} " in f" {command} " for name, value in FRUGAL.items()), command
+
+
+def test_a_setting_of_ray_that_is_there_stays():
+    name = next(iter(FRUGAL))
+    assert unset(FRUGAL, {name: "9", "OTHER": "1"}) == {key: FRUGAL[key] for key in FRUGAL if key != name}
+    assert unset(FRUGAL, {}) == FRUGAL
 
 
 def test_nodes_install_the_package_and_need_no_pythonpath(config):

@@ -19,6 +19,7 @@ from tailrace.app.allow_code import allow_code_option
 from tailrace.app.cluster import LOOPBACK_ONLY, declared, keep_token_private
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput, Failed, MissingExtra
+from tailrace.app.ray_settings import FRUGAL, unset
 from tailrace.policies.families.allowed_code import added_code
 
 LOOPBACK = "127.0.0.1"
@@ -68,7 +69,7 @@ def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str
 
 def _environment() -> dict[str, str]:
     ours = {"RAY_AUTH_MODE": "token", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    return os.environ | LOOPBACK_ONLY | ours
+    return os.environ | LOOPBACK_ONLY | unset(FRUGAL, os.environ) | ours
 
 
 def _listens(port: int) -> bool:

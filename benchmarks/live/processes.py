@@ -74,6 +74,8 @@ class Used(NamedTuple):
 
 def name_of(arguments: list[str]) -> str:
     """Of a process by its command line."""
+    if "multiprocessing" in arguments[0]:  # its title has the whole command of the fork server that it comes from
+        return "dashboard module"
     role = role_of(arguments)
     return NAMES.get(role, role)
 
