@@ -177,9 +177,11 @@ class RolloutCore:
             self._wait_again(sample, event.now + verdict.pause_s if verdict.pause_s else None)
 
     def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
-        chunk = self._running.named(event.chunk_id)
-        if chunk.sample.see(event.tokens, event.observed_at):
-            self._prefetch_planner.seen(chunk)
+        chunks, observed_at, seen = self._running.chunks, event.observed_at, self._prefetch_planner.seen
+        for chunk_id, tokens in event.tokens.items():
+            chunk = chunks.get(chunk_id)
+            if chunk is not None and chunk.sample.see(tokens, observed_at):
+                seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
         check_join(event)
