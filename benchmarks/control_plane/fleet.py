@@ -1,4 +1,4 @@
-"""A modelled fleet over the real wire: what the coordinator takes of a core, and how soon a free room is filled.
+"""A modelled fleet over the real wire: the coordinator's share of a core, and how soon a free room is filled.
 
 One process is the coordinator, the others hold the engines; both are new for each size, so that memory is that of one.
 Called by `tailrace bench fleet`.

@@ -1,6 +1,6 @@
 """The coordinator's process of `tailrace bench fleet`: everything as in its Serve replica, but for Serve's handle.
 
-`FleetHandle` stands for the handle: it knows the names of the replicas, and its one call has an engine's process open a
+`FleetHandle` replaces the handle: it knows the names of the replicas, and its one call has an engine's process open a
 line. Delays run from the moment at which an engine has made a chunk's result to that at which the next chunk for the
 same replica is given to its line. Called by benchmarks/control_plane/fleet.py.
 """
@@ -38,8 +38,8 @@ HOST = "127.0.0.1"
 WAITING = 0.5
 """Waiting samples for each running one, so that every room that comes free is filled at once."""
 
-BATCH_GROUPS = 32
-"""Of the batches that replace what has ended."""
+BATCH_GROUPS = 128
+"""Of the batches that come after the first ones."""
 
 CHUNK_S = 6_700 / TOKENS_PER_S
 """Seconds of an average chunk: 3 to an answer of 20,000 tokens."""
@@ -53,7 +53,7 @@ SETTLE_AT_MOST_S = 600.0
 
 
 class Fleet(NamedTuple):
-    """One size. `past`: whether what the groups have made before the start is made and kept."""
+    """One size. `past`: whether the tokens that the groups have made before the start are made and kept."""
 
     replicas: int
     running: int
@@ -240,7 +240,7 @@ class Measured:
     ) -> dict:
         """Returns once all rooms are taken and chunks end at the rate of their tokens; with the pace until then."""
         began_s, cpu_s = time.monotonic(), time.process_time()
-        for first in range(0, len(groups), BATCH_GROUPS):  # what is made at once must not be made all at once
+        for first in range(0, len(groups), BATCH_GROUPS):  # else all past tokens would come in one flood
             driver.submit(groups[first : first + BATCH_GROUPS])
             await asyncio.sleep(0.05)
             while rollouts.books()["waiting"] > BATCH_GROUPS * GROUP_SAMPLES:

@@ -362,10 +362,10 @@ class Rollouts:
     def _abort_orphans(self, reports: list[EngineStats]) -> None:
         """Stop chunks without a caller: of a coordinator before this one, or of a call that was lost. Also those that
         the core does not run there any more, since their replica was silent for long."""
+        calls, core = self._calls, self._core
         for report in reports:
-            for chunk_id in report.running:
-                if chunk_id in self._calls and self._core.is_running(chunk_id):
-                    continue
+            uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
+            for chunk_id in dict.fromkeys((*core.ended(report.running), *uncalled)):
                 abort = AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
                 self._spawn(self._chunk_runner.abort(abort))
 

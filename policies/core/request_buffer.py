@@ -63,8 +63,7 @@ class Sample:
         """Note the tokens that its chunk had made. Returns False for a late report, which changes nothing (law 8)."""
         if observed_at < self.observed_at:
             return False
-        self.observed_at = observed_at
-        self.streamed_tokens = max(self.streamed_tokens, tokens)
+        self.streamed_tokens, self.observed_at = max(self.streamed_tokens, tokens), observed_at
         return True
 
     def take(self, event: ChunkFinished, chunk: "Chunk") -> None:

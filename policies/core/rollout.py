@@ -12,6 +12,7 @@ Called by the live coordinator and the simulator: per tick `observe` each event,
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from heapq import nlargest
 
 from tailrace.policies.core.dispatcher import Dispatcher
@@ -398,6 +399,11 @@ class RolloutCore:
 
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
+
+    def ended(self, chunk_ids: Iterable[str]) -> list[str]:
+        """Those of the chunks that do not run any more, or never did."""
+        running = self._running.chunks
+        return [chunk_id for chunk_id in chunk_ids if chunk_id not in running]
 
     def knows_batch(self, batch_id: str) -> bool:
         """Whether some group of the batch has not been handed out."""
