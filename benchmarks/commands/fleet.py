@@ -13,9 +13,7 @@ from benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--running", type=click.IntRange(1, 1_024), default=64, show_default=True, help="Samples of a replica.")
 @click.option("--seconds", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Of measuring.")
 @click.option("--speed", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="Times the real pace.")
-@click.option(
-    "--past", is_flag=True, help="Make and keep earlier tokens too: 290 KB a sample."
-)
+@click.option("--past", is_flag=True, help="Make and keep earlier tokens too: 290 KB a sample.")
 @click.option("--profile", type=click.Path(dir_okay=False), help="A file for cProfile, of the coordinator's loop.")
 @AS_JSON
 def command(replicas, running, seconds, speed, past, profile, as_json):

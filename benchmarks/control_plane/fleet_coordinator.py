@@ -2,16 +2,18 @@
 
 `FleetHandle` replaces the handle: it knows the names of the replicas, and its one call has an engine's process open a
 line. Delays run from the moment at which an engine has made a chunk's result to that at which the next chunk for the
-same replica is given to its line. Called by benchmarks/control_plane/fleet.py.
+same replica is given to its line; on the loop's own clock, the processor time of its thread, other programs of the
+machine do not count. Called by benchmarks/control_plane/fleet.py.
 """
 
 import asyncio
 import cProfile
+import gc
 import resource
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,6 +29,7 @@ from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.errors import ChunkNotTaken
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RolloutBatch
@@ -89,20 +92,50 @@ class FleetHandle:
         await asyncio.Event().wait()  # as long as the replica lives
 
 
+class Delays:
+    """From chunk ends to next starts. `note`: called often, so that both clocks are known at any moment."""
+
+    def __init__(self):
+        self._ends_s, self._starts_s, self._starts_cpu_s = array("d"), array("d"), array("d")
+        self._at_s, self._cpu_s = array("d"), array("d")
+
+    def note(self) -> None:
+        self._at_s.append(time.monotonic())
+        self._cpu_s.append(time.thread_time())
+
+    def add(self, ended_s: float) -> None:
+        """A room that came free at `ended_s` is filled now."""
+        self.note()
+        self._ends_s.append(ended_s)
+        self._starts_s.append(self._at_s[-1])
+        self._starts_cpu_s.append(self._cpu_s[-1])
+
+    def seconds(self) -> np.ndarray:
+        """By the clock on the wall."""
+        return np.asarray(self._starts_s) - np.asarray(self._ends_s)
+
+    def own_s(self) -> np.ndarray:
+        """By the processor time of the loop's thread."""
+        return np.asarray(self._starts_cpu_s) - np.interp(self._ends_s, self._at_s, self._cpu_s)
+
+    def clear(self) -> None:
+        for one in (self._ends_s, self._starts_s, self._starts_cpu_s):
+            del one[:]
+
+
 class TimedEngines(EngineClient):
-    """`delays_s`: see the module docstring."""
+    """`delays`: see the module docstring."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.delays_s, self.ended, self.tokens = array("d"), 0, 0
+        self.delays, self.ended = Delays(), 0
         self._free: dict[str, deque[float]] = defaultdict(deque)  # when the replica's rooms came free
 
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
         if free := self._free[replica_id]:
-            self.delays_s.append(time.monotonic() - free.popleft())
+            self.delays.add(free.popleft())
         result = await super().generate(replica_id, chunk)
         self.ended += 1
-        self.tokens += len(result.token_ids)
         self._free[replica_id].append(result.queue_s)
         return result
 
@@ -152,14 +185,23 @@ class Driver:
 
 
 class Holds:
-    """How long the loop was held, beat by beat."""
+    """How long the loop was held, beat by beat; `gc_s`: by Python's collections of garbage, of those."""
 
     def __init__(self):
-        self.seconds = array("d")
+        self.seconds, self.gc_s, self._gc_began_s = array("d"), array("d"), 0.0
+        gc.callbacks.append(self._collected)
 
-    async def beat(self) -> None:
+    def _collected(self, phase: str, _: dict) -> None:
+        if phase == "start":
+            self._gc_began_s = time.monotonic()
+        else:
+            self.gc_s.append(time.monotonic() - self._gc_began_s)
+
+    async def beat(self, note: Callable[[], None]) -> None:
+        """`note`: called at each beat."""
         loop = asyncio.get_running_loop()
         while True:
+            note()
             due_s = loop.time() + BEAT_S
             await asyncio.sleep(BEAT_S)
             self.seconds.append(loop.time() - due_s)
@@ -179,10 +221,11 @@ async def coordinator(handle: FleetHandle) -> AsyncIterator[tuple[Rollouts, Time
         token_log=TokenLog(None, "fleet"),
         nonce="fleet",
     )
-    loops = [asyncio.ensure_future(loop) for loop in (rollouts.run(), rollouts.look(), engines.follow())]
+    loops = rollouts.run(), rollouts.look(), engines.follow(), collect_garbage(lambda: rollouts.is_idle)
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
     yield rollouts, engines
-    for loop in loops:
-        loop.cancel()
+    for task in tasks:
+        task.cancel()
 
 
 class Counts(NamedTuple):
@@ -215,10 +258,11 @@ class Measured:
             full = fleet.replicas * fleet.running
             groups, unended = await asyncio.to_thread(aged, full, fleet.past)
             self._say(f"{len(groups)} groups, {unended} samples that have not ended")
-            others = [asyncio.ensure_future(loop) for loop in (driver.live(), holds.beat())]
+            others = [asyncio.ensure_future(loop) for loop in (driver.live(), holds.beat(engines.delays.note))]
             filled = await self._fill(driver, groups, engines, rollouts, full)
             await asyncio.sleep(2 * SETTLED_S)
-            del engines.delays_s[:], holds.seconds[:]
+            engines.delays.clear()
+            del holds.seconds[:], holds.gc_s[:]
             before = await self._counts(engines, driver)
             if fleet.profile:
                 profile = cProfile.Profile()
@@ -231,9 +275,11 @@ class Measured:
             problems = [*driver.problems, *(f"{name}: {count}" for name, count in rollouts.status().contained.items())]
             for other in others:
                 other.cancel()
-        return (
-            figures(before, after, engines.delays_s, holds.seconds, fleet.speed) | filled | {"problems": problems[:5]}
-        )
+            found = figures(before, after, engines.delays, holds, fleet.speed)
+            del holds.gc_s[:]
+            gc.collect()
+            found["gc_full_ms"] = _ms(holds.gc_s, 1.0)
+        return found | filled | {"problems": problems[:5]}
 
     async def _fill(
         self, driver: Driver, groups: tuple[PromptGroup, ...], engines: TimedEngines, rollouts: Rollouts, full: int
@@ -281,7 +327,7 @@ class Measured:
         )
 
 
-def figures(before: Counts, after: Counts, delays_s: array, holds_s: array, speed: float) -> dict:
+def figures(before: Counts, after: Counts, delays: Delays, holds: Holds, speed: float) -> dict:
     """Rates are per second of this clock, at `speed` times the real pace."""
     took_s = after.at_s - before.at_s
 
@@ -294,11 +340,14 @@ def figures(before: Counts, after: Counts, delays_s: array, holds_s: array, spee
         "chunks_per_s": round(rate("ended"), 1),
         "core_share": round(rate("cpu_s"), 3),
         "loop_share": round(rate("loop_cpu_s"), 3),
-        "delay_p50_ms": _ms(delays_s, 0.5),
-        "delay_p99_ms": _ms(delays_s, 0.99),
-        "delay_max_ms": _ms(delays_s, 1.0),
-        "hold_p99_ms": _ms(holds_s, 0.99),
-        "hold_max_ms": _ms(holds_s, 1.0),
+        "delay_p50_ms": _ms(delays.own_s(), 0.5),
+        "delay_p99_ms": _ms(delays.own_s(), 0.99),
+        "delay_max_ms": _ms(delays.own_s(), 1.0),
+        "wall_delay_p50_ms": _ms(delays.seconds(), 0.5),
+        "wall_delay_p99_ms": _ms(delays.seconds(), 0.99),
+        "hold_p99_ms": _ms(holds.seconds, 0.99),
+        "hold_max_ms": _ms(holds.seconds, 1.0),
+        "gc_max_ms": _ms(holds.gc_s, 1.0),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "reports_per_s": round(rate("reports"), 1),
         "groups_per_s": round(rate("groups"), 2),
@@ -308,7 +357,7 @@ def figures(before: Counts, after: Counts, delays_s: array, holds_s: array, spee
     }
 
 
-def _ms(seconds: array | list[float], share: float) -> float:
+def _ms(seconds: Sequence[float] | np.ndarray, share: float) -> float:
     return round(1e3 * float(np.quantile(seconds, share)), 2) if len(seconds) else 0.0
 
 

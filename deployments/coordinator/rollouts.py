@@ -405,6 +405,11 @@ class Rollouts:
         if self._token_log.is_on:
             await self._token_log.write_early(unlogged(self.groups(), inf))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._batches
+
     def groups(self) -> list[GroupRecord]:
         """All groups that their drivers do not have yet."""
         return [*self._batches.groups(), *self.deliveries.unread()]
