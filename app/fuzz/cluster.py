@@ -185,7 +185,7 @@ class SimulatedCluster:
     # ---- the coordinator -----------------------------------------------------------------------------
 
     def kill_coordinator(self, away_s: float | None = None) -> None:
-        """`away_s`: until the next one begins; None: of any length."""
+        """`away_s`: seconds until the next one begins; by default 1 to 10."""
         if self._up.is_set():
             self._up.clear()
             version = self.coordinator.rollouts.status().weights_version
@@ -197,8 +197,13 @@ class SimulatedCluster:
 
     async def _start_coordinator(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        process = Process(f"coordinator-{self.coordinators + 1}")
+        self.coordinator, self.coordinator_process = await self.start_one(process), process
+        self._up.set()
+
+    async def start_one(self, process: Process) -> SimulatedCoordinator:
+        """A coordinator in a process, over all replicas."""
         self.coordinators += 1
-        process = Process(f"coordinator-{self.coordinators}")
         pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
         shards = None
         if self.shards:
@@ -214,12 +219,11 @@ class SimulatedCluster:
             running=EngineHandle.running,
         )
         parts = engines, pool, shards, self.telemetry, token_log, nonce, self.disk
-        self.coordinator = process.run(SimulatedCoordinator, *parts)
-        self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
-        self.coordinator_process = process
+        coordinator = process.run(SimulatedCoordinator, *parts)
+        coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
-        await process.spawn(self.coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
-        self._up.set()
+        await process.spawn(coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
+        return coordinator
 
     # ---- Serve's controller --------------------------------------------------------------------------
 
