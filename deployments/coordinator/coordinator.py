@@ -20,8 +20,8 @@ from ray.serve.handle import DeploymentHandle
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.batches.token_log import TokenLog
-from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.batches.tokenizer_files import tokenizer_files
+from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService

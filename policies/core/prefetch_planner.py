@@ -25,7 +25,7 @@ class PrefetchPlanner:
         self._looked_at: tuple | None = None  # running chunks and first samples at the last look
 
     def seen(self, chunk: Chunk) -> None:
-        """Note that more of a chunk has been streamed, once half of what was left has been made: a report of each of
+        """Note that more of a chunk has been streamed, once half of the rest has been made: a report of each of
         64 chunks every 2 s is 80 notes of a chunk of 8,192 tokens, halves are 13."""
         if 2 * (chunk.max_tokens - chunk.sample.streamed_tokens) <= chunk.listed_tokens and not self._table.one_node:
             self._note(chunk)
