@@ -242,7 +242,7 @@ class Player:
             start = self.ledger.running[self.pick(sorted(self.ledger.running))]
             before, tokens = self.view(start.sample_id), self.take(1 + start.max_tokens)
             observed_at = self.now - self.take(40) / 2
-            self.feed(ev.TokensStreamed(self.now, start.chunk_id, tokens, observed_at))
+            self.feed(ev.TokensStreamed(self.now, {start.chunk_id: tokens, "nobody#0:0": 1}, observed_at))
             view = self.view(start.sample_id)
             seen = (before.streamed_tokens, before.observed_at)
             if observed_at >= before.observed_at:
@@ -435,7 +435,6 @@ def illegal_events(now: float, ledger: Ledger, closed: list[str], samples: list[
     events = [
         ev.ChunkFinished(now, "nobody#0:0", 1, free, 0),
         ev.ChunkFailed(now, "nobody#0:0", "late"),
-        ev.TokensStreamed(now, "nobody#0:0", 1, now),
         ev.ReplicaLeft(now, "nobody", "late"),
         ev.BatchCancelled(now, "nobody"),
         ev.SampleCancelled(now, "nobody#0"),

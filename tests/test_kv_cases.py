@@ -209,7 +209,7 @@ def test_next_up_brings_the_first_to_the_node_whose_chunk_ends_first():
     actions = tick(core)
     running = {start.replica_id: start for start in of(StartChunk, actions)}
     assert of(Prefetch, actions) == [], "all have 10 tokens to go, and a, where its KV lies, is first by its chunk's id"
-    core.observe(ev.TokensStreamed(1.0, running["c"].chunk_id, 5, 1.0))
+    core.observe(ev.TokensStreamed(1.0, {running["c"].chunk_id: 5}, 1.0))
     assert tick(core) == (), "neither who runs nor who is first has changed"
     stored(core, running["b"], 26)
     actions = tick(core)
@@ -232,7 +232,7 @@ def test_nobody_is_brought_to_a_replica_that_still_holds_other_weights():
     """The chunk on b has fewest tokens to go; b itself has to load the new weights before it takes anybody."""
     core, _ = two_nodes("next_up", "n2", "n3", kv_on_update="keep")
     running = {start.replica_id: start for start in of(StartChunk, tick(core))}
-    core.observe(ev.TokensStreamed(1.0, running["b"].chunk_id, 9, 1.0))
+    core.observe(ev.TokensStreamed(1.0, {running["b"].chunk_id: 9}, 1.0))
     core.observe(ev.WeightsChanged(1.0, 1))
     for replica_id in "ac":
         stored(core, running[replica_id], 22, 6, "aborted")

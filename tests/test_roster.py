@@ -42,7 +42,7 @@ def test_a_replica_joins_again_when_it_drafts_by_other_methods():
 def test_running_chunks_are_streamed_with_the_time_of_the_report():
     roster = ReplicaRegistry()
     events = observe(roster, [report("a", chunk=7)], 59.0, 60.0)
-    assert events[-1] == TokensStreamed(60.0, "chunk", 7, observed_at=59.0)
+    assert events[-1] == TokensStreamed(60.0, {"chunk": 7}, observed_at=59.0)
     assert roster.observed_at == {"a": 59.0}
     assert roster.streamed() == {"chunk": 7}
 

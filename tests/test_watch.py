@@ -69,7 +69,7 @@ def test_the_longest_unended_samples_come_first_with_state_and_place():
     core = core_of(chunk_tokens=16, a=8)
     submit(core, ev.GroupSpec("g", 16, 3, 64))
     starts = [action for action in tick(core) if hasattr(action, "max_tokens")]
-    core.observe(ev.TokensStreamed(0.5, starts[1].chunk_id, 9, 0.5))
+    core.observe(ev.TokensStreamed(0.5, {starts[1].chunk_id: 9}, 0.5))
     finish(core, starts[2])
     found = longest_samples(core, 2)
     assert [(one.sample_id, one.state, one.tokens) for one in found] == [

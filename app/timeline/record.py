@@ -147,10 +147,13 @@ class _Reading:
         self._look_at(self._lifetimes.names[event.replica_id], event.observed_at)
 
     def _streamed(self, event) -> None:
-        chunk = self._running.get(event.chunk_id)
-        if chunk is not None:
+        made = event.tokens
+        if not isinstance(made, dict):  # a journal from before an event was that of a replica
+            made = {event.chunk_id: made}
+        running = [(self._running[name], n) for name, n in made.items() if name in self._running]
+        for chunk, tokens in running:
             before_s = self._look_at(chunk.replica, event.observed_at)
-            if event.tokens and not chunk.seen:
+            if tokens and not chunk.seen:
                 chunk.seen = True
                 chunk.silent_s = max(chunk.begin_s, before_s)
 

@@ -11,6 +11,7 @@ import click
 from benchmarks.commands.calibrate import command as calibrate
 from benchmarks.commands.control import command as control
 from benchmarks.commands.decoupled import command as decoupled
+from benchmarks.commands.fleet import command as fleet
 from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
@@ -52,6 +53,7 @@ def command():
 command.add_command(calibrate)
 command.add_command(decoupled)
 command.add_command(control)
+command.add_command(fleet)
 command.add_command(http)
 command.add_command(ladder, "ladder")
 command.add_command(processes)

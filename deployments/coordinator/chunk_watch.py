@@ -17,16 +17,18 @@ STALLED_S = 600.0
 CACHE_FILLS = 3
 """A chunk may also wait this many times the seconds in which its replica, as measured, prefills its whole KV cache."""
 
+EVERY_S = 4.0
+"""Seconds between looks at the chunks of one replica: its other reports are not needed for minutes without a token."""
+
 MAX_GAP_S = 5.0
 """Maximum seconds that one report counts for: a snapshot that is renewed after a minute says nothing of that minute."""
 
 
 class _Call:
-    __slots__ = ("deadline", "quiet_s", "replica_id", "tokens")
+    __slots__ = ("deadline", "quiet_s", "tokens")
 
-    def __init__(self, replica_id: str, deadline: asyncio.Timeout):
-        self.replica_id, self.deadline = replica_id, deadline
-        self.tokens, self.quiet_s = 0, 0.0
+    def __init__(self, deadline: asyncio.Timeout):
+        self.deadline, self.tokens, self.quiet_s = deadline, 0, 0.0
 
 
 class ChunkWatch:
@@ -34,20 +36,21 @@ class ChunkWatch:
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, dict[str, _Call]] = {}  # by replica and chunk
         self._seen: dict[str, tuple[float, float]] = {}  # by replica: its snapshot's time by its own clock, and ours
 
     def __len__(self):
-        return len(self._calls)
+        return sum(map(len, self._calls.values()))
 
     def running(self) -> list[tuple[str, str]]:
         """(chunk id, replica id) of each call."""
-        return [(chunk_id, call.replica_id) for chunk_id, call in self._calls.items()]
+        return [(chunk_id, replica_id) for replica_id, calls in self._calls.items() for chunk_id in calls]
 
     async def finish(self, chunk_id: str, replica_id: str, answer: Awaitable[ChunkResult]) -> ChunkResult:
         """Returns the answer. Raises ChunkError, one line, once the chunk is given up."""
         deadline = asyncio.timeout(None)
-        call = self._calls[chunk_id] = _Call(replica_id, deadline)
+        calls = self._calls.setdefault(replica_id, {})
+        call = calls[chunk_id] = _Call(deadline)
         try:
             async with deadline:
                 return await answer
@@ -57,25 +60,30 @@ class ChunkWatch:
             reason = f"chunk {chunk_id}: {replica_id} answers, but made no token of it in {call.quiet_s:.0f} s"
             raise ChunkError(reason) from None
         finally:
-            del self._calls[chunk_id]
+            del calls[chunk_id]
+            if not calls and self._calls.get(replica_id) is calls:
+                del self._calls[replica_id]
 
     def look(self, reports: Iterable[EngineStats]) -> None:
         """Takes the latest reports. Gives up the chunks that have made no token for long."""
-        now, before = self._now(), self._seen
-        renewed = {one.replica_id: one for one in reports if one.observed_at > before.get(one.replica_id, (0.0,))[0]}
-        self._seen = {
-            one.replica_id: (one.observed_at, now) if one.replica_id in renewed else before[one.replica_id]
-            for one in reports
-        }
-        for chunk_id, call in self._calls.items():
-            report = renewed.get(call.replica_id)
-            if report is None or call.deadline.when() is not None:
-                continue
-            passed_s = min(now - before.get(call.replica_id, (0.0, now))[1], MAX_GAP_S)
+        now, present = self._now(), set()
+        for report in reports:
+            present.add(report.replica_id)
+            made_at, looked_at = self._seen.get(report.replica_id, (0.0, now - EVERY_S))
+            if report.observed_at > made_at and now >= looked_at + EVERY_S:
+                passed_s = min(now - looked_at, MAX_GAP_S) if report.replica_id in self._seen else 0.0
+                self._seen[report.replica_id] = report.observed_at, now
+                self._look_at(report, passed_s)
+        for gone in self._seen.keys() - present:
+            del self._seen[gone]
+
+    def _look_at(self, report: EngineStats, passed_s: float) -> None:
+        allowed_s = allowance_s(report)
+        for chunk_id, call in self._calls.get(report.replica_id, {}).items():
             tokens = report.running.get(chunk_id, call.tokens)  # absent: its answer is under way, or lost
             call.quiet_s = call.quiet_s + passed_s if tokens == call.tokens else 0.0
             call.tokens = tokens
-            if call.quiet_s > allowance_s(report):
+            if call.quiet_s > allowed_s and call.deadline.when() is None:
                 call.deadline.reschedule(asyncio.get_running_loop().time())
 
 

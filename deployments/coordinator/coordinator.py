@@ -29,6 +29,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role, admits
 from tailrace.deployments.messages.rollout import (
@@ -81,6 +82,7 @@ class Coordinator:
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
         )
+        self._loops.append(asyncio.create_task(collect_garbage(lambda: self._rollouts.is_idle)))
 
     def _start(
         self,

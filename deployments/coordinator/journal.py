@@ -141,6 +141,12 @@ def _entry(data: dict) -> Event | Decision:
 
 def _object(data: dict) -> Any:
     ((name, fields),) = data.items()
+    if name == "TokensStreamed" and "chunk_id" in fields:  # a journal from before an event was that of a replica
+        fields = {
+            "now": fields["now"],
+            "tokens": {fields["chunk_id"]: fields["tokens"]},
+            "observed_at": fields["observed_at"],
+        }
     if name not in _KINDS:
         raise ValueError(f"{name!r} is neither an event nor an action")
     try:

@@ -22,6 +22,7 @@ class ReplicaRegistry:
         self.reports: dict[str, EngineStats] = {}
         self.observed_at: dict[str, float] = {}  # when the last report was made, on the coordinator's clock
         self.joined: dict[str, ReplicaJoined] = {}
+        self.renewed: list[EngineStats] = []  # the reports that were new at the last look
         self._lost_at: dict[str, float] = {}
 
     def lose(self, replica_id: str, now: float) -> None:
@@ -40,12 +41,16 @@ class ReplicaRegistry:
     def observe(self, heard: Iterable[tuple[EngineStats, float]], now: float) -> list[Event]:
         """The events that follow from the latest report of each replica there is, and the time it was made."""
         events: list[Event] = []
-        present = set()
-        # Serve stops the newest first.
-        for report, made_at in sorted(heard, key=lambda one: (one[0].started_at, one[0].replica_id)):
+        present, news = set(), []
+        self.renewed = []
+        for report, made_at in heard:
             if self._lost_at.get(report.replica_id, -1.0) < made_at:
                 present.add(report.replica_id)
-                events += self._report(report, made_at, now)
+                if not self._is_known(report, made_at):
+                    news.append((report, made_at))
+        # Serve stops the newest first.
+        for report, made_at in sorted(news, key=lambda one: (one[0].started_at, one[0].replica_id)):
+            events += self._report(report, made_at, now)
         for replica_id in [known for known in self.joined if known not in present]:
             events.append(ReplicaLeft(now, replica_id, "there is no report of it any more"))
             self.lose(replica_id, now)
@@ -55,6 +60,16 @@ class ReplicaRegistry:
     def streamed(self) -> dict[str, int]:
         """Tokens that running chunks had made, by chunk id, as last reported."""
         return {chunk_id: n for report in self.reports.values() for chunk_id, n in report.running.items()}
+
+    def _is_known(self, report: EngineStats, made_at: float) -> bool:
+        """Whether this very report has been looked at, and its replica is as it says."""
+        name = report.replica_id
+        return (
+            self.reports.get(name) is report
+            and self.observed_at[name] == made_at
+            and name in self.joined
+            and self.joined[name].weights_version == report.weights_version
+        )
 
     def _report(self, report: EngineStats, made_at: float, now: float) -> list[Event]:
         renewed = self.observed_at.get(report.replica_id) != made_at
@@ -79,5 +94,7 @@ class ReplicaRegistry:
         if renewed and report.speeds is not None:
             events.append(ReplicaMeasured(now=now, replica_id=report.replica_id, observed_at=made_at, **report.speeds))
         if renewed:
-            events += [TokensStreamed(now, c, tokens, made_at) for c, tokens in report.running.items()]
+            self.renewed.append(report)
+        if renewed and report.running:
+            events.append(TokensStreamed(now, report.running, made_at))
         return events

@@ -53,7 +53,7 @@ class Dispatcher:
 
     def _start(self, sample: Sample, replica_id: str, reason: str) -> StartChunk:
         chunk = self._running.start(sample, replica_id)
-        self._prefetch_planner.seen(chunk)
+        self._prefetch_planner.started(chunk)
         return self.action(chunk, reason)
 
     def action(self, chunk: Chunk, reason: str) -> StartChunk:

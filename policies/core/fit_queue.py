@@ -23,6 +23,9 @@ class FitQueue:
         self._leaves = 64
         self._least: list[tuple | None] = [None] * 128  # node 1 is the root; leaf of a step: _leaves + step
 
+    def __len__(self):
+        return len(self._live)
+
     def key(self, item: str) -> tuple:
         return self._live[item][0]
 

@@ -185,8 +185,8 @@ class Chunk:
     The first of them to end counts as the chunk. The others are `beaten`, and their tokens do not count.
     """
 
-    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copies", "copy_of", "kv_tokens", "kv_version", "max_tokens",
-                 "method", "replica_id", "sample", "weights_version")  # fmt: skip
+    __slots__ = ("aborting", "beaten", "born", "chunk_id", "copies", "copy_of", "kv_tokens", "kv_version",
+                 "listed_tokens", "max_tokens", "method", "replica_id", "sample", "weights_version")  # fmt: skip
 
     def __init__(
         self, chunk_id: str, sample: Sample, replica_id: str, max_tokens: int, weights_version: int, kv_version: int
@@ -195,6 +195,7 @@ class Chunk:
         self.max_tokens, self.weights_version, self.kv_version = max_tokens, weights_version, kv_version
         self.kv_tokens = sample.need_tokens  # that it reserves
         self.aborting = self.beaten = False
+        self.listed_tokens = max_tokens  # left to make, as `PrefetchPlanner` has noted, which alone writes it
         self.born = 0  # `RunningChunks.turns` at its start
         self.copies: list[Chunk] = []
         self.copy_of: Chunk | None = None

@@ -12,6 +12,7 @@ Called by the live coordinator and the simulator: per tick `observe` each event,
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from heapq import nlargest
 
 from tailrace.policies.core.dispatcher import Dispatcher
@@ -177,9 +178,11 @@ class RolloutCore:
             self._wait_again(sample, event.now + verdict.pause_s if verdict.pause_s else None)
 
     def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
-        chunk = self._running.named(event.chunk_id)
-        if chunk.sample.see(event.tokens, event.observed_at):
-            self._prefetch_planner.seen(chunk)
+        chunks, observed_at, seen = self._running.chunks, event.observed_at, self._prefetch_planner.seen
+        for chunk_id, tokens in event.tokens.items():
+            chunk = chunks.get(chunk_id)
+            if chunk is not None and chunk.sample.see(tokens, observed_at):
+                seen(chunk)
 
     def _replica_joined(self, event: ev.ReplicaJoined) -> None:
         check_join(event)
@@ -396,6 +399,11 @@ class RolloutCore:
 
     def is_running(self, chunk_id: str) -> bool:
         return chunk_id in self._running.chunks
+
+    def ended(self, chunk_ids: Iterable[str]) -> list[str]:
+        """Those of the chunks that do not run any more, or never did."""
+        running = self._running.chunks
+        return [chunk_id for chunk_id in chunk_ids if chunk_id not in running]
 
     def knows_batch(self, batch_id: str) -> bool:
         """Whether some group of the batch has not been handed out."""

@@ -118,11 +118,13 @@ class WaitQueue:
         return None
 
     def _in_turn(self, home: str | None) -> Iterable[list[FitQueue]]:
-        """The queues of a home, by the fairness policy; batches of equal keys in order of arrival."""
+        """The queues of a home with waiting samples, by the fairness policy; batches of equal keys in order of arrival.
+
+        Old batches have few: the rest of their samples run.
+        """
         queues = self._queues.get(home, {})
-        if len(queues) < 2:
-            return queues.values()
-        return [queues[batch] for batch in sorted(queues, key=self._turn)]
+        waiting = [batch for batch, lanes in queues.items() if len(lanes[0])] if len(queues) > 1 else queues
+        return [queues[batch] for batch in (sorted(waiting, key=self._turn) if len(waiting) > 1 else waiting)]
 
     def _turn(self, batch: Batch) -> tuple:
         return (*self._fairness.key(batch.view()), batch.arrival)

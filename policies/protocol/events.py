@@ -1,6 +1,6 @@
 """Events: the only input of `RolloutCore`. The shell stamps `now` (seconds, monotonic).
 
-Every event is a value. Events that name a chunk must name a running one; the core raises otherwise.
+Every event is a value. Events that name one chunk must name a running one; the core raises otherwise.
 """
 
 from collections.abc import Mapping
@@ -139,11 +139,11 @@ class ChunkFailed:
 
 @dataclass(frozen=True, slots=True)
 class TokensStreamed:
-    """A running chunk had generated `tokens` tokens at `observed_at`."""
+    """A replica's report: chunks that ran there had generated `tokens` tokens, by chunk id, at `observed_at`. Ids of
+    chunks that do not run any more are ignored."""
 
     now: float
-    chunk_id: str
-    tokens: int
+    tokens: Mapping[str, int]
     observed_at: float
 
 

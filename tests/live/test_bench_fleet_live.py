@@ -1,0 +1,22 @@
+"""The clocks of `bench fleet`, and a few modelled engines over real sockets; no Ray is started."""
+
+import time
+
+
+def test_a_delay_counts_the_loops_own_time_alone_on_its_clock():
+    from benchmarks.control_plane.fleet_coordinator import Delays
+
+    delays, ended_s = Delays(), time.monotonic()
+    delays.note()
+    time.sleep(0.05)
+    delays.add(ended_s)
+    assert delays.seconds()[0] >= 0.05 > delays.own_s()[0] >= 0.0
+
+
+def test_a_few_engines_keep_pace_with_a_coordinator():
+    from benchmarks.control_plane.fleet import measure
+
+    found = measure((4,), running=4, seconds=5.0, speed=20.0, past=False, profile=None, say=lambda text: None)
+    size = found["sizes"][4]
+    assert size["problems"] == [] and size["chunks_per_s"] > 0 and size["reports_per_s"] > 1
+    assert size["core_share"] > 0 and 0 <= size["delay_p50_ms"] <= size["delay_p99_ms"]
