@@ -87,7 +87,7 @@ class HandOver:
         packed = await self._on_disk(lambda: self._archive.release(file))
         try:
             await self._send(owner, "take_history", file, packed)
-        except BaseException:  # as above
+        except BaseException:  # whatever it was: it is still ours
             await self._on_disk(lambda: self._archive.adopt(file, packed))
             raise
         self._counts["handed_files"] += 1
