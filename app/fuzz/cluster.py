@@ -185,7 +185,7 @@ class SimulatedCluster:
     # ---- the coordinator -----------------------------------------------------------------------------
 
     def kill_coordinator(self, away_s: float | None = None) -> None:
-        """`away_s`: until the next one begins; None: of any length."""
+        """`away_s`: seconds until the next one begins; by default 1 to 10."""
         if self._up.is_set():
             self._up.clear()
             version = self.coordinator.rollouts.status().weights_version

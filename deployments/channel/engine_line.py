@@ -14,7 +14,6 @@ from tailrace.deployments.channel.frames import (
     Cause,
     ChunkEnded,
     ChunkFailure,
-    Message,
     Pulse,
     Report,
     Start,
@@ -107,18 +106,24 @@ class EngineLine:
                 self._report_s = report_s
 
     async def _run(self, chunk: ChunkRequest) -> None:
-        message: Message = ChunkFailure(chunk.chunk_id, Cause.CHUNK, "the engine has cancelled the chunk")
+        payload = await self._end_of(chunk)
+        if not self.closed:
+            _, frame = self._end.numbered(payload, self._now())
+            self._socket.send(frame)
+
+    async def _end_of(self, chunk: ChunkRequest) -> bytes:
+        """The message of a chunk's end."""
+        cause = Cause.CHUNK
         try:
-            message = ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk))
-        except asyncio.CancelledError:
+            return encode(ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
+        except asyncio.CancelledError as error:  # of the engine, unless the line was closed
             if self.closed:
                 raise
+            reason: BaseException = error
         except EngineDown as error:
-            message = ChunkFailure(chunk.chunk_id, Cause.DOWN, one_line(error))
+            cause, reason = Cause.DOWN, error
         except (AdapterRefused, FeaturesRefused) as error:
-            message = ChunkFailure(chunk.chunk_id, Cause.REFUSED, one_line(error))
+            cause, reason = Cause.REFUSED, error
         except Exception as error:  # noqa: BLE001 - the edge of a chunk: its caller gets the reason
-            message = ChunkFailure(chunk.chunk_id, Cause.CHUNK, one_line(error))
-        if not self.closed:
-            _, frame = self._end.numbered(encode(message), self._now())
-            self._socket.send(frame)
+            reason = error
+        return encode(ChunkFailure(chunk.chunk_id, cause, one_line(reason)))

@@ -340,8 +340,8 @@ class Rollouts:
         heard = self._engines.heard()
         reports = [one.report for one in heard]
         self._weights.observe(reports)
-        self.adapters.observe(reports)
-        for call in self.sleep.look(reports, first=bool(reports) and not self._heard):
+        calls = self.adapters.observe(reports)
+        for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
             self._spawn(call)
         self._heard = self._heard or bool(reports)
         self._looked.set()
