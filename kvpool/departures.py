@@ -24,7 +24,7 @@ class Departures:
 
     def __init__(self, up: Callable[[], PoolAdmin]):
         self._up = up
-        self._tasks: dict[str, asyncio.Task] = {}  # by segment, of stores that leave
+        self._tasks: dict[str, asyncio.Task] = {}  # by segment, of stores that leave, or have and are still mounted
         self.counts: Counter[str] = Counter()
 
     def see(self, segment: str, leaving: bool) -> bool:
@@ -37,8 +37,6 @@ class Departures:
         if task is None:
             self._tasks[segment] = asyncio.get_running_loop().create_task(self._empty(segment))
             return False
-        if task.done():
-            del self._tasks[segment]
         return task.done()
 
     async def stop(self) -> None:
@@ -56,15 +54,20 @@ class Departures:
                 keys = await self._up().keys_at(segment)
                 self._count(before, keys, asked)
                 before = keys
-                others = self._staying(await self._up().segments(), segment)
+                segments = await self._up().segments()
+                self._tasks = {name: task for name, task in self._tasks.items() if name in segments or not task.done()}
+                others = self._staying(segments, segment)
+                if not others:
+                    began_s = None
+                elif began_s is None:
+                    began_s = time.monotonic()
                 if not keys or (began_s is not None and time.monotonic() - began_s > HAND_OVER_S):
                     break
-                if others:
-                    began_s = began_s or time.monotonic()
-                    new = [key for key in keys if key not in asked]
-                    asked.update(new)
-                    for place, other in enumerate(others):
-                        await self._up().move(new[place :: len(others)], other)
+                asked &= keys.keys()
+                new = [key for key in keys if key not in asked]
+                for place, other in enumerate(others):
+                    asked.update(new[place :: len(others)])
+                    await self._up().move(new[place :: len(others)], other)
             except PoolDown:  # its keys are gone, or it is asked again
                 pass
             await asyncio.sleep(LOOK_S)

@@ -16,7 +16,7 @@ RIGHTS = {
     Role.OBSERVER: {"status", "longest_samples", "replica_changes"},
     Role.EVALUATOR: {
         "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
-        "stream_sample", "sample_detail",
+        "stream_sample", "sample_detail", "model_folder", "tokenizer_files",
     },
     Role.TRAINER: {
         "reserve", "cancel", "update_weights", "transfer_weights", "load_adapter", "unload_adapter", "set_policies",

@@ -23,6 +23,7 @@ from tailrace.app.calls.refused import (
     UnknownAdapter,
     WeightsRejected,
 )
+from tailrace.app.calls.result_texts import ResultTexts
 from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, lost_service
 from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.calls.status_calls import StatusCalls
@@ -68,6 +69,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
         self._weights: tuple[int, str, str] | None = None  # version, folder and digest of this client's last update
         self._adapters: dict[str, Adapter] = {}
+        self._texts = ResultTexts(self._ask)
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
         """Roll out a batch. Yields each group as it finishes, in any order.
@@ -122,6 +124,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         try:
             async for item in stream:
                 if not isinstance(_admitted(item), Rejected):
+                    await self._texts.attach(item)
                     yield item
                 elif item.by is RejectedBy.WEIGHTS and self._weights and sent.weights_version in (None, version):
                     await self.update_weights(*self._weights)  # the service was restarted

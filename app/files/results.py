@@ -79,7 +79,7 @@ class ResultsFile:
         line = {
             "prompt_id": group.prompt_id,
             "request": request_digest(prompt, seed, step),
-            "prompt_token_ids": group.prompt_token_ids,
+            "prompt_token_ids": group.prompt_token_ids.tolist(),
             "samples": [sample.model_dump(mode="json") for sample in group.samples],
         }
         data = json.dumps(line).encode() + b"\n"

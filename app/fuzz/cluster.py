@@ -197,8 +197,13 @@ class SimulatedCluster:
 
     async def _start_coordinator(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        process = Process(f"coordinator-{self.coordinators + 1}")
+        self.coordinator, self.coordinator_process = await self.start_one(process), process
+        self._up.set()
+
+    async def start_one(self, process: Process) -> SimulatedCoordinator:
+        """A coordinator in a process, over all replicas."""
         self.coordinators += 1
-        process = Process(f"coordinator-{self.coordinators}")
         pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
         nonce = f"{self.coordinators}."
@@ -210,12 +215,11 @@ class SimulatedCluster:
             running=EngineHandle.running,
         )
         parts = engines, pool, self.shards, self.telemetry, token_log, nonce, self.disk
-        self.coordinator = process.run(SimulatedCoordinator, *parts)
-        self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
-        self.coordinator_process = process
+        coordinator = process.run(SimulatedCoordinator, *parts)
+        coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
-        await process.spawn(self.coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
-        self._up.set()
+        await process.spawn(coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
+        return coordinator
 
     # ---- Serve's controller --------------------------------------------------------------------------
 

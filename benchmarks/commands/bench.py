@@ -15,6 +15,7 @@ from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.processes import command as processes
+from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
 from benchmarks.commands.train import command as train
 from benchmarks.commands.turns import command as turns
@@ -54,6 +55,7 @@ command.add_command(control)
 command.add_command(http)
 command.add_command(ladder, "ladder")
 command.add_command(processes)
+command.add_command(results)
 command.add_command(tail)
 command.add_command(weights)
 command.add_command(train)

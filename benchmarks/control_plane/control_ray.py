@@ -48,7 +48,7 @@ START_S, MEASURE_S = 120.0, 600.0
 def measure(calls: int, say: Callable[[str], None]) -> dict[str, dict]:
     """`serve_call`, `serve_chunk`, `serve_poll`, `serve_stream`, `actor_call`, `actor_exchange`, `actor_stream`. Raises
     Failed, in one line."""
-    with _cluster():
+    with cluster():
         from ray import serve
         from ray.exceptions import RayError
 
@@ -68,7 +68,7 @@ def measure(calls: int, say: Callable[[str], None]) -> dict[str, dict]:
 
 
 @contextmanager
-def _cluster() -> Iterator[None]:
+def cluster() -> Iterator[None]:
     os.environ.update(LOOPBACK_ONLY)  # before Ray is imported
     import ray
     from ray import serve

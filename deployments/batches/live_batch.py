@@ -90,6 +90,7 @@ class LiveBatch:
         sample = self.samples[action.sample_id]
         sample.end, sample.error = action.end, action.error
         sample.finished_s = now_s - sample.asked_s
+        sample.join()
         self.ended += 1
         return sample
 

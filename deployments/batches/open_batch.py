@@ -21,6 +21,7 @@ from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import SampleKey, sample_key
 from tailrace.deployments.messages.rollout import BatchSettings, Rejected, SamplingParams
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
+from tailrace.deployments.results.columns import Column
 from tailrace.policies.protocol.actions import EndSample, EndTurn
 from tailrace.policies.protocol.events import GroupSpec, SampleReturned, SamplesSubmitted
 
@@ -200,7 +201,7 @@ class OpenBatch(LiveBatch):
         answer = SampleAnswer(
             batch_id=self.message.batch_id,
             group=group.group.prompt_id,
-            prompt_token_ids=tuple(sample.prompt.tolist()),
+            prompt_token_ids=Column(sample.prompt),
             prompt_key=group.prompt_key,
             step=group.step,
             sample=sample.result(prompts),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
+from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
 from tailrace.deployments.constraints import form_check
 from tailrace.deployments.context.history import prompt_key
 from tailrace.deployments.features.item_check import item_refusal
@@ -37,7 +38,12 @@ class Prepared:
 
 
 class Prompts:
-    """Tokenizer of a local model folder, and the longest sequence (tokens) the engines take."""
+    """Tokenizer of a local model folder, and the longest sequence (tokens) the engines take.
+
+    `tokenizer_name`: of its files, see `tokenizer_files`; empty if it has none.
+    """
+
+    tokenizer_name = ""
 
     def __init__(self, model: str, max_model_len: int):
         from transformers import AutoTokenizer
@@ -47,6 +53,7 @@ class Prompts:
         self.model, self.max_model_len = model, max_model_len
         self._form_refusal = lru_cache(256)(form_check.refusal)
         self.is_multimodal = names_media(Path(model))
+        self.tokenizer_name = name_of_tokenizer(tokenizer_files(Path(model)))
 
     def prepare(self, batch: RolloutBatch) -> list[Prepared] | Rejected:
         prepared = []

@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.batches.token_log import TokenLog
+from tailrace.deployments.batches.tokenizer_files import tokenizer_files
 from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
@@ -92,7 +93,7 @@ class Coordinator:
         nonce: str,
     ) -> None:
         """Start the loops of a coordinator with these collaborators."""
-        self._kv_pool_manager, self._context = kv_pool_manager, context
+        self._kv_pool_manager, self._context, self._prompts = kv_pool_manager, context, prompts
         self._rollouts = Rollouts(
             engines=engines,
             prompts=prompts,
@@ -188,6 +189,15 @@ class Coordinator:
     async def transfer_weights(self, phase: str, info: dict | list | None) -> str | Rejected:
         """See `WeightTransfer`."""
         return await self._rollouts.weight_transfer.run(phase, info)
+
+    @admits(Role.EVALUATOR)
+    async def model_folder(self) -> str:
+        return self._prompts.model
+
+    @admits(Role.EVALUATOR)
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Their content by name; some megabytes."""
+        return await asyncio.to_thread(tokenizer_files, Path(self._prompts.model))
 
     @admits(Role.OBSERVER)
     async def status(self) -> ServiceStatus:

@@ -62,7 +62,8 @@ class EngineClient:
         put: Callable = ray.put,
         running: Callable[[DeploymentHandle], Iterable[str]] = running_replicas,
     ):
-        self._handle, self._running = handle, running
+        self._handle, self._all_running = handle, running
+        self.owned: frozenset[str] | None = None  # replicas of this coordinator's cell; None if there are no cells
         self._changed = asyncio.Event()
         self._lines = CoordinatorLines(listen, self._changed.set, nonce)
         self._holds: dict[str, asyncio.Task] = {}  # calls of Serve that hold lines, by replica
@@ -84,12 +85,23 @@ class EngineClient:
         """The latest report of each replica that has a line."""
         return self._lines.heard()
 
+    def own(self, replicas: frozenset[str]) -> None:
+        """Use these replicas alone from now on. Chunks on others are lost, and run again here."""
+        self.owned = replicas
+        for replica_id in self._holds.keys() - replicas:
+            self._lines.close(replica_id, "it belongs to another cell now")
+            self._holds[replica_id].cancel()
+
+    def _running(self) -> set[str]:
+        running = set(self._all_running(self._handle))
+        return running if self.owned is None else running & self.owned
+
     @property
     def settled(self) -> bool:
         """Whether all replicas that ran when this coordinator began have been heard, or have been silent for long."""
         if not self._settled:
             heard = {one.report.replica_id for one in self.heard()}
-            all_heard = self._asked and heard.issuperset(self._running(self._handle))
+            all_heard = self._asked and heard.issuperset(self._running())
             self._settled = all_heard or self._now() > self._began_s + SETTLE_S
         return self._settled
 
@@ -97,12 +109,12 @@ class EngineClient:
         """Hold a line to each running replica, for ever."""
         asked_s = float("-inf")
         while True:
-            running = set(self._running(self._handle))
+            running = self._running()
             if not running and self._now() > asked_s + KNOWN_S:
                 asked_s = self._now()
                 with contextlib.suppress(Exception):  # there is none yet, or Ray is in trouble
                     await poll_all(self._handle, "stats", KNOWN_S)
-                running = set(self._running(self._handle))
+                running = self._running()
             self._asked = True
             for replica_id in running - self._holds.keys():
                 self._holds[replica_id] = asyncio.ensure_future(self._hold(replica_id))

@@ -49,6 +49,7 @@ from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.models.lending import CellView
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import (
     AbortChunk,
@@ -181,7 +182,7 @@ class Rollouts:
 
     def _cancel(self, delivery: Delivery) -> bool:
         """Cancel a batch's samples in the core. Returns False if there are none."""
-        if delivery.is_over and self._token_log.is_on:
+        if delivery.is_over and not delivery.was_refused and self._token_log.is_on:
             self._spawn(self._token_log.forget(delivery.batch_id))
         core_ids = self._batches.core_ids(delivery)
         for core_id in core_ids:
@@ -251,6 +252,11 @@ class Rollouts:
             adapters=self.adapters.book.all(),
             contained=dict(self._contained + self._token_log.problems),
         )
+
+    def cell_view(self, name: str) -> CellView:
+        """For the lender of cells, see `policies.models.lending`."""
+        idle = tuple(one.replica_id for one in self._core.replicas.views() if not one.running)
+        return CellView(name, self._core.counts()["waiting"], tuple(sorted(self._engines.owned or ())), idle)
 
     def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
         return longest_samples(self._core, count)

@@ -12,14 +12,14 @@ WINDOW_BYTES = 64 << 20
 ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4
 """A client acknowledges at once after this many; fewer go with its next sign of life."""
 
-TOKEN_BYTES = 100
-"""Of an answer in memory: three places in tuples (8 each), an int (28) and two floats (24 each)."""
+TOKEN_BYTES = 12
+"""Of an answer in memory: its id and two logprobs, 4 each."""
 
 SAMPLE_BYTES = 2_000
-"""Of a sample besides its tokens: segments, timings and counts."""
+"""Of a sample besides its tokens: segments, timings and counts. Its text is not there until it is asked for."""
 
 
 def result_bytes(group: GroupResult) -> int:
     """Memory of a finished group in bytes, estimated from its numbers of samples and tokens."""
-    answers = sum(SAMPLE_BYTES + TOKEN_BYTES * len(one.token_ids) + len(one.text) for one in group.samples)
-    return answers + 36 * len(group.prompt_token_ids)
+    answers = sum(SAMPLE_BYTES + TOKEN_BYTES * len(one.token_ids) for one in group.samples)
+    return answers + 4 * len(group.prompt_token_ids)

@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.message import Message, RequestMessage
 from tailrace.deployments.messages.sampling import SamplingParams
+from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn, repeated
+from tailrace.deployments.results.later_text import LaterText
 from tailrace.policies.protocol.actions import SampleEnd
 
 
@@ -161,18 +163,18 @@ class Timings(Message):
     decode_s: float = 0.0
 
 
-class SampleResult(Message):
+class SampleResult(LaterText, Message):
     """One finished sample.
 
     `logprobs`: natural logarithms under the sampling distribution (after temperature and filters). `raw_logprobs`:
-    under the model's own. Both have one value per token.
+    under the model's own. Both have one value per token. `text`: of a batch, decoded when it is asked for.
     """
 
     sample_index: int
-    token_ids: tuple[int, ...]
+    token_ids: TokenColumn
     text: str
-    logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...]
+    logprobs: LogprobColumn
+    raw_logprobs: LogprobColumn
     finish_reason: SampleEnd
     stop_reason: int | str | None = Field(None, description="the stop text or stop token id that ended it")
     error: str | None = None
@@ -198,13 +200,19 @@ class SampleResult(Message):
         (), description="positions whose two best candidates were closer than the engine's tolerance"
     )
 
+    @property
+    def versions(self) -> Column:
+        """The weights version of each token, int32."""
+        counts = [one.end - one.start for one in self.segments]
+        return repeated([one.weights_version for one in self.segments], counts)
+
 
 class GroupResult(Message):
     """All samples of one prompt, in order of their indexes."""
 
     batch_id: str
     prompt_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenColumn
     samples: tuple[SampleResult, ...]
     prompt_key: str = Field("", description="name of the prompt over epochs and runs, the key of its history")
     step: int = 0

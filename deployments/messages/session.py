@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from tailrace.deployments.messages.rollout import Mask, Message, PromptGroup, RequestMessage, SampleResult, Top
+from tailrace.deployments.results.columns import TokenColumn
 
 MAX_INDEX = 2**31 - 1
 """Drafts travel with 32-bit indexes."""
@@ -82,7 +83,7 @@ class SampleAnswer(Message):
 
     batch_id: str
     group: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenColumn
     prompt_key: str
     step: int
     sample: SampleResult

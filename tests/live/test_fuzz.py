@@ -90,7 +90,10 @@ def test_a_defect_under_faults_and_pauses_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS_WITH_PAUSES).problem is None
 
 
-KEPT_WITH_LINES = {2000033: "a new coordinator took an adapter's older content from replicas that it heard late"}
+KEPT_WITH_LINES = {
+    2000033: "a new coordinator took an adapter's older content from replicas that it heard late",
+    2011694: "a batch that a new coordinator refused for its adapter, which it had not heard of, lost its token log",
+}
 """Such seeds since replicas have lines."""
 
 

@@ -1,0 +1,64 @@
+"""Decoders for the texts of results, with the tokenizers of the models that made them.
+
+Invariant: a text is decoded by a tokenizer of the very files that the coordinator has: those of this host's folder of
+the model if they are the same, else the coordinator's, sent once. Called by `RolloutClient`.
+"""
+
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tailrace.deployments.batches.answer_text import text_of
+from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
+from tailrace.deployments.messages.rollout import GroupResult
+from tailrace.deployments.results.later_text import TextRule
+
+
+class TextDecoder:
+    """Of one tokenizer, loaded when the first text is asked for. `files`: empty if those in `folder` are the same.
+
+    A text raises LookupError if the files are not of the tokenizer `name`: those of the service have changed.
+    """
+
+    def __init__(self, name: str, folder: str, files: dict[str, bytes]):
+        self._name, self._folder, self._files = name, folder, files
+        self._lock, self._prompts = threading.Lock(), None
+
+    def __call__(self, token_ids: Sequence[int], rule: TextRule) -> tuple[str, int | str | None]:
+        with self._lock:
+            if self._prompts is None:
+                self._prompts = self._load()
+        return text_of(token_ids, rule, self._prompts.decode)
+
+    def _load(self) -> Prompts:
+        if self._files and name_of_tokenizer(self._files) != self._name:
+            raise LookupError(f"{self._folder}: its tokenizer is not the one of these tokens any more; no text")
+        if not self._files:
+            return Prompts(self._folder, 0)
+        with TemporaryDirectory(prefix="tailrace-tokenizer-") as folder:
+            for name, content in self._files.items():
+                Path(folder, name).write_bytes(content)
+            return Prompts(folder, 0)
+
+
+class ResultTexts:
+    """`ask`: the coordinator's answer to a call, by its name and arguments."""
+
+    def __init__(self, ask: Callable[..., Awaitable]):
+        self._ask = ask
+        self._decoders: dict[str, TextDecoder] = {}
+
+    async def attach(self, group: GroupResult) -> None:
+        """Give each sample that waits for its text a decoder. Asks the coordinator once for each tokenizer."""
+        for sample in group.samples:
+            if sample.tokenizer:
+                sample.decode_by(self._decoders.get(sample.tokenizer) or await self._found(sample.tokenizer))
+
+    async def _found(self, name: str) -> TextDecoder:
+        folder, files = await self._ask("model_folder"), {}
+        if name_of_tokenizer(tokenizer_files(Path(folder))) != name:
+            files = await self._ask("tokenizer_files")
+        decoder = self._decoders[name] = TextDecoder(name, folder, files)
+        return decoder

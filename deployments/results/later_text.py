@@ -1,0 +1,93 @@
+"""The text of a sample that is decoded where it is asked for, once.
+
+Invariant: the text and the stop reason are those that the coordinator would have made, and once made they do not
+change. A result that has a decoder is decoded before it is copied, compared, pickled or written as JSON, so these carry
+the text. Called by the ledger, which makes such results, and by the client, which gives them a decoder.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, PrivateAttr, model_serializer
+
+LATER = "text", "stop_reason"
+
+
+class TextRule(NamedTuple):
+    """How a text follows from tokens. `tokenizer`: names the content of its files. `stopped`: the last token ended it,
+    by itself or as the end of one of the stop texts `stop`."""
+
+    tokenizer: str
+    stopped: bool
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+Decoder = Callable[[Sequence[int], TextRule], tuple[str, int | str | None]]
+"""Text and stop reason of token ids."""
+
+
+class LaterText(BaseModel):  # noqa: PLW1641 - pydantic makes the hash
+    """Base of a message with `token_ids`, `text` and `stop_reason`, of which the last two may be decoded later."""
+
+    _rule: TextRule | None = PrivateAttr(None)
+    _decoder: Decoder | None = PrivateAttr(None)
+
+    @classmethod
+    def later(cls, rule: TextRule, **fields: Any):
+        """A message of these fields, which are not checked, without text and stop reason."""
+        made = cls.model_construct(**fields)
+        made.__dict__.pop("stop_reason", None)
+        made._rule = rule
+        return made
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer that its text waits for; empty if it has the text."""
+        return self._rule.tokenizer if self._rule is not None else ""
+
+    def decode_by(self, decoder: Decoder) -> None:
+        """Have its text decoded by `decoder` when it is asked for."""
+        self._decoder = decoder
+
+    def settle(self) -> None:
+        """Decode its text now, if it has a decoder."""
+        if self._rule is not None and self._decoder is not None:
+            self.__dict__.update(zip(LATER, self._decoder(self.token_ids, self._rule), strict=True))
+            self.__pydantic_fields_set__.update(LATER)
+            self._rule = self._decoder = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LATER:
+            self.settle()
+            if name in self.__dict__:
+                return self.__dict__[name]
+            raise AttributeError(f"{name}: not decoded yet; results of a RolloutClient decode it when asked for")
+        return super().__getattr__(name)
+
+    @model_serializer(mode="wrap")
+    def _whole(self, write: Any) -> Any:
+        self.settle()
+        return write(self)
+
+    def __getstate__(self) -> dict:
+        self.settle()
+        return super().__getstate__()
+
+    def __copy__(self):
+        self.settle()
+        return super().__copy__()
+
+    def __deepcopy__(self, memo: dict | None = None):
+        self.settle()
+        return super().__deepcopy__(memo)
+
+    def __iter__(self):
+        self.settle()
+        return super().__iter__()
+
+    def __eq__(self, other: object) -> bool:
+        for one in (self, other):
+            if isinstance(one, LaterText):
+                one.settle()
+        return super().__eq__(other)
