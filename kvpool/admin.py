@@ -29,6 +29,8 @@ SEGMENT_BYTES = "segment_allocated_bytes"
 UNREACHABLE = -900
 """Mooncake's error code RPC_FAIL (mooncake-store/include/types.h)."""
 
+KEYS_A_CALL = 1000
+
 IN_USE = {-703, -706, -714}
 """Being written, leased (looking a key up or reading it takes a lease), or copied. Removing such a key by force
 would give its memory to another while it is read; without force, a reader whose lease has run out gets an error."""
@@ -67,6 +69,16 @@ class PoolAdmin:
         """
         names = {row["te_endpoint"]: row["segment_name"] for row in (await self._segments_detail())}
         return await self._call(lambda client: _move(client, keys, segment, names)) if keys else 0
+
+    async def keys_at(self, segment: str) -> dict[str, int]:
+        """Keys whose only copy in memory is in a segment, with their bytes; looks at every key of the pool."""
+        keys = await self.keys()
+        ends = {row["te_endpoint"] for row in await self._segments_detail() if row["segment_name"] == segment}
+        found: dict[str, int] = {}
+        for first in range(0, len(keys), KEYS_A_CALL):
+            part = keys[first : first + KEYS_A_CALL]
+            found |= await self._call(lambda client, part=part: _only_at(client, part, ends))
+        return found
 
     async def segments(self) -> dict[str, str]:
         """Mounted segments: the address where their bytes lie, by name."""
@@ -159,6 +171,15 @@ def _move(client: Any, keys: list[str], segment: str, names: dict[str, str]) -> 
             _, code = client.create_move_task(key, sources[0], segment)
             begun += _reached([code]) == [0]
     return begun
+
+
+def _only_at(client: Any, keys: list[str], ends: set[str]) -> dict[str, int]:
+    found = {}
+    for key, copies in client.batch_get_replica_desc(keys).items():
+        buffers = [copy.get_memory_descriptor().buffer_descriptor for copy in copies if copy.is_memory_replica()]
+        if buffers and all(buffer.transport_endpoint in ends for buffer in buffers):
+            found[key] = buffers[0].size
+    return found
 
 
 def _reached(codes: list[int]) -> list[int]:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from tailrace.kvpool.admin import PoolAdmin
 from tailrace.kvpool.child_process import ChildProcess, Launch
 from tailrace.kvpool.config import PoolConfig
+from tailrace.kvpool.departures import Departures
 from tailrace.kvpool.keys import is_block, version_of
 from tailrace.kvpool.programs import program
 from tailrace.kvpool.status import MasterAnswer, PoolDown, PoolStatus, StoreNodeStatus
@@ -67,6 +68,7 @@ class KvMaster:
         self._process = ChildProcess("mooncake_master", self._launch)
         pages = f"{host}:{pages_port}"
         self._admin = PoolAdmin(host, self.address, pages, config.protocol, config.rdma_devices)
+        self._departures = Departures(self._up)
         self._mounted: frozenset[str] | None = None
         self._reports: dict[str, tuple[float, StoreNodeStatus]] = {}
         self._asked = asyncio.Event()  # a store waits for the next look
@@ -82,7 +84,9 @@ class KvMaster:
         if not store.segment:
             self._asked.set()
         return MasterAnswer(
-            master_address=self.address, mounted=None if self._mounted is None else segment in self._mounted
+            master_address=self.address,
+            mounted=None if self._mounted is None else segment in self._mounted,
+            may_end=self._departures.see(segment, store.leaving),
         )
 
     async def release(self, keys: list[str]) -> tuple[int, list[str]]:
@@ -116,6 +120,7 @@ class KvMaster:
             put_failures=int(sum(counts[name] for name in PUT_FAILURES)),
             get_failures=int(sum(counts[name] for name in GET_FAILURES)),
             store_nodes=tuple(store for at_s, store in self._reports.values() if at_s > fresh_s),
+            **self._departures.counts,
         )
 
     async def keys_by_version(self) -> dict[int, int]:
@@ -125,6 +130,7 @@ class KvMaster:
     async def stop(self) -> None:
         """End the process for good."""
         self._looking.cancel()
+        await self._departures.stop()
         await asyncio.gather(self._looking, return_exceptions=True)  # it uses the admin client until it has ended
         self._admin.close()
         await asyncio.to_thread(self._process.stop)

@@ -1,14 +1,16 @@
 """How others come to the pool: the coordinator by `ensure_pool`, an engine replica by `join_pool`.
 
 The pool's actors are named and detached: one master for the application, which moves if its node is lost, and one store
-for each node with an engine, bound to it. Invariant: they outlive every replica and none outlives the application: the
-master looks whether Serve still has it and otherwise ends itself, a store ends when its master is gone for good.
+for each node with an engine, bound to it. Invariant: none outlives the application: the master looks whether Serve has
+it and otherwise ends itself, a store ends when its master is gone for good. A store leaves when no engine has been on
+its node for LEASE_S, see `Departures`.
 """
 
 import asyncio
-import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from hashlib import blake2b
 
 import ray
@@ -30,6 +32,8 @@ NAMESPACE = "tailrace"
 JOIN_S, CALL_S = 60.0, 1.0
 LOOK_S = 5.0
 """Each actor of the application looks by itself, and each look is a call of Serve's controller."""
+LEASE_S = 12 * LOOK_S
+"""A store whose engines have been silent for so long leaves."""
 GONE_LOOKS = 2
 """Number of looks in a row that must find the application missing."""
 
@@ -52,7 +56,7 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
     """
     host = ray.util.get_node_ip_address()
     try:
-        return _own_store(config, app_name).endpoint.remote(JOIN_S).future().result(JOIN_S + CALL_S)
+        return _endpoint(config, app_name)
     except PoolDown as error:
         raise PoolDown(str(error.cause if isinstance(error, RayError) else error)) from None
     except (RayError, TimeoutError) as error:
@@ -60,10 +64,28 @@ def join_pool(config: PoolConfig, app_name: str) -> PoolEndpoint:
         raise PoolDown(f"no pool memory on {host}: {line}") from None
 
 
+def _endpoint(config: PoolConfig, app_name: str) -> PoolEndpoint:
+    until_s = time.monotonic() + JOIN_S
+    while True:
+        call = _own_store(config, app_name).endpoint.remote(JOIN_S, _holder())
+        try:
+            return call.future().result(JOIN_S + CALL_S)
+        except ActorDiedError:  # the store was leaving, and has ended: the next one has its name
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(CALL_S)
+
+
+def _holder() -> str:
+    """The name of this process in a store's leases."""
+    return ray.get_runtime_context().get_worker_id()
+
+
 async def follow_pool(
     config: PoolConfig, app_name: str, joined: PoolEndpoint, rejoin: Callable[[str], Awaitable[None]]
 ) -> None:
-    """Calls `rejoin` with the master's address each time that it has changed. Runs until cancelled.
+    """Calls `rejoin` with the master's address each time that it has changed, and keeps this node's store. Runs until
+    cancelled.
 
     The master starts on another node once its own is lost. A failed call is repeated after LOOK_S.
     """
@@ -71,10 +93,12 @@ async def follow_pool(
     while True:
         await asyncio.sleep(LOOK_S)
         try:
-            now = (await store.endpoint.remote(CALL_S)).master_address
+            now = (await store.endpoint.remote(CALL_S, _holder(), LEASE_S)).master_address
             if now != address:
                 await rejoin(now)
                 address = now
+        except ActorDiedError:  # it left, as this process had been silent for too long
+            store = _own_store(config, app_name)
         except (PoolDown, RayError, RuntimeError) as error:
             logger.warning("pool of %s: %s", app_name, (str(error).splitlines() or [type(error).__name__])[0])
 
@@ -132,7 +156,7 @@ class MasterActor(KvMaster):
 
 
 class StoreActor(KvStoreNode):
-    """A KvStoreNode that ends with its master."""
+    """A KvStoreNode that ends with its master, or when it has left."""
 
     def __init__(self, config: PoolConfig, node_id: str, master: ActorHandle, host: str, port: int):
         self._master = master
@@ -149,11 +173,10 @@ class StoreActor(KvStoreNode):
             return None
 
     async def _live(self) -> None:
-        try:
+        with suppress(ActorDiedError):
             await self.run()
-        except ActorDiedError:
-            await self.stop()
-            _end_actor()
+        await self.stop()
+        _end_actor()
 
 
 async def application_gone(app_name: str) -> None:
@@ -170,7 +193,7 @@ def application_exists(app_name: str) -> bool:
     Its handle is asked for first: Serve's whole status takes ten times the processor time, here and in the controller.
     """
     try:
-        with contextlib.suppress(RayServeException):  # none, or not built yet
+        with suppress(RayServeException):  # none, or not built yet
             serve.get_app_handle(app_name)
             return True
         return app_name in serve.status().applications

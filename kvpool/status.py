@@ -16,6 +16,8 @@ class MasterAnswer(BaseModel):
     """host:port of the master's RPC; another one than before once the master's node was lost."""
     mounted: bool | None
     """Whether the store's segment is mounted, or None while the master process cannot be reached."""
+    may_end: bool = False
+    """A store that leaves has nothing any more that another one could take."""
 
 
 class StoreNodeStatus(BaseModel):
@@ -32,6 +34,8 @@ class StoreNodeStatus(BaseModel):
     restarts: int
     ssd: str
     """`off`, `on`, or why there is none in one line."""
+    leaving: bool = False
+    """No engine is on its node any more: its keys move to other stores, then it ends."""
 
 
 class PoolStatus(BaseModel):
@@ -55,3 +59,9 @@ class PoolStatus(BaseModel):
     put_failures: int
     get_failures: int
     store_nodes: tuple[StoreNodeStatus, ...]
+    left_stores: int = 0
+    """Stores that have left since the master's actor started; their keys that moved, and those that were lost."""
+    handed_keys: int = 0
+    handed_bytes: int = 0
+    lost_keys: int = 0
+    hand_over_ms: int = 0

@@ -25,6 +25,9 @@ SSD_FILE = "kv_cache.data"
 SSD_BUFFER_BYTES = 128 * 2**20
 """Reads from the SSD pass through this buffer; upstream's 1.25 GB would be taken from the node at once."""
 
+FIRST_LEASE_S = 1800.0
+"""An engine renews its lease once it has loaded its model, which may take so long."""
+
 Report = Callable[[StoreNodeStatus, str], Awaitable[MasterAnswer | None]]
 """KvMaster.report, wherever it is; None while it is being restarted."""
 
@@ -38,10 +41,17 @@ class KvStoreNode:
         self.segment = f"{host}:{port}"
         self._folder, self._ssd = ssd_folder(config)
         self._is_mounted = asyncio.Event()
+        self._leases = {"": time.monotonic() + FIRST_LEASE_S}  # by holder: until when it needs this store
         self._process = ChildProcess("mooncake_client", self._launch)
 
-    async def endpoint(self, deadline_s: float) -> PoolEndpoint:
-        """The endpoint for an engine on this node, once the segment is mounted. Raises PoolDown after `deadline_s`."""
+    async def endpoint(self, deadline_s: float, holder: str = "engine", lease_s: float = FIRST_LEASE_S) -> PoolEndpoint:
+        """The endpoint for an engine on this node, once the segment is mounted. Raises PoolDown after `deadline_s`.
+
+        The store stays for `lease_s` from now, for this `holder`, which renews its lease by calling again.
+        """
+        now_s = time.monotonic()
+        current = {name: until_s for name, until_s in self._leases.items() if name and until_s > now_s}
+        self._leases = current | {holder: now_s + lease_s}
         try:
             async with asyncio.timeout(deadline_s):
                 await self._is_mounted.wait()
@@ -50,11 +60,20 @@ class KvStoreNode:
             raise PoolDown(f"no pool memory on {self._host} after {deadline_s:.0f} s: {said}") from None
         return PoolEndpoint(self._master_address, self._host, self.segment, self._config)
 
+    async def leave(self) -> None:
+        """Begin to leave, unless a holder renews its lease first."""
+        self._leases = {"": time.monotonic()}
+
     async def run(self) -> None:
-        """Report and look after the process until the report fails, which means: the master is gone for good."""
+        """Report and look after the process.
+
+        Returns when it is needed no more and its keys are elsewhere. Raises as the report does: the master is gone.
+        """
         known_s = time.monotonic()
         while True:
             answer = await self._report(self._status(), self.segment)
+            if answer is not None and answer.may_end and self._is_leaving():
+                return
             if answer is not None and answer.master_address != self._master_address:
                 self._master_address = answer.master_address
                 self._process.kill()  # it is started again with this address
@@ -86,7 +105,12 @@ class KvStoreNode:
             pid=self._process.pid,
             restarts=self._process.restarts,
             ssd=self._ssd,
+            leaving=self._is_leaving(),
         )
+
+    def _is_leaving(self) -> bool:
+        """Whether no engine is on this node any more."""
+        return max(self._leases.values()) <= time.monotonic()
 
     def _forget_file(self) -> None:
         """Remove the SSD file's name once the process has it open; it never opens it again (Mooncake 0.3.13)."""

@@ -16,8 +16,9 @@ from benchmarks.live.tail_simulated import DRAWS, Rate, simulated
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput
 from tailrace.app.simulator.types import ReplicaModel, StepModel
-from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.drafts import EVIDENCE
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.messages.status import ReplicasChanged

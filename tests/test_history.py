@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.deployments.context.archive import EVERY, FILES, Archive, file_of, shard_of, shards_files
+from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, History, PastLength, is_on_network, pack, prompt_key, unpack
 from tailrace.deployments.context.live_groups import Packet
 from tailrace.deployments.context.shard import ContextShard
+from tailrace.deployments.context.shard_set import EVERY, FILES, file_of, shard_of, shards_files
 from tailrace.deployments.messages.context import GroupRef, Piece
 
 PLENTY = 2**30

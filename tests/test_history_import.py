@@ -11,9 +11,10 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.dumps import read_dump
 from tailrace.app.files.history_import import HistoryImport
 from tailrace.app.files.results import ResultsFile
-from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import prompt_key
+from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Segment
 from tailrace.policies.protocol.actions import SampleEnd
 

@@ -40,8 +40,9 @@ def _ask(group: str, address: str) -> dict | None:
 
 def _offline(group: str, history_dir: Path) -> dict | None:
     """The same mapping as a shard's, from the files alone."""
-    from tailrace.deployments.context.archive import EVERY, Archive
+    from tailrace.deployments.context.archive import Archive
     from tailrace.deployments.context.config import ContextConfig
+    from tailrace.deployments.context.shard_set import EVERY
 
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute())), EVERY)
     try:

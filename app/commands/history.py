@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput, Failed
-from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.shard_set import EVERY
 
 BOUNDS = ContextConfig()
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")

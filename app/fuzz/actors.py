@@ -1,4 +1,4 @@
-"""Simulated actors: the pool's master, with its keys, and the context's shards, with lengths.
+"""Simulated actors: the pool's master, with its keys.
 
 `problem`: a fault of the moment; each call then raises it, or waits.
 """
@@ -6,8 +6,6 @@
 import asyncio
 import re
 
-from tailrace.deployments.context.history import Answer, PastLength
-from tailrace.deployments.messages.context import GroupRef
 from tailrace.kvpool.keys import version_of
 from tailrace.kvpool.status import PoolDown, PoolStatus
 
@@ -73,38 +71,3 @@ class SimulatedMaster(Actor):
         await self._meet()
         versions = [version_of(key) for key in self.keys]
         return {version: versions.count(version) for version in set(versions)}
-
-
-class SimulatedShard(Actor):
-    """A shard of the group context: lengths of ended samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.past: dict[str, dict[tuple[int, int], PastLength]] = {}
-        self.open: set[str] = set()
-
-    async def lengths(self, keys: list[str]) -> dict[str, list[PastLength]]:
-        await self._meet()
-        return {key: list(self.past[key].values()) for key in keys if key in self.past}
-
-    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
-        await self._meet()
-        past = self.past.setdefault(group.prompt_key, {})
-        for answer in answers:
-            past[epoch, answer.sample_index] = PastLength(epoch, len(answer.tokens), answer.finished)
-
-    async def end(self, group: GroupRef) -> None:
-        await self._meet()
-
-    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
-        await self._meet()
-
-    async def forget_history(self) -> int:
-        await self._meet()
-        count = sum(map(len, self.past.values()))
-        self.past.clear()
-        return count
-
-    async def inspect(self, name: str) -> dict | None:
-        await self._meet()
-        return None

@@ -6,19 +6,20 @@ The controller is Serve's as far as it matters here: it probes health, replaces 
 import asyncio
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from random import Random
 
-from tailrace.app.fuzz.actors import SimulatedMaster, SimulatedShard
+from tailrace.app.fuzz.actors import SimulatedMaster
 from tailrace.app.fuzz.disk import Disk, digest_of
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.lines import SimulatedLines
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.replica import SimulatedReplica
+from tailrace.app.fuzz.shards import SimulatedShards, config_of
 from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
-from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.coordinator.engine_client import EngineClient
@@ -34,7 +35,6 @@ FAILED_CHECKS = 3
 
 BOOT_S = (2.0, 30.0)
 GRACE_S = 20.0
-SHARDS = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
         self,
         engines: EngineClient,
         pool: ActorHandle | None,
-        shards: list | None,
+        shards: SimulatedShards | None,
         telemetry: Telemetry,
         token_log: TokenLog,
         nonce: str,
@@ -92,7 +92,7 @@ class SimulatedCoordinator(Coordinator.func_or_class):
             prompts=SimulatedPrompts(),
             telemetry=telemetry,
             kv_pool_manager=KvPoolManager(pool) if pool is not None else None,
-            context=ContextService(shards, ContextConfig()) if shards is not None else None,
+            context=ContextService(shards, shards.config) if shards is not None else None,
             token_log=token_log,
         )
         self._rollouts.adapters.read = lambda path: digest_of(disk.read(path))
@@ -103,9 +103,9 @@ class SimulatedCoordinator(Coordinator.func_or_class):
 
 
 class SimulatedCluster:
-    """See the module docstring. `rng`: of latencies and boot times."""
+    """See the module docstring. `rng`: of latencies and boot times. `history`: a folder for that."""
 
-    def __init__(self, size: Size, rng: Random, log_disk: LogDisk):
+    def __init__(self, size: Size, rng: Random, log_disk: LogDisk, history: Path | None = None):
         self.size, self._rng, self.log_disk = size, rng, log_disk
         self._now = asyncio.get_running_loop().time
         self.telemetry = Telemetry("fuzz")
@@ -121,9 +121,6 @@ class SimulatedCluster:
         if size.pooled:
             self.master_process = Process("master")
             self.master = SimulatedMaster()
-        if size.contexts:
-            self.shard_processes = [Process(f"shard-{number}") for number in range(SHARDS)]
-            self.shards = [SimulatedShard() for _ in range(SHARDS)]
         self.coordinator: SimulatedCoordinator | None = None
         self.coordinator_process: Process | None = None
         self.coordinators = 0
@@ -131,6 +128,9 @@ class SimulatedCluster:
         self._up = asyncio.Event()
         self.policies = Policies(**size.policies)
         self.controller = Process("controller")
+        if size.contexts:
+            shards = Random(rng.random())
+            self.shards = SimulatedShards(config_of(shards, history), shards, self.controller.spawn)
         self.controller.spawn(self._control())
         self.controller.spawn(self._start_coordinator(0.0))
         for _ in range(size.replicas):
@@ -205,10 +205,6 @@ class SimulatedCluster:
         """A coordinator in a process, over all replicas."""
         self.coordinators += 1
         pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
-        shards = None
-        if self.shards:
-            pairs = zip(self.shard_processes, self.shards, strict=True)
-            shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
         nonce = f"{self.coordinators}."
         self.engine_client = engines = EngineClient(
@@ -218,7 +214,7 @@ class SimulatedCluster:
             put=lambda features: features.name,
             running=EngineHandle.running,
         )
-        parts = engines, pool, shards, self.telemetry, token_log, nonce, self.disk
+        parts = engines, pool, self.shards, self.telemetry, token_log, nonce, self.disk
         coordinator = process.run(SimulatedCoordinator, *parts)
         coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ray.exceptions import RayError
 
 from tailrace.app.calls.client import WeightsRejected
+from tailrace.app.fuzz.actor_faults import master_restarts, meets, other_shards, shard_dies
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import TORN
 from tailrace.app.fuzz.drivers import Ledger, driver_client
@@ -113,23 +114,6 @@ async def _coordinator(site: FaultSite, fault: Fault) -> None:
 
 async def _driver(site: FaultSite, fault: Fault) -> None:
     site.vanish(fault.target, fault.seconds)
-
-
-def _actor(problem: str) -> Callable:
-    async def do(site: FaultSite, fault: Fault) -> None:
-        actors = [actor for actor in (site.cluster.master, *(site.cluster.shards or ())) if actor is not None]
-        if actors:
-            actor = actors[fault.target % len(actors)]
-            actor.problem = problem
-            await asyncio.sleep(fault.seconds)
-            actor.problem = None
-
-    return do
-
-
-async def _master_restarts(site: FaultSite, fault: Fault) -> None:
-    if site.cluster.master:
-        site.cluster.master.restart()
 
 
 async def _overwrite(site: FaultSite, fault: Fault) -> None:
@@ -258,10 +242,12 @@ KINDS: dict[str, Callable] = {
     "damaged": _answer(lambda fault: f"damaged:{fault.number % DAMAGES}"),
     "coordinator": _coordinator,
     "driver": _driver,
-    "actor_down": _actor("down"),
-    "actor_hangs": _actor("hangs"),
-    "actor_odd": _actor("odd"),
-    "master_restarts": _master_restarts,
+    "shard_dies": shard_dies,
+    "shards": other_shards,
+    "actor_down": meets("down"),
+    "actor_hangs": meets("hangs"),
+    "actor_odd": meets("odd"),
+    "master_restarts": master_restarts,
     "overwrite": _overwrite,
     "strange_update": _strange_update,
     "same_version": _same_version,

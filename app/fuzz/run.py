@@ -150,7 +150,8 @@ async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
     with TemporaryDirectory(prefix="tailrace-fuzz-") as folder:
         rng = Random(f"token log/{plan.seed}")
         log_disk = LogDisk(rng.choice(LOG_DISKS), Path(folder), rng)
-        cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"), log_disk)
+        history = Path(folder) / "history"
+        cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"), log_disk, history)
         return await _play(plan, ledger, cluster)
 
 
@@ -182,7 +183,8 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
         if all(driver.ended for driver in drivers):
             faults_end_s = max((fault.end_s for fault in plan.faults), default=0.0)
             await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
-            return _problem(cluster, running) or _left_over(cluster)
+            left_over = _left_over(cluster) or (await cluster.shards.left_over() if cluster.shards else None)
+            return _problem(cluster, running) or left_over
     late = [driver.plan.name for driver in drivers if not driver.ended]
     return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
 

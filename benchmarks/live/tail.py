@@ -32,8 +32,9 @@ from tailrace.app.verification.runs import GROUP, WHOLE, drafts
 from tailrace.app.verification.services import Engine, Service
 from tailrace.app.verification.tokens import whole, with_engine
 from tailrace.deployments.batches.prompts import Prompts
-from tailrace.deployments.context.archive import EVERY, Archive
+from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ReplicasChanged
 from tailrace.policies.core.scaling import Limits

@@ -1,44 +1,88 @@
 """The group context's actors: named, detached, one per shard. Coordinator and engines come to them by `ensure_context`.
 
 Invariant: they outlive every replica and none outlives the application; an application with another configuration
-has other actors, and ends the former ones. One that dies is started again, with its history on disk.
+has other actors, and ends the former ones. One that dies is started again, with its history on disk. Shard 0 starts and
+ends the others, on its own node, where history may be on a disk; they end with it.
 """
 
 import asyncio
+from contextlib import suppress
 from hashlib import blake2b
 
 import ray
 from ray.actor import ActorHandle
 
 from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.membership import NoShard
 from tailrace.deployments.context.shard import ContextShard
 from tailrace.kvpool.pool import NAMESPACE, application_gone, detached_actor
 
 
-def ensure_context(config: ContextConfig, app_name: str) -> list[ActorHandle]:
-    """Handles of the application's shards, in order, started where there are none; does not wait for them.
+def ensure_context(config: ContextConfig, app_name: str) -> "Shards":
+    """The application's shards, of which those that there always are have been started; does not wait for them.
 
     Started on this node and, while it lives, started again there: history may lie on its disk.
     """
-    family = _family(config, app_name)
-    return [
-        detached_actor(ShardActor, f"{family}-{index}", soft=True).remote(config, index, app_name)
-        for index in range(config.shards)
-    ]
+    shards = Shards(config, app_name)
+    for index in range(config.shards):
+        shards.start(index)
+    return shards
+
+
+class Shards:
+    """Handles of an application's shards, found by name. Any thread may call."""
+
+    def __init__(self, config: ContextConfig, app_name: str):
+        self._config, self._app_name = config, app_name
+        self._handles: dict[int, ActorHandle] = {}
+
+    def at(self, index: int) -> ActorHandle:
+        """The handle of a shard. Raises NoShard."""
+        handle = self._handles.get(index)
+        if handle is None:
+            try:
+                handle = self._handles[index] = ray.get_actor(self._name(index), NAMESPACE)
+            except ValueError as error:
+                raise NoShard(self._name(index)) from error
+        return handle
+
+    def start(self, index: int) -> None:
+        """Start a shard on this node, unless it is there."""
+        if index not in self._handles:
+            actor = detached_actor(ShardActor, self._name(index), soft=True)
+            self._handles[index] = actor.remote(self._config, index, self._app_name)
+
+    def end(self, index: int) -> None:
+        """End a shard for good, if it is there."""
+        with suppress(NoShard):  # it has ended
+            ray.kill(self.at(index), no_restart=True)
+        self.lose(index)
+
+    def lose(self, index: int) -> None:
+        """Forget the handle of a shard that does not answer: another actor may have its name by now."""
+        self._handles.pop(index, None)
+
+    def _name(self, index: int) -> str:
+        return f"{_family(self._config, self._app_name)}-{index}"
 
 
 class ShardActor(ContextShard):
-    """A ContextShard that ends with its application."""
+    """A ContextShard that ends with its application, or with shard 0."""
 
     def __init__(self, config: ContextConfig, index: int, app_name: str):
-        super().__init__(config, index)
-        work = self._live_with(app_name, _family(config, app_name))
+        self._others = Shards(config, app_name)
+        super().__init__(config, index, self._others)
+        work = self._live_with(app_name, _family(config, app_name)) if index == 0 else self._live_with_first()
         self._living = asyncio.get_running_loop().create_task(work)
 
     async def _live_with(self, app_name: str, family: str) -> None:
         await asyncio.to_thread(_end_others, app_name, family)
         await application_gone(app_name)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        _end_actor()
+
+    async def _live_with_first(self) -> None:
+        await self.look()
+        _end_actor()
 
 
 def _family(config: ContextConfig, app_name: str) -> str:
@@ -50,3 +94,7 @@ def _end_others(app_name: str, family: str) -> None:
         name = actor["name"]
         if actor["namespace"] == NAMESPACE and name.startswith(f"{app_name}-context-") and not name.startswith(family):
             ray.kill(ray.get_actor(name, NAMESPACE))
+
+
+def _end_actor() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

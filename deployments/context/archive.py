@@ -1,40 +1,23 @@
 """The history of all prompts, or of one shard's: a folder of a fixed number of files, each with its share of prompts.
 
-Invariant: which file a prompt is in depends on its key alone, and a file belongs to one shard, however many there are;
-so another number of shards finds all that is there. Files open when first needed. One thread at a time calls.
+Invariant: a prompt's file depends on its key alone, and a file belongs to one shard, whatever their number, see
+`shard_set`; so another number of shards finds all that is there. Files open when first needed. One thread at a time
+calls.
 """
 
-from collections.abc import Iterator
-from hashlib import blake2b
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import History
-
-FILES = 16
-EVERY = range(FILES)
-
-
-def file_of(prompt_key: str) -> int:
-    """0 to FILES - 1."""
-    return blake2b(prompt_key.encode(), digest_size=1).digest()[0] % FILES
-
-
-def shard_of(prompt_key: str, shards: int) -> int:
-    """0 to shards - 1."""
-    return file_of(prompt_key) % shards
-
-
-def shards_files(shard: int, shards: int) -> range:
-    """Numbers of the files that a shard owns."""
-    return range(shard, FILES, shards)
+from tailrace.deployments.context.shard_set import FILES, file_of
 
 
 class Archive:
     """Bounds and folder are the configuration's; `mine`: numbers of the files that this process works on."""
 
-    def __init__(self, config: ContextConfig, mine: range):
-        self._config, self._mine = config, mine
+    def __init__(self, config: ContextConfig, mine: Collection[int]):
+        self._config, self.mine = config, mine
         self._files: dict[int, History] = {}
 
     def of(self, prompt_key: str) -> History:
@@ -43,12 +26,26 @@ class Archive:
 
     def files(self) -> Iterator[History]:
         """This process's, as far as they are there."""
-        return (self._file(number) for number in self._mine if number in self._files or self._is_there(number))
+        return (self._file(number) for number in self.mine if number in self._files or self._is_there(number))
 
     def find(self, name: str) -> tuple[str, str] | None:
         """Prompt key and newest group id of a prompt key, group id or prompt id; looks into every file."""
         found = (file.find(name) for file in self.files())
         return next((one for one in found if one is not None), None)
+
+    def release(self, number: int) -> bytes | None:
+        """Close a file. Returns its contents if it is in memory alone, and has any."""
+        if number not in self._files:
+            return None
+        file = self._files.pop(number)
+        packed = file.packed()
+        file.close()
+        return packed
+
+    def adopt(self, number: int, packed: bytes | None) -> None:
+        """Take in the contents that `release` has returned elsewhere."""
+        if packed is not None:
+            self._file(number).adopt(packed)
 
     @property
     def problem(self) -> str:

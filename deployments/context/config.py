@@ -2,7 +2,7 @@
 
 from pathlib import PurePosixPath
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 def plain_folder(path: str | None) -> str | None:
@@ -17,7 +17,10 @@ class ContextConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shards: int = Field(1, ge=1, le=16, description="actors that share the prompts among them")
+    shards: int = Field(1, ge=1, le=16, description="minimum of actors that share the prompts among them")
+    max_shards: int = Field(16, ge=1, le=16, description="maximum of them")
+    replicas_per_shard: int = Field(64, ge=1, description="engines that run samples, for each of these actors")
+    shrink_after_s: float = Field(30.0, ge=0, description="an actor ends when it was not wanted for this time")
     history_dir: str | None = Field(
         None, description="absolute folder, the same on every node; null: history lasts as long as its actors"
     )
@@ -34,3 +37,9 @@ class ContextConfig(BaseModel):
     retry_s: float = Field(1.0, gt=0, description="pause of an engine's traffic with an actor after a failure")
 
     _plain = field_validator("history_dir")(plain_folder)
+
+    @model_validator(mode="after")
+    def _limits(self):
+        if self.max_shards < self.shards:
+            raise ValueError(f"max_shards is {self.max_shards}, less than shards, {self.shards}")
+        return self

@@ -10,10 +10,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
-from ray.actor import ActorHandle
 
-from tailrace.deployments.context.archive import shard_of
 from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.membership import Peers
+from tailrace.deployments.context.routes import Routes
 from tailrace.deployments.context.shard_exchange import ShardExchange
 from tailrace.deployments.messages.context import Fetched, GroupRef
 from tailrace.kvpool.counts import Counts
@@ -22,17 +22,18 @@ from tailrace.kvpool.counts import Counts
 class ContextClient:
     """`shards`: see ensure_context. `writer`: this engine's name, which no other engine has or has had."""
 
-    def __init__(self, shards: list[ActorHandle], config: ContextConfig, writer: str):
+    def __init__(self, shards: Peers, config: ContextConfig, writer: str):
         self._ready: deque[Fetched] = deque()
         self._new, self._counts = Counts(), Counter()
-        self._exchanges = [ShardExchange(shard, config, writer, self._ready.append, self._new) for shard in shards]
+        self._routes = Routes(shards, config, writer, self._ready.append, self._new)
         self._held: dict[GroupRef, ShardExchange] = {}
 
     def hold(self, group: GroupRef) -> None:
         """From now on `take` returns all tokens of this group, known and new, and its history once. Of a group that was
         at rest it returns only those that are new since then."""
-        exchange = self._held[group] = self._exchanges[shard_of(group.prompt_key, len(self._exchanges))]
-        exchange.hold(group)
+        if group not in self._held:  # the exchange of one at rest knows how far it was read
+            self._held[group] = self._routes.exchange_of(group)
+        self._held[group].hold(group)
 
     def rest(self, group: GroupRef) -> None:
         """No sample of this group runs here now; its tokens taken so far are kept, in case one does again."""
@@ -59,5 +60,4 @@ class ContextClient:
 
     def close(self) -> None:
         """End the threads; tokens not sent yet are lost."""
-        for exchange in self._exchanges:
-            exchange.close()
+        self._routes.close()

@@ -9,6 +9,7 @@ Several of them make an Archive, through which shards and the command line come 
 import sqlite3
 import zlib
 from collections.abc import Iterable
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -182,10 +183,25 @@ class History:
         self.nbytes = self._bytes()
         return gone
 
+    def packed(self) -> bytes | None:
+        """Everything in it, if it is in memory and not empty; else None."""
+        return self._base.serialize() if self._in_memory and self.totals().answers else None
+
+    def adopt(self, packed: bytes) -> None:
+        """Add the contents of another one; an answer that is here already stays."""
+        with closing(sqlite3.connect(":memory:")) as other, self._base:
+            other.deserialize(packed)
+            answers = other.execute("SELECT * FROM answers ORDER BY rowid")
+            self._base.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", answers)
+            prompts = other.execute("SELECT * FROM prompts")
+            self._base.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompts)
+        self.nbytes = self._bytes()
+
     def close(self) -> None:
         self._base.close()
 
     def _open(self, path: Path | None) -> None:
+        self._in_memory = path is None
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch(mode=0o600)  # answers may be private

@@ -1,41 +1,54 @@
 """The coordinator's side of the group context: past lengths in; ended samples, groups and rewards out.
 
 Invariant: nothing here delays or fails a rollout. Questions have a deadline and otherwise no answer; what is told is
-sent and not waited for, and counted. Called by the coordinator, on its event loop.
+sent and not waited for, and counted. A call about a prompt that has another shard by now is made again there. Called by
+the coordinator, on its event loop.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
-from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
-from tailrace.deployments.context.archive import shard_of
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, PastLength
+from tailrace.deployments.context.membership import NoShard, Peers
+from tailrace.deployments.context.shard_count import ShardCount
+from tailrace.deployments.context.shard_set import Moved, ShardSet, shard_of
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.errors import is_own_cancel
 
 CALL_S = 10.0
 """Longest wait for an actor's answer; after it the actor counts as away."""
 
+RESIZE_S = 70.0
+"""Longest wait for another number of shards, processes that start included."""
+
+FOLLOW_S = 5.0
+"""Between two looks at how many shards the engines need."""
+
+ASK_S = 30.0
+"""Between two calls to shard 0 where no more than the configured minimum is wanted."""
+
 
 class ContextService:
     """`shards`: see ensure_context."""
 
-    def __init__(self, shards: list[ActorHandle], config: ContextConfig):
+    def __init__(self, shards: Peers, config: ContextConfig):
         self._shards, self._config = shards, config
+        self._set = ShardSet(0, config.shards)
+        self._resizing = asyncio.Lock()
         self._counts: Counter[str] = Counter()
         self._told: set[asyncio.Task] = set()
 
     async def lengths(self, prompt_keys: Iterable[str]) -> dict[str, list[PastLength]]:
         """Past lengths of prompts that have any, newest epochs first; {} when the answer is late."""
-        by_shard: dict[int, list[str]] = {}
-        for key in dict.fromkeys(prompt_keys):
-            by_shard.setdefault(shard_of(key, len(self._shards)), []).append(key)
-        asked = [(self._shards[shard], keys) for shard, keys in by_shard.items()]
-        answers = await self._ask_all(self._config.lengths_deadline_s, "lengths", asked)
-        return {key: lengths for answer in answers for key, lengths in answer.items()}
+        parts = self._by_shard(dict.fromkeys(prompt_keys))
+        asked = (
+            self._within(self._config.lengths_deadline_s, "lengths", self._lengths(*part)) for part in parts.items()
+        )
+        return {key: lengths for answer in await asyncio.gather(*asked) for key, lengths in (answer or {}).items()}
 
     def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
         """These samples have ended, whole: for mates that still run, and for later epochs. Once is enough."""
@@ -51,28 +64,84 @@ class ContextService:
 
     async def forget_history(self) -> int:
         """Every answer of earlier epochs, on disk too; the number there were."""
-        return sum(await self._ask_all(CALL_S, "forget_history", [(shard,) for shard in self._shards]))
+        async with self._resizing:  # or a file on its way would be nowhere
+            known = await self._within(CALL_S, "learn", self._ask(0, "learn", self._set))
+            self._set = max(self._set, known or self._set)
+            await self._ask_all("learn", self._set)
+            return sum(await self._ask_all("forget_history"))
 
     async def inspect(self, name: str) -> dict | None:
         """Contents of a group id, prompt id or prompt key, see ContextShard.inspect, or None if unknown."""
-        known = await self._ask_all(CALL_S, "inspect", [(shard, name) for shard in self._shards])
+        known = await self._ask_all("inspect", name)
         return max(known, key=lambda answer: len(answer["samples"]), default=None)
 
     def counts(self) -> dict[str, int]:
-        """Calls by `METHOD`, and those that failed by `METHOD_failed.CAUSE`."""
-        return dict(self._counts)
+        """Calls by `METHOD`, and those that failed by `METHOD_failed.CAUSE`; `shards`: their present number."""
+        return {**self._counts, "shards": self._set.shards}
+
+    async def follow(self, busy_replicas: Callable[[], int]) -> None:
+        """Have as many shards as the engines need, for ever. `busy_replicas`: number of those that run samples now."""
+        now, count, due_s = asyncio.get_running_loop().time, ShardCount(self._config), 0.0
+        while True:
+            wanted = count.next(busy_replicas(), now())
+            if now() >= due_s or max(wanted, self._set.shards) > self._config.shards:
+                async with self._resizing:
+                    answer = await self._within(RESIZE_S, "resize", self._resize(wanted))
+                due_s = now() + (0.0 if answer is None else ASK_S)
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _resize(self, shards: int) -> ShardSet:
+        self._set = max(self._set, await self._shards.at(0).resize.remote(shards, self._set))
+        return self._set
+
+    async def _lengths(self, index: int, prompt_keys: list[str]) -> dict[str, list[PastLength]]:
+        answer = await self._ask(index, "lengths", prompt_keys)
+        if not isinstance(answer, Moved):
+            return answer
+        parts = await asyncio.gather(*(self._lengths(*part) for part in self._by_shard(prompt_keys).items()))
+        return {key: lengths for part in parts for key, lengths in part.items()}
+
+    def _by_shard(self, prompt_keys: Iterable[str]) -> dict[int, list[str]]:
+        by_shard: dict[int, list[str]] = {}
+        for key in prompt_keys:
+            by_shard.setdefault(shard_of(key, self._set.shards), []).append(key)
+        return by_shard
 
     def _tell(self, method: str, prompt_key: str, *arguments) -> None:
-        call = getattr(self._shards[shard_of(prompt_key, len(self._shards))], method).remote(*arguments)
-        task = asyncio.get_running_loop().create_task(self._within(CALL_S, method, _answer(call)))
+        work = self._within(CALL_S, method, self._ask_owner(prompt_key, method, *arguments))
+        task = asyncio.get_running_loop().create_task(work)
         self._told.add(task)
         task.add_done_callback(self._told.discard)
 
-    async def _ask_all(self, seconds: float, method: str, asked: Iterable[tuple]) -> list:
-        """The answers of shards, each given with its arguments, without those that are late, failed or None."""
-        calls = (getattr(shard, method).remote(*arguments) for shard, *arguments in asked)
-        answers = await asyncio.gather(*(self._within(seconds, method, _answer(call)) for call in calls))
-        return [answer for answer in answers if answer is not None]
+    async def _ask_all(self, method: str, *arguments) -> list:
+        """The answers of all shards, without those that are late, failed or None."""
+        asked = (self._within(CALL_S, method, self._ask(i, method, *arguments)) for i in range(self._set.shards))
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+
+    async def _ask_owner(self, prompt_key: str, method: str, *arguments):
+        """The answer of the shard that the prompt has, at the end of a change too."""
+        while True:
+            answer = await self._ask(shard_of(prompt_key, self._set.shards), method, *arguments)
+            if not isinstance(answer, Moved):
+                return answer
+            self._counts["moved"] += 1
+
+    async def _ask(self, index: int, method: str, *arguments):
+        """A shard's answer; Moved, once both sides know the newer set, or a while after the shard was gone."""
+        try:
+            answer = await _answer(getattr(self._shards.at(index), method).remote(*arguments))
+        except (NoShard, RayActorError):
+            if index == 0:
+                raise
+            self._shards.lose(index)
+            await asyncio.sleep(self._config.retry_s)
+            self._set = max(self._set, await _answer(self._shards.at(0).learn.remote(self._set)))
+            return Moved(self._set)
+        if isinstance(answer, Moved):
+            self._set = max(self._set, answer.to)
+            if answer.to < self._set:
+                await _answer(self._shards.at(index).learn.remote(self._set))
+        return answer
 
     async def _within(self, seconds: float, what: str, work: Awaitable):
         """The answer; None, counted by cause, when there is none in time."""

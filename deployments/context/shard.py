@@ -2,7 +2,9 @@
 
 Invariant: `exchange`, called by engines while they decode, never waits for the disk, which has a thread of its
 own; a history that fails costs drafts, is counted and reported in `status`, and is never an error of a caller. Every
-operation may be done twice. Knows no Ray: deployments/context/actors.py makes it an actor.
+operation may be done twice. One about a prompt of another shard is answered with `Moved` and must be asked there. Files
+that are not its own in a new set of shards, see `Membership`, are handed over.
+Knows no Ray: deployments/context/actors.py makes it an actor.
 """
 
 import asyncio
@@ -11,73 +13,106 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from tailrace.deployments.context.archive import Archive, shards_files
+from tailrace.deployments.context.archive import Archive
+from tailrace.deployments.context.arrivals import Arrivals
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.group_log import Cursor
+from tailrace.deployments.context.hand_over import HandOver
 from tailrace.deployments.context.history import Answer, PastLength
-from tailrace.deployments.context.live_groups import COORDINATOR, LiveGroups, Packet, Want
+from tailrace.deployments.context.live_groups import COORDINATOR, HandedGroup, LiveGroups, Packet, Want
+from tailrace.deployments.context.membership import Membership, Peers
+from tailrace.deployments.context.shard_set import Moved, ShardSet, file_of, shard_with, shards_files
 from tailrace.deployments.messages.context import GroupRef, PastAnswer, Piece
 
 T = TypeVar("T")
 
 
 class ContextShard:
-    """`index`: which shard of the configuration's it is. Make it where an event loop runs."""
+    """`index`: which shard it is. `peers`: None if there will be no others. Make it where an event loop runs."""
 
-    def __init__(self, config: ContextConfig, index: int):
+    def __init__(self, config: ContextConfig, index: int, peers: Peers | None = None):
+        self._config, self._index = config, index
+        self._now = asyncio.get_running_loop().time
         self._live = LiveGroups(config.ttl_s, config.live_mib * 2**20, first_era=time.time_ns())
         self._archive = Archive(config, shards_files(index, config.shards))
         self._disk = ThreadPoolExecutor(1, f"history-{index}")
         self._late_s = 2 * (config.linger_s + config.flush_s)
         self._counts: Counter[str] = Counter()
         self._problem = ""
+        self._members = Membership(config, index, peers, self._counts, self._follow)
+        self._groups_due, self._files_due = Arrivals(), Arrivals()
+        self._leaving = HandOver(
+            live=self._live,
+            archive=self._archive,
+            on_disk=self._in_thread,
+            shards=lambda: self._members.set,
+            owner=self._owner,
+            peers=peers,
+            counts=self._counts,
+            retry_s=config.retry_s,
+        )
 
-    async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]]:
+    async def exchange(self, writer: str, packet: Packet, wants: list[Want]) -> tuple[Packet, list[Cursor]] | Moved:
         """Return the tokens of others since its cursors in the groups an engine runs, and take its samples' tokens.
 
         In this order, so that a first look, which returns all tokens, does not return those it brings.
         """
-        now_s = time.monotonic()
+        if not await self._owns(self._groups_due, {*packet.groups, *(want.group for want in wants)}):
+            return Moved(self._members.set)
+        now_s = self._now()
         news, cursors = self._live.fetch(writer, wants, now_s)
         self._live.append(writer, packet, now_s)
         self._counts["appended_tokens"] += len(packet.tokens)
         self._counts["fetched_tokens"] += len(news.tokens)
         return news, cursors
 
-    async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]]:
+    async def past(self, groups: list[GroupRef]) -> list[list[PastAnswer]] | Moved:
         """Each group's history, newest epochs first; answers of this very group are left out."""
+        if not await self._owns(self._files_due, groups):
+            return Moved(self._members.set)
         return await self._on_disk(partial(self._past, groups), [[] for _ in groups])
 
-    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
+    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]) -> Moved | None:
         """These samples of a group have ended: mates see them whole, later epochs find them."""
+        if not await self._owns(self._groups_due, [group]):
+            return Moved(self._members.set)
         pieces = [Piece(group, answer.sample_index, 0, answer.tokens) for answer in answers]
-        now_s = time.monotonic()
+        now_s = self._now()
         self._live.append(COORDINATOR, Packet.of(pieces), now_s)
         self._live.finish(group, {answer.sample_index: len(answer.tokens) for answer in answers}, now_s)
+        if not await self._owns(self._files_due, [group]):
+            return Moved(self._members.set)
         record = partial(self._record, group, epoch, answers)
         self._counts["recorded_answers"] += await self._on_disk(record, 0)
 
-    async def end(self, group: GroupRef) -> None:
+    async def end(self, group: GroupRef) -> Moved | None:
         """No sample of this group runs any more; tokens that engines still bring of it are dropped with the rest."""
         await asyncio.sleep(self._late_s)
+        if not await self._owns(self._groups_due, [group]):
+            return Moved(self._members.set)
         self._live.forget(group)
 
-    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> None:
+    async def reward(self, prompt_key: str, epoch: int, rewards: dict[int, float]) -> Moved | None:
         """Rewards of recorded answers, by sample index; of others they are forgotten."""
+        if not await self._owns(self._files_due, [GroupRef("", prompt_key)]):
+            return Moved(self._members.set)
         tell = partial(self._tell, prompt_key, epoch, rewards)
         self._counts["rewarded_answers"] += await self._on_disk(tell, 0)
 
     async def forget_history(self) -> int:
         """Every answer of earlier epochs that this shard keeps, on disk too; the number there were."""
+        await self._files_due.wait(self._archive.mine)
         return await self._on_disk(lambda: sum(file.forget() for file in self._archive.files()), 0)
 
-    async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]]:
+    async def lengths(self, prompt_keys: list[str]) -> dict[str, list[PastLength]] | Moved:
         """Past lengths of each prompt, newest epochs first; prompts without are left out."""
+        if not await self._owns(self._files_due, [GroupRef("", key) for key in prompt_keys]):
+            return Moved(self._members.set)
         found = await self._on_disk(partial(self._lengths, prompt_keys), {})
         return {key: lengths for key, lengths in found.items() if lengths}
 
@@ -99,9 +134,12 @@ class ContextShard:
 
     async def status(self) -> dict:
         """Groups and bytes held, processor time used, counts, and the reason if history does not work."""
-        self._live.sweep(time.monotonic())
+        self._live.sweep(self._now())
         return {
             "pid": os.getpid(),
+            "set": self._members.set,
+            "to_hand_over": len(self._leaving.files),
+            "missed_files": self._groups_due.missed + self._files_due.missed,
             "groups": len(self._live),
             "live_bytes": self._live.nbytes,
             "cpu_s": time.process_time(),
@@ -110,17 +148,77 @@ class ContextShard:
             "counts": dict(self._counts),
         }
 
+    # ---- the set of shards ---------------------------------------------------------------------------
+
+    async def learn(self, shards: ShardSet) -> ShardSet:
+        """See Membership."""
+        return self._members.learn(shards)
+
+    async def resize(self, shards: int, known: ShardSet) -> ShardSet:
+        """See Membership; of shard 0."""
+        return await self._members.resize(shards, known)
+
+    async def retire(self, index: int) -> None:
+        """See Membership; of shard 0."""
+        self._members.retire(index)
+
+    async def look(self) -> None:
+        """See Membership; of every other shard."""
+        await self._members.look(lambda: not self._leaving.files)
+
+    async def take_groups(self, shards: ShardSet, file: int, groups: list[HandedGroup]) -> None:
+        """All groups in flight of a file, from the shard that has had it. `shards`: the set in which it is not."""
+        self._members.learn(shards)
+        self._live.put_in(groups, self._now())
+        self._groups_due.arrived(file)
+        self._pass(file)
+
+    async def take_history(self, shards: ShardSet, file: int, packed: bytes | None) -> None:
+        """The history of a file, from the shard that has had it; None if it is empty or on disk."""
+        self._members.learn(shards)
+        await self._in_thread(lambda: self._archive.adopt(file, packed))
+        self._files_due.arrived(file)
+        self._pass(file)
+
+    def _follow(self, shards: ShardSet) -> None:
+        before, mine = self._archive.mine, shards_files(self._index, shards.shards)
+        self._archive.mine = mine
+        for due in (self._groups_due, self._files_due):
+            due.expect(mine - before, self._config.deadline_s / 2)
+            for file in before - mine:
+                due.arrived(file)
+        self._leaving.add(before - mine)
+
+    def _pass(self, file: int) -> None:
+        """A file that came here late, after it had become another one's."""
+        if file not in self._archive.mine:
+            self._leaving.add([file])
+
+    def _owner(self, file: int) -> int | None:
+        index = shard_with(file, self._members.set.shards)
+        return None if index == self._index else index
+
+    async def _owns(self, due: Arrivals, groups: Iterable[GroupRef]) -> bool:
+        """Whether all of these are this shard's; returns once their contents have come."""
+        files = {file_of(group.prompt_key) for group in groups}
+        if due and files <= self._archive.mine:
+            await due.wait(files)
+        return files <= self._archive.mine
+
     # ---- on the disk's thread ------------------------------------------------------------------------
 
     async def _on_disk(self, work: Callable[[], T], otherwise: T) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+            return await self._in_thread(work)
         except sqlite3.Error as error:
             self._counts["history_failures"] += 1
             self._note(f"history: {error}")
             return otherwise
         finally:
             self._note(self._archive.problem)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     def _note(self, problem: str) -> None:
         """Log a problem once, in one line."""

@@ -94,7 +94,9 @@ class KvPoolManager:
     def prefetch(self, batch: LiveBatch, sample_id: str, node_id: str) -> None:
         """Bring a sample's blocks into the memory of a node."""
         nodes = self._status.store_nodes if self._status else ()
-        segment = next((node.segment for node in nodes if node.node_id == node_id and node.segment), None)
+        segment = next(
+            (node.segment for node in nodes if node.node_id == node_id and node.segment and not node.leaving), None
+        )
         if segment is None:
             self._counts["prefetch_failed.no_store"] += 1
         else:
@@ -152,7 +154,11 @@ class KvPoolManager:
         if status is None or not self._token_bytes:
             return []
         events: list[Event] = []
-        processes = {"master": status.master_pid} | {node.node_id: node.pid for node in status.store_nodes}
+        stores = {node.node_id: node.pid for node in status.store_nodes if not node.leaving}
+        processes = {"master": status.master_pid} | stores
+        for node in status.store_nodes:
+            if node.leaving:  # its keys move; its next process has none to lose
+                self._processes.pop(node.node_id, None)
         if any(self._processes.get(name, pid) != pid for name, pid in processes.items()):
             self._counts["lost"] += 1
             events.append(KvLost(now, None))

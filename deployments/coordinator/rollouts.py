@@ -223,6 +223,10 @@ class Rollouts:
         await self._looked.wait()
         return await self.adapters.load(name, path)
 
+    def busy_replicas(self) -> int:
+        """Number of replicas that run samples."""
+        return self._core.replicas.busy()
+
     def status(self) -> ServiceStatus:
         counts = self._core.counts()
         streamed = {

@@ -184,6 +184,10 @@ class ReplicaTable:
         """Max tokens that a chunk could need on an empty replica, over all replicas; 0 without replicas."""
         return max((r.capacity_blocks * r.block_tokens - r.draft_tokens for r in self._replicas.values()), default=0)
 
+    def busy(self) -> int:
+        """Number of replicas that run chunks."""
+        return sum(1 for replica in self._replicas.values() if replica.chunks)
+
     def running(self, replica_id: str) -> int:
         return len(self._replicas[replica_id].chunks)
 

@@ -1,7 +1,9 @@
 """Two nodes: a store on each; KV travels to the node where its sample is expected next; the master's node is lost."""
 
 import asyncio
+import json
 import os
+from collections import Counter
 
 import pytest
 
@@ -11,6 +13,7 @@ from tailrace.app.config import load_config
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.verification.tokens import with_engine
+from tailrace.deployments.context.shard_set import ShardSet
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.policies.families.registry import Policies
 
@@ -131,6 +134,61 @@ async def pulls(client: RolloutClient) -> dict:
         if (await reported(client)).get("pool_tokens", 0) > before:
             return groups
     raise AssertionError("no KV was pulled after the master had moved")
+
+
+async def store_leaves(client: RolloutClient, store) -> dict:
+    """The pool's status once this store has left; its engine keeps asking for it, so it is made to leave again."""
+    while True:
+        await store.leave.remote()
+        status = (await client.pool_status()).status
+        if status is not None and status["left_stores"]:
+            return status
+        await asyncio.sleep(0.2)
+
+
+async def surroundings_change(client: RolloutClient, shards, store) -> tuple[dict, dict, list[dict]]:
+    """The groups of a rollout in which shards go 1, 3, 1 and a store leaves and comes back; the pool's status after the
+    store has left, and those of the shards before they have ended."""
+    rolling = asyncio.ensure_future(roll(client, "changed", moving("off")))
+    while not ((await client.pool_status()).status or {}).get("keys"):
+        await asyncio.sleep(0.1)
+    known = await shards.at(0).resize.remote(3, ShardSet(0, 1))
+    status = await store_leaves(client, store)
+    handles = [shards.at(number) for number in range(3)]
+    await shards.at(0).resize.remote(1, known)
+    while True:
+        seen = [await shard.status.remote() for shard in handles]
+        if not any(one["to_hand_over"] for one in seen):
+            return await rolling, status, seen
+        await asyncio.sleep(0.05)
+
+
+def test_shards_and_a_store_come_and_go_during_a_rollout(client, cluster):
+    import ray
+
+    from tailrace.deployments.context.actors import Shards
+    from tailrace.kvpool.pool import NAMESPACE, master_name
+
+    file = load_config()
+    args, name = with_engine(file, ONE_SLOT).application.args, file.application.name
+    before = run(mounted(client))
+    gone = before["store_nodes"][0]
+    store = ray.get_actor(f"{master_name(args.pool, name)}-store-{gone['node_id']}", NAMESPACE)
+    plain = run(roll(client, "unchanged", moving("off")))
+    missed = run(reported(client))
+    groups, status, shards = run(surroundings_change(client, Shards(args.context, name), store))
+    assert {n: [s.token_ids for s in g.samples] for n, g in plain.items()} == {
+        n: [s.token_ids for s in g.samples] for n, g in groups.items()
+    }
+    after = run(mounted(client))
+    assert gone["pid"] not in {node["pid"] for node in after["store_nodes"]}, "another store has its place"
+    handed = Counter()
+    for one in shards:
+        handed.update({what: one["counts"].get(what, 0) for what in ("handed_groups", "handed_bytes", "hand_over_ms")})
+    assert handed["handed_groups"] > 0
+    kept = ("left_stores", "handed_keys", "handed_bytes", "lost_keys", "hand_over_ms")
+    counts = {name: number - missed.get(name, 0) for name, number in run(reported(client)).items()}
+    print(json.dumps({"shards": handed, "store": {what: status[what] for what in kept}, "pool": counts}))
 
 
 def test_the_masters_node_is_lost_and_the_pool_continues_on_another(client, cluster):

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,14 +14,15 @@ from ray import serve
 from waiting import is_alive, until
 
 from tailrace.deployments.context.actors import ensure_context
-from tailrace.deployments.context.archive import shard_of
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.context.history import Answer, prompt_key
 from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.context.shard_set import shard_of
 from tailrace.deployments.messages.context import GroupRef
 
 APP = "context-test"
+SHARDS = 2
 KEYS = [prompt_key(f"prompt {number}") for number in range(8)]
 
 
@@ -41,13 +44,15 @@ def application(deploy):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
-    return ContextConfig(shards=2, history_dir=str(folder), retry_s=0.1, deadline_s=1.0, lengths_deadline_s=5.0)
+    return ContextConfig(
+        shards=SHARDS, history_dir=str(folder), retry_s=0.1, deadline_s=1.0, lengths_deadline_s=5.0, shrink_after_s=0.0
+    )
 
 
 @pytest.fixture(scope="module")
 def shards(application, config):
     shards = ensure_context(config, APP)
-    list(map(pid_of, shards))  # an exchange that an actor's start makes late is sent again
+    pids_of(shards)  # an exchange that an actor's start makes late is sent again
     return shards
 
 
@@ -91,6 +96,10 @@ def pid_of(shard) -> int:
     return ray.get(shard.status.remote())["pid"]
 
 
+def pids_of(shards) -> list[int]:
+    return [pid_of(shards.at(number)) for number in range(SHARDS)]
+
+
 def test_engines_hear_of_each_others_samples_and_not_of_their_own(feeds):
     groups = [GroupRef(f"hear/{key[:4]}", key) for key in KEYS]
     a, b = Engine(feeds("a")), Engine(feeds("b"))
@@ -131,30 +140,30 @@ def test_a_group_at_rest_goes_on_where_it_was_and_a_new_reader_hears_all(feeds):
     assert set(b.tokens[group.group_id, 0]) == {3, 4}
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(SHARDS))
 def test_a_killed_actor_comes_back_and_feeds_go_on(shards, feeds, number):
-    group = next(GroupRef(f"killed-{number}/{key}", key) for key in KEYS if shard_of(key, len(shards)) == number)
+    group = next(GroupRef(f"killed-{number}/{key}", key) for key in KEYS if shard_of(key, SHARDS) == number)
     a, b = Engine(feeds("a")), Engine(feeds("b"))
     a.feed.hold(group)
     b.feed.hold(group)
     a.feed.append(group, 0, 0, [1, 2, 3])
     until(lambda: b.knows(group, 0, 0, [1, 2, 3]))
-    pid = pid_of(shards[number])
+    pid = pid_of(shards.at(number))
     os.kill(pid, signal.SIGKILL)
     a.feed.append(group, 0, 3, [4, 5])
     b.feed.append(group, 1, 0, [9])
     until(lambda: b.knows(group, 0, 3, [4, 5]) and a.knows(group, 1, 0, [9]))
-    assert pid_of(shards[number]) != pid
+    assert pid_of(shards.at(number)) != pid
 
 
 def test_a_frozen_actor_delays_nobody(shards, config, feeds):
-    key = next(key for key in KEYS if shard_of(key, len(shards)) == 0)
+    key = next(key for key in KEYS if shard_of(key, SHARDS) == 0)
     group = GroupRef("frozen/p", key)
     service = ContextService(shards, config.model_copy(update={"lengths_deadline_s": 0.2}))
     a, b, full = Engine(feeds("a")), Engine(feeds("b")), Engine(feeds("full", unsent_tokens=10))
     for engine in (a, b, full):
         engine.feed.hold(group)
-    pid = pid_of(shards[0])
+    pid = pid_of(shards.at(0))
     os.kill(pid, signal.SIGSTOP)
     try:
         a.feed.append(group, 0, 0, [1, 2, 3])
@@ -173,7 +182,7 @@ def test_a_frozen_actor_delays_nobody(shards, config, feeds):
 def test_history_outlives_its_actor_and_reaches_engines(shards, config, feeds):
     key = KEYS[3]
     first, second = GroupRef("epoch-1/p", key), GroupRef("epoch-2/p", key)
-    shard = shards[shard_of(key, len(shards))]
+    shard = shards.at(shard_of(key, SHARDS))
 
     async def finish():
         service = ContextService(shards, config)
@@ -206,17 +215,68 @@ def test_history_outlives_its_actor_and_reaches_engines(shards, config, feeds):
     assert first.group_id not in own.history, "a group is not its own history"
 
 
+async def resized(service: ContextService, replicas: int, number: int) -> dict:
+    """The service follows this many busy replicas until there are `number` shards; its counts."""
+    following = asyncio.get_running_loop().create_task(service.follow(lambda: replicas))
+    while service.counts()["shards"] != number:
+        await asyncio.sleep(0.05)
+    following.cancel()
+    return service.counts()
+
+
+def test_shards_come_and_go_and_engines_read_on(shards, config, feeds):
+    groups = [GroupRef(f"resize/{key[:4]}", key) for key in KEYS]
+    a, b = Engine(feeds("a")), Engine(feeds("b"))
+    for group in groups:
+        a.feed.hold(group)
+        b.feed.hold(group)
+    tokens: list[int] = []
+    service, pids = ContextService(shards, config), set(pids_of(shards))
+
+    async def write() -> None:
+        for turn in range(10_000):
+            for group in groups:
+                a.feed.append(group, 0, turn, [turn])
+            tokens.append(turn)
+            await asyncio.sleep(0.02)
+
+    async def work() -> None:
+        writing = asyncio.get_running_loop().create_task(write())
+        service.finish(groups[0], 7, [answer(5)])
+        await resized(service, 250, 4)
+        pids.update([pid_of(shards.at(number)) for number in range(4)])
+        await asyncio.sleep(0.5)
+        for group in groups[1:]:
+            service.finish(group, 7, [answer(5)])
+        await resized(service, 1, SHARDS)
+        await asyncio.sleep(0.5)
+        writing.cancel()
+        while len(await service.lengths(KEYS)) < len(KEYS):
+            await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    until(lambda: all(b.knows(group, 0, 0, tokens) for group in groups))
+    known = sum(map(len, b.tokens.values()))
+    assert a.feed.counts()["moved"] > 0 and "dropped_tokens" not in a.feed.counts()
+    assert b.feed.counts()["fetched_tokens"] == known, "no token came twice"
+    until(lambda: sum(map(is_alive, pids)) == SHARDS)
+    statuses = [ray.get(shards.at(number).status.remote()) for number in range(SHARDS)]
+    counts = sum((Counter(status["counts"]) for status in statuses), Counter())
+    assert counts["ended_shards"] == 2 and counts["handed_groups"] > 0
+    print(json.dumps({"tokens": known, "counts": counts, "service": service.counts(), "engine": b.feed.counts()}))
+
+
 def test_everyone_finds_the_same_actors_and_another_configuration_ends_them(shards, config):
-    assert [pid_of(shard) for shard in ensure_context(config, APP)] == [pid_of(shard) for shard in shards]
-    former = [pid_of(shard) for shard in shards]
+    former = pids_of(shards)
+    assert pids_of(ensure_context(config, APP)) == former
     others = ensure_context(config.model_copy(update={"ttl_s": 77.0}), APP)
-    ray.get(others[0].status.remote())
+    ray.get(others.at(0).status.remote())
     until(lambda: not any(map(is_alive, former)))
-    assert not set(map(pid_of, others)) & set(former)
+    assert not set(pids_of(others)) & set(former)
 
 
 def test_the_actors_end_with_the_application(application, config):
     others = ensure_context(config.model_copy(update={"ttl_s": 77.0}), APP)
-    pids = [pid_of(shard) for shard in others]
+    pids = pids_of(others)
     serve.delete(APP)
     until(lambda: not any(map(is_alive, pids)))

@@ -276,3 +276,49 @@ def test_a_dead_master_is_one_line_at_once():
         run(master.stop())
         with pytest.raises(PoolDown, match=r"^mooncake_master is not running"):
             run(master.release(["key-1"]))
+
+
+def test_a_store_that_leaves_hands_its_keys_over_and_one_that_comes_back_is_new():
+    from tailrace.kvpool.programs import free_port
+    from tailrace.kvpool.store_node import KvStoreNode
+
+    with processes(CONFIG, stores=2) as (run, master, nodes):
+        ends = [run(node.endpoint(WAIT_S)) for node in nodes]
+        writers = [Writer(end) for end in ends]
+        assert all(writers[0].put(number) for number in range(40)) and writers[1].put(50)
+        run(nodes[0].endpoint(WAIT_S, "engine", 0.0))
+
+        async def left():
+            status = await master.status()
+            return status if status.left_stores else None
+
+        status = run(eventually(left))
+        assert (status.handed_keys, status.handed_bytes, status.lost_keys) == (40, 40 * BLOCK_BYTES, 0)
+        run(nodes[0].stop())
+
+        async def one_left():
+            return set((await master.status()).segment_bytes) == {ends[1].segment}
+
+        run(eventually(one_left))
+        assert all(writers[1].get(number) for number in (*range(40), 50)), "nothing is lost"
+        print({"handed_keys": status.handed_keys, "bytes": status.handed_bytes, "ms": status.hand_over_ms})
+
+        run(nodes[1].endpoint(WAIT_S, "engine", 0.0))
+        run(asyncio.sleep(3.0))
+        assert run(master.status()).left_stores == 1, "the last store stays while it has a key"
+
+        async def comes():
+            port = free_port("127.0.0.1")
+            node = KvStoreNode(CONFIG, "node-0", master.address, "127.0.0.1", port, master.report)
+            return node, asyncio.create_task(node.run())
+
+        node, reporting = run(comes())
+        nodes.append(node)
+        run(node.endpoint(WAIT_S))
+
+        async def both_left():
+            return (await master.status()).left_stores == 2
+
+        run(eventually(both_left))
+        assert all(writers[0].get(number) for number in range(40))
+        reporting.cancel()

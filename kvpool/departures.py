@@ -1,0 +1,87 @@
+"""Stores that leave: their keys move to other stores, and then they may end.
+
+Invariant: a store with keys that can still move stays, for HAND_OVER_S at most; the last store of the pool stays while
+it has any key. A key that did not move is a miss, and counted. Owned by KvMaster.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from tailrace.kvpool.admin import PoolAdmin
+from tailrace.kvpool.status import PoolDown
+
+HAND_OVER_S = 60.0
+"""Longest time for moves, from the first one on."""
+
+LOOK_S = 0.5
+"""Between two looks at the keys of a store that leaves."""
+
+
+class Departures:
+    """`up`: the admin client, or PoolDown. `counts`: since the start, named as in PoolStatus."""
+
+    def __init__(self, up: Callable[[], PoolAdmin]):
+        self._up = up
+        self._tasks: dict[str, asyncio.Task] = {}  # by segment, of stores that leave, or have and are still mounted
+        self.counts: Counter[str] = Counter()
+
+    def see(self, segment: str, leaving: bool) -> bool:
+        """A store reports. Whether it may end; one that leaves no more begins again."""
+        task = self._tasks.get(segment)
+        if not leaving:
+            if task is not None:
+                self._tasks.pop(segment).cancel()
+            return False
+        if task is None:
+            self._tasks[segment] = asyncio.get_running_loop().create_task(self._empty(segment))
+            return False
+        return task.done()
+
+    async def stop(self) -> None:
+        """End all hand-overs."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _empty(self, segment: str) -> None:
+        """Returns when the segment is empty, or its time is over."""
+        began_s, before, asked = None, {}, set()
+        while True:
+            try:
+                keys = await self._up().keys_at(segment)
+                self._count(before, keys, asked)
+                before = keys
+                segments = await self._up().segments()
+                self._tasks = {name: task for name, task in self._tasks.items() if name in segments or not task.done()}
+                others = self._staying(segments, segment)
+                if not others:
+                    began_s = None
+                elif began_s is None:
+                    began_s = time.monotonic()
+                if not keys or (began_s is not None and time.monotonic() - began_s > HAND_OVER_S):
+                    break
+                asked &= keys.keys()
+                new = [key for key in keys if key not in asked]
+                for place, other in enumerate(others):
+                    asked.update(new[place :: len(others)])
+                    await self._up().move(new[place :: len(others)], other)
+            except PoolDown:  # its keys are gone, or it is asked again
+                pass
+            await asyncio.sleep(LOOK_S)
+        self.counts["left_stores"] += 1
+        self.counts["lost_keys"] += len(keys)
+        self.counts["hand_over_ms"] += round((time.monotonic() - (began_s or time.monotonic())) * 1000)
+
+    def _staying(self, segments: Iterable[str], segment: str) -> list[str]:
+        """Where the keys of a segment go: to stores that do not leave, or all to one of those that do."""
+        staying = [one for one in segments if one not in self._tasks] or [max(segments, default=segment)]
+        return [one for one in staying if one != segment]
+
+    def _count(self, before: dict[str, int], now: dict[str, int], asked: set[str]) -> None:
+        """Keys that have moved since the last look, or were released meanwhile."""
+        gone = [key for key in before if key not in now and key in asked]
+        self.counts["handed_keys"] += len(gone)
+        self.counts["handed_bytes"] += sum(before[key] for key in gone)

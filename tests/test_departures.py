@@ -1,0 +1,115 @@
+"""Laws of stores that leave: all that can move does, the last one stays, and whatever is lost is counted."""
+
+import asyncio
+
+import pytest
+
+from tailrace.kvpool import departures
+from tailrace.kvpool.departures import Departures
+from tailrace.kvpool.status import PoolDown
+
+
+class Pool:
+    """Segments with keys in memory, by the admin client's interface. `stuck`: keys that never move."""
+
+    def __init__(self, **segments: set[str]):
+        self.places = {name: set(keys) for name, keys in segments.items()}
+        self.stuck: set[str] = set()
+        self.down = False
+
+    def up(self) -> "Pool":
+        if self.down:
+            raise PoolDown("away")
+        return self
+
+    async def keys_at(self, segment: str) -> dict[str, int]:
+        return dict.fromkeys(self.places.get(segment, ()), 100)
+
+    async def segments(self) -> dict[str, str]:
+        return dict.fromkeys(self.places, "address")
+
+    async def move(self, keys: list[str], segment: str) -> int:
+        for key in set(keys) - self.stuck:
+            for place in self.places.values():
+                place.discard(key)
+            self.places[segment].add(key)
+        return len(keys)
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(departures, "LOOK_S", 0.005)
+    monkeypatch.setattr(departures, "HAND_OVER_S", 0.1)
+
+
+async def until_gone(leaving: Departures, *segments: str) -> None:
+    left = set(segments)
+    while left:
+        left = {segment for segment in left if not leaving.see(segment, leaving=True)}
+        await asyncio.sleep(0.005)
+
+
+def test_all_keys_are_elsewhere_before_a_store_ends():
+    async def work():
+        pool = Pool(a={"1", "2", "3"}, b={"4"}, c=set())
+        leaving = Departures(pool.up)
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert pool.places["a"] == set() and pool.places["b"] | pool.places["c"] == {"1", "2", "3", "4"}
+        assert (leaving.counts["handed_keys"], leaving.counts["handed_bytes"]) == (3, 300)
+        assert (leaving.counts["left_stores"], leaving.counts["lost_keys"]) == (1, 0)
+
+    asyncio.run(work())
+
+
+def test_a_key_that_cannot_move_holds_nothing_up_and_is_counted():
+    async def work():
+        pool = Pool(a={"1", "2"}, b=set())
+        pool.stuck = {"2"}
+        leaving = Departures(pool.up)
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert (leaving.counts["handed_keys"], leaving.counts["lost_keys"]) == (1, 1)
+
+    asyncio.run(work())
+
+
+def test_the_last_store_stays_while_it_has_a_key():
+    async def work():
+        pool = Pool(a={"1"}, b={"2"})
+        leaving = Departures(pool.up)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(until_gone(leaving, "a", "b"), 0.4)
+        assert pool.places == {"a": set(), "b": {"1", "2"}}, "of two that leave, one has all"
+        pool.places["b"].clear()
+        await asyncio.wait_for(until_gone(leaving, "b"), 10)
+
+    asyncio.run(work())
+
+
+def test_a_store_whose_engines_are_back_stays():
+    async def work():
+        pool = Pool(a={"1"}, b=set())
+        pool.stuck = {"1"}
+        leaving = Departures(pool.up)
+        assert not leaving.see("a", leaving=True)
+        await asyncio.sleep(0.02)
+        assert not leaving.see("a", leaving=False)
+        await asyncio.sleep(0.3)
+        assert not leaving.see("a", leaving=True), "it begins again"
+        assert not leaving.counts["left_stores"]
+        await leaving.stop()
+
+    asyncio.run(work())
+
+
+def test_a_master_that_is_away_is_asked_again():
+    async def work():
+        pool = Pool(a={"1"}, b=set())
+        pool.down = True
+        leaving = Departures(pool.up)
+        assert not leaving.see("a", leaving=True)
+        await asyncio.sleep(0.2)
+        pool.down = False
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert pool.places["b"] == {"1"}
+
+    asyncio.run(work())
