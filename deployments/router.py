@@ -6,6 +6,7 @@ second-guess it. Loaded by Ray Serve in every process that holds a handle to the
 """
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -16,6 +17,10 @@ class ReplicaGone(ConnectionError):
     """The addressed replica is not among the running ones, or did not take the call. The caller resumes."""
 
 
+ROUTERS: "WeakValueDictionary[str, AddressedRouter]" = WeakValueDictionary()
+"""The routers of this process, by application and deployment."""
+
+
 class AddressedRouter(RequestRouter):
     """Use with `handle.options(session_id=replica_unique_id).method.remote(...)`.
 
@@ -23,6 +28,12 @@ class AddressedRouter(RequestRouter):
     replicas that answered `poll_all`. A call already accepted by a replica that then dies ends in
     `ray.exceptions.RayActorError`.
     """
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        from tailrace.deployments import router  # Serve carries this class by value, with copies of its module's names
+
+        super().update_replicas(replicas)
+        router.ROUTERS[str(self._deployment_id)] = self
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -34,6 +45,8 @@ class AddressedRouter(RequestRouter):
     ) -> RunningReplica:
         # Overridden because Serve's own matching hands a fulfilled choice to *any* waiting call unless routing
         # is first in, first out: concurrent addressed calls then swap replicas or never return (Ray 2.60).
+        from tailrace.deployments.router import ReplicaGone  # not the copy that came with this class, see above
+
         name = pending_request.metadata.session_id
         method = pending_request.metadata.call_method
         if not name:
@@ -44,6 +57,12 @@ class AddressedRouter(RequestRouter):
         if is_retry:
             raise ReplicaGone(f"replica {name!r} did not take the call to {method!r}")
         return replica
+
+
+def running_replicas(handle: DeploymentHandle) -> list[str]:
+    """Unique ids of the running replicas, as this process knows them; none before its first call by the handle."""
+    router = ROUTERS.get(str(handle.deployment_id))
+    return [] if router is None else [replica.unique_id for replica in tuple(router.curr_replicas)]
 
 
 async def poll_all(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:

@@ -231,13 +231,13 @@ def test_a_name_has_a_version_for_each_content_in_a_row():
 
 def test_prompts_are_bound_to_the_present_content():
     book = AdapterBook()
-    assert book.bound(prepared(None)) == prepared(None)
-    refused = book.bound(prepared("poet"))
+    assert book.bound(prepared(None), {}) == prepared(None)
+    refused = book.bound(prepared("poet"), {})
     assert isinstance(refused, Rejected) and refused.by is RejectedBy.ADAPTER and "loaded: none" in refused.reason
     first = book.take("poet", "x", "/x")
-    bound = book.bound(prepared("poet"))
+    bound = book.bound(prepared("poet"), {"poet": 1})
     book.take("poet", "y", "/y")
-    assert bound.adapter == first and book.bound(prepared("poet")).adapter.digest == "y"
+    assert bound.adapter == first and book.bound(prepared("poet"), {}).adapter.digest == "y"
 
 
 def test_a_new_coordinator_takes_the_highest_version_of_each_name():
@@ -245,6 +245,21 @@ def test_a_new_coordinator_takes_the_highest_version_of_each_name():
     book.adopt([Adapter("poet", 2, "y", "/y"), Adapter("poet", 1, "x", "/x"), Adapter("clerk", 5, "z", "/z")])
     assert [(one.name, one.digest) for one in book.all()] == [("clerk", "z"), ("poet", "y")]
     assert book.take("poet", "w", "/w").version == 3
+
+
+def test_a_content_that_a_new_coordinator_has_named_is_newer_than_all_that_it_then_hears_of():
+    book = AdapterBook()
+    book.take("poet", "new", "/new")
+    found = [Adapter("poet", 3, "old", "/old"), Adapter("poet", 2, "older", "/older"), Adapter("clerk", 5, "z", "/z")]
+    assert book.adopt(found) == [Adapter("poet", 4, "new", "/new")]
+    assert [(one.name, one.version, one.digest) for one in book.all()] == [("clerk", 5, "z"), ("poet", 4, "new")]
+
+
+def test_a_batch_that_wants_a_later_version_than_is_known_is_refused():
+    book = AdapterBook()
+    book.take("poet", "x", "/x")
+    refused = book.bound(prepared("poet"), {"poet": 2})
+    assert isinstance(refused, Rejected) and refused.by is RejectedBy.ADAPTER and "version 1" in refused.reason
 
 
 def test_tokens_of_two_contents_are_two_segments():

@@ -6,10 +6,11 @@ import os
 import numpy as np
 import pytest
 
-from benchmarks.control_plane import control_socket
+from benchmarks.control_plane import control_line, control_socket
 from benchmarks.control_plane.control import result_token
 from benchmarks.control_plane.control_pool import Process
 from benchmarks.control_plane.rpc_latency import IN_FLIGHT, WARM_UP, cost_of, spread_us
+from benchmarks.control_plane.stream_cost import APART_S, ITEM_BYTES, cost_of_stream, sent_items
 from tailrace.app.cli import run
 
 
@@ -47,6 +48,26 @@ def test_the_called_processs_time_is_that_of_calls_under_way_together():
     assert asyncio.run(cost_of(call, 100, cpu_s))["callee_us"] == pytest.approx(2000)
 
 
+def test_items_of_a_stream_are_read_apart_and_then_in_a_row():
+    used_s, asked = 0.0, []
+
+    async def stream(count: int, apart_s: float):
+        nonlocal used_s
+        asked.append((count, apart_s))
+        async for item in sent_items(count, 0.0):
+            used_s += 3e-3 if apart_s else 1e-3
+            assert len(item[1]) == ITEM_BYTES
+            yield item
+
+    async def cpu_s() -> float:
+        return used_s
+
+    found = asyncio.run(cost_of_stream(stream, 100, cpu_s))
+    assert asked == [(WARM_UP, 0.0), (100, APART_S), (100, 0.0)]
+    assert found["callee_us"] == pytest.approx(1000) and found["apart"]["callee_us"] == pytest.approx(3000)
+    assert found["items_per_s"] > 0 <= found["delay_us"]["median"] <= found["delay_us"]["p99"]
+
+
 def test_a_socket_carries_a_kibibyte_there_and_back():
     found = control_socket.measure(100)
     assert 900 < found["message_bytes"] < 1100
@@ -71,3 +92,8 @@ def test_the_kernel_tells_of_a_process():
 def test_too_few_of_anything_is_refused(capsys, option):
     assert run(["bench", "control", option, "1"]) == 2
     assert option in capsys.readouterr().err
+
+
+def test_a_chunk_goes_over_a_line_and_both_ends_time_counts():
+    found = control_line.measure(70)
+    assert found["calls_per_s"] > 0 and found["caller_us"] > 0 and found["callee_us"] > 0

@@ -9,10 +9,11 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.deployments.channel.encrypted import Address, listen
 from tailrace.deployments.drafter.client import Drafters, rank
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.lines import end_of, remaining
-from tailrace.deployments.drafter.server import Address, listen, say
+from tailrace.deployments.drafter.server import say
 from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import GroupRef, Source

@@ -142,7 +142,7 @@ def report(name: str, version: int = 0, **fields) -> EngineStats:
 def test_the_registry_forgets_replicas_that_were_lost():
     registry = ReplicaRegistry()
     for number in range(MANY):
-        registry.observe([report(f"r{number}")], float(number), number + 0.1)
+        registry.observe([(report(f"r{number}"), float(number))], number + 0.1)
         registry.lose(f"r{number}", number + 0.5)
     assert entries(registry) < 10
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from tailrace.app.calls.blocking import blocking
 from tailrace.app.calls.refused import AdapterRejected
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.rollout import Rejected
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected
 
 
 class AdapterCalls:
-    """`_ask` and `status` are the client's; `_adapters`: folders by name, of its loads."""
+    """`_ask` and `status` are the client's; `_adapters`: by name, of its loads."""
 
-    _adapters: dict[str, str]
+    _adapters: dict[str, Adapter]
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
         """Load the adapter in the absolute folder `path` on every replica, and name it.
@@ -29,7 +29,7 @@ class AdapterCalls:
         answer = await self._ask("load_adapter", name, path)
         if isinstance(answer, Rejected):
             raise AdapterRejected(answer.reason)
-        self._adapters[name] = path
+        self._adapters[name] = answer
         return answer
 
     load_adapter_blocking = blocking(load_adapter)
@@ -53,6 +53,11 @@ class AdapterCalls:
         """Load those of these adapters again that this client has loaded: the service was restarted. Returns whether
         there is one."""
         found = {name: self._adapters[name] for name in names if name in self._adapters}
-        for name, path in found.items():
-            await self.load_adapter(name, path)
+        for name, adapter in found.items():
+            await self.load_adapter(name, adapter.path)
         return bool(found)
+
+    def _min_adapter_versions(self, settings: BatchSettings) -> dict[str, int]:
+        """Versions of adapters, by name, that the coordinator must hold: of this client's last loads, or higher."""
+        own = {name: adapter.version for name, adapter in self._adapters.items()}
+        return own | {n: max(v, own.get(n, 0)) for n, v in settings.min_adapter_versions.items()}

@@ -28,6 +28,7 @@ from tailrace.app.calls.resume import Heartbeat, Interrupted, Patience, Taken, l
 from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.calls.status_calls import StatusCalls
 from tailrace.app.calls.weights_calls import WeightsCalls
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import NotAdmitted, Role
 from tailrace.deployments.messages.rollout import GroupResult, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged
@@ -67,7 +68,7 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         self._telemetry = telemetry or Telemetry("tailrace-driver", otlp_wanted())
         self._traces: dict[str, str] = {}  # batch id -> trace id, of batches whose spans are kept
         self._weights: tuple[int, str, str] | None = None  # version, folder and digest of this client's last update
-        self._adapters: dict[str, str] = {}
+        self._adapters: dict[str, Adapter] = {}
         self._texts = ResultTexts(self._ask)
 
     async def rollout(self, batch: RolloutBatch) -> AsyncIterator[GroupResult]:
@@ -117,7 +118,8 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         that has been taken once waits for its quota.
         """
         version = self._weights[0] if self._weights else 0
-        sent = batch.model_copy(update={"min_weights_version": max(batch.min_weights_version, version)})
+        lowest = {"min_weights_version": max(batch.min_weights_version, version)}
+        sent = batch.model_copy(update=lowest | {"min_adapter_versions": self._min_adapter_versions(batch)})
         stream = self._stream.rollout.remote(self._role, sent, driver, have)
         try:
             async for item in stream:

@@ -21,8 +21,8 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, S
 
 
 class SessionCalls:
-    """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask`, `update_weights` and `_load_again` are the
-    client's."""
+    """`_handle`, `_role`, `_resume_s`, `_heartbeat`, `_weights`, `_ask`, `update_weights`, `_load_again` and
+    `_min_adapter_versions` are the client's."""
 
     def open(self, batch_id: str | None = None, **settings) -> RolloutSession:
         """Open a session: single samples, asked for at any time; see `tailrace.app.calls.session`.
@@ -94,7 +94,8 @@ class SessionCalls:
     def _sent(self, settings: BatchSettings) -> BatchSettings:
         """The settings as the coordinator gets them: it must not hold older weights than this client's last update."""
         version = self._weights[0] if self._weights else 0
-        return settings.model_copy(update={"min_weights_version": max(settings.min_weights_version, version)})
+        lowest = {"min_weights_version": max(settings.min_weights_version, version)}
+        return settings.model_copy(update=lowest | {"min_adapter_versions": self._min_adapter_versions(settings)})
 
     async def _taken(self, answer, sent: BatchSettings, resumed: bool, adapter: str | None):
         """The answer itself; raises for a refusal, Interrupted if the call may be made again."""

@@ -5,11 +5,13 @@ The controller is Serve's as far as it matters here: it probes health, replaces 
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from tailrace.app.fuzz.actors import SimulatedMaster, SimulatedShard
 from tailrace.app.fuzz.disk import Disk, digest_of
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
+from tailrace.app.fuzz.lines import SimulatedLines
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.replica import SimulatedReplica
 from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
@@ -114,6 +116,7 @@ class SimulatedCluster:
         self._booting = 0
         self._made = 0
         self._engines = EngineHandle(self.replicas, Random(rng.random()))
+        self.lines = SimulatedLines(Random(rng.random()))
         self.master = self.shards = None
         if size.pooled:
             self.master_process = Process("master")
@@ -161,7 +164,8 @@ class SimulatedCluster:
             pool=self.master.keys if self.master else None,
             now=self._now,
         )
-        self.replicas[name] = SimulatedReplica(name, stepper, self.size.step_s, self.telemetry, self._now())
+        about = name, stepper, self.size.step_s, self.telemetry, self._now()
+        self.replicas[name] = SimulatedReplica(*about, self.lines.dial)
 
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
@@ -180,7 +184,8 @@ class SimulatedCluster:
 
     # ---- the coordinator -----------------------------------------------------------------------------
 
-    def kill_coordinator(self) -> None:
+    def kill_coordinator(self, away_s: float | None = None) -> None:
+        """`away_s`: seconds until the next one begins; by default 1 to 10."""
         if self._up.is_set():
             self._up.clear()
             version = self.coordinator.rollouts.status().weights_version
@@ -188,27 +193,37 @@ class SimulatedCluster:
                 self.log_disk.lose(self.coordinator.rollouts.groups(), version)
             self.coordinator_process.kill()
             self.log_disk.damage()
-            self.controller.spawn(self._start_coordinator(self._rng.uniform(1.0, 10.0)))
+            self.controller.spawn(self._start_coordinator(self._rng.uniform(1.0, 10.0) if away_s is None else away_s))
 
     async def _start_coordinator(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        process = Process(f"coordinator-{self.coordinators + 1}")
+        self.coordinator, self.coordinator_process = await self.start_one(process), process
+        self._up.set()
+
+    async def start_one(self, process: Process) -> SimulatedCoordinator:
+        """A coordinator in a process, over all replicas."""
         self.coordinators += 1
-        process = Process(f"coordinator-{self.coordinators}")
         pool = ActorHandle(self.master_process, self.master, Random(self._rng.random())) if self.master else None
         shards = None
         if self.shards:
             pairs = zip(self.shard_processes, self.shards, strict=True)
             shards = [ActorHandle(process, shard, Random(self._rng.random())) for process, shard in pairs]
         token_log = TokenLog(self.log_disk.folder, "fuzz", self.log_disk.in_thread)
-        self.engine_client = engines = EngineClient(self._engines, put=lambda features: features.name)
         nonce = f"{self.coordinators}."
+        self.engine_client = engines = EngineClient(
+            self._engines,
+            partial(self.lines.listen, process),
+            nonce,
+            put=lambda features: features.name,
+            running=EngineHandle.running,
+        )
         parts = engines, pool, shards, self.telemetry, token_log, nonce, self.disk
-        self.coordinator = process.run(SimulatedCoordinator, *parts)
-        self.coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
-        self.coordinator_process = process
+        coordinator = process.run(SimulatedCoordinator, *parts)
+        coordinator.rollouts.deliveries.window_bytes = self.size.window_bytes
         limits = {"min": self.size.limits[0], "max": self.size.limits[1]} if self.size.limits else None
-        await process.spawn(self.coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
-        self._up.set()
+        await process.spawn(coordinator.reconfigure({"policies": self.policies.model_dump(), "replicas": limits}))
+        return coordinator
 
     # ---- Serve's controller --------------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ from tailrace.app.calls.client import WeightsRejected
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import TORN
 from tailrace.app.fuzz.drivers import Ledger, driver_client
-from tailrace.app.fuzz.handles import DAMAGES, RAY_ERRORS
 from tailrace.app.fuzz.odd_policies import TROUBLES, Trouble
-from tailrace.app.fuzz.replica import SimulatedReplica
+from tailrace.app.fuzz.replica import DAMAGES, SimulatedReplica
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
@@ -90,6 +89,22 @@ def _answer(text: Callable[[Fault], str]) -> Callable:
             replica.answer_faults.append(text(fault))
 
     return do
+
+
+async def _ray_error(site: FaultSite, fault: Fault) -> None:
+    """An error of Ray in the call that holds a replica's line, or of the engine in its next chunk."""
+    if replica := site.replica(fault):
+        if fault.number % 2:
+            replica.hold_errors.put_nowait(fault.number // 2)
+        else:
+            replica.answer_faults.append(f"error:{('', 'down')[fault.number // 2 % 2]}")
+
+
+async def _line_breaks(site: FaultSite, fault: Fault) -> None:
+    """A connection breaks, and is made again at once: frames on the way are lost."""
+    if replica := site.replica(fault):
+        for way in replica.ways:
+            way.cut()
 
 
 async def _coordinator(site: FaultSite, fault: Fault) -> None:
@@ -238,7 +253,8 @@ KINDS: dict[str, Callable] = {
     "refuse": _refuse,
     "late": _answer(lambda fault: f"late:{fault.seconds}"),
     "twice": _answer(lambda fault: "twice"),
-    "ray_error": _answer(lambda fault: f"error:{fault.number % len(RAY_ERRORS)}"),
+    "ray_error": _ray_error,
+    "line_breaks": _line_breaks,
     "damaged": _answer(lambda fault: f"damaged:{fault.number % DAMAGES}"),
     "coordinator": _coordinator,
     "driver": _driver,

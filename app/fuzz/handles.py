@@ -5,7 +5,7 @@ itself; an exception of the callee comes as RayTaskError that is also an instanc
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from random import Random
 
@@ -19,7 +19,7 @@ from ray.exceptions import (
 )
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from tailrace.app.fuzz.replica import SimulatedReplica, damaged
+from tailrace.app.fuzz.replica import SimulatedReplica
 from tailrace.app.fuzz.virtual_time import Process, caller_is_dead
 from tailrace.deployments.router import ReplicaGone
 
@@ -36,7 +36,6 @@ RAY_ERRORS = (
     lambda: BackPressureError(num_queued_requests=1, max_queued_requests=0),
     lambda: RayTaskError("generate_chunk", "Traceback\nMemoryError: out of memory", MemoryError("out of memory")),
 )
-DAMAGES = 10
 
 
 async def call(callee: Process, work: Callable):
@@ -100,28 +99,17 @@ class EngineHandle:
     def broadcast(self, method: str, *args) -> "Broadcast":
         return Broadcast(partial(self._all, method, args))
 
+    def running(self) -> list[str]:
+        return [replica.name for replica in self._replicas.values() if not replica.stopping]
+
     async def _call(self, name: str, method: str, *args):
         replica = self._replicas.get(name)
         if replica is None or replica.stopping:
             raise ReplicaGone(f"replica {name!r} is not running; call to {method!r} was not sent")
         await asyncio.sleep(self._rng.random() * 0.05)
         work = partial(getattr(replica.shell, method), *args)
-        answer = await self._parted(replica, call(replica, work))
-        if method == "generate_chunk" and replica.answer_faults:
-            answer = await self._faulty(replica.answer_faults.pop(0), replica, work, answer)
-        return answer
-
-    async def _faulty(self, fault: str, replica: SimulatedReplica, work: Callable, answer):
-        kind, _, number = fault.partition(":")
-        if kind == "late":
-            await asyncio.sleep(float(number))
-        elif kind == "twice":
-            answer = await call(replica, work)
-        elif kind == "error":
-            raise RAY_ERRORS[int(number) % len(RAY_ERRORS)]()
-        elif kind == "damaged":
-            return damaged(answer, int(number) % DAMAGES)
-        return answer
+        answer = self._parted(replica, call(replica, work))
+        return await (_held(replica, answer) if method == "hold_line" else answer)
 
     async def _parted(self, replica: SimulatedReplica, coroutine):
         """The call's answer; RayActorError if the replica's host is cut off for longer than Ray waits."""
@@ -155,6 +143,24 @@ class EngineHandle:
         if pending:
             raise TimeoutError
         return [one.exception() or one.result() for one in calls]
+
+
+async def _held(replica: SimulatedReplica, answer: Coroutine):
+    """The call that holds a line, unless Ray gets into trouble with it; it continues at the replica then."""
+    task, error = asyncio.ensure_future(answer), asyncio.ensure_future(replica.hold_errors.get())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait({task, error}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        if not caller_is_dead():
+            task.cancel()
+        raise
+    finally:
+        if not error.done():
+            error.cancel()
+    if task.done():
+        return task.result()
+    raise RAY_ERRORS[error.result() % len(RAY_ERRORS)]()
 
 
 class Method:

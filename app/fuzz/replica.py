@@ -4,14 +4,18 @@ Its event loop and its engine's thread are separate, as in the real one: each ca
 """
 
 import asyncio
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.fuzz.stepper import SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
+from tailrace.deployments.channel.encrypted import Address
+from tailrace.deployments.channel.engine_line import EngineLine
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.replica import Engine
-from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
+from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
@@ -54,13 +58,28 @@ class SteppedLoop(EngineLoop):
 class Shell(Engine.func_or_class):
     """The Serve shell, on a loop that exists already."""
 
-    def __init__(self, loop: EngineLoop, telemetry: Telemetry, node_id: str, started_at: float):
-        self._runner, self._telemetry = loop, telemetry
+    def __init__(self, replica: "SimulatedReplica", telemetry: Telemetry, started_at: float):
+        self._runner, self._telemetry, self._replica = replica.loop, telemetry, replica
+        self._line, node_id = None, f"node-{replica.name}"
         self._node_id, self._started_at, self._pool_problem = node_id, started_at, ""
         self._config, self._rank = EngineConfig(model="simulated", cores=None), 0
 
     def __del__(self):
         pass
+
+    def _dial(self, address: Address, session: str) -> EngineLine:
+        return self._replica.dial(self._replica, address, session)
+
+    async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
+        result, faults = await super().generate_chunk(chunk), self._replica.answer_faults
+        kind, _, number = faults.pop(0).partition(":") if faults else ("", "", "")
+        if kind == "late":
+            await asyncio.sleep(float(number))
+        elif kind == "twice":
+            result = await super().generate_chunk(chunk)
+        elif kind == "error":
+            raise EngineDown("a step failed") if number == "down" else RuntimeError("out of memory")
+        return damaged(result, int(number)) if kind == "damaged" else result
 
     async def _fetch(self, source: str) -> None:
         """The disk has weights in memory, too, under the names of their sources."""
@@ -70,18 +89,28 @@ class Shell(Engine.func_or_class):
 
 
 class SimulatedReplica(Process):
-    """One engine replica. `step_s`: seconds of a step. Times of faults: until when each holds."""
+    """One engine replica. `step_s`: seconds of a step. `dial`: opens its line. `..._until_s`: when a fault ends."""
 
-    def __init__(self, name: str, stepper: SimulatedStepper, step_s: float, telemetry: Telemetry, started_at: float):
+    def __init__(
+        self,
+        name: str,
+        stepper: SimulatedStepper,
+        step_s: float,
+        telemetry: Telemetry,
+        started_at: float,
+        dial: Callable[["SimulatedReplica", Address, str], EngineLine],
+    ):
         super().__init__(name)
         now = asyncio.get_running_loop().time
         self.loop = SteppedLoop(stepper, now)
-        self.shell = Shell(self.loop, telemetry, f"node-{name}", started_at)
+        self.shell, self.dial = Shell(self, telemetry, started_at), dial
+        self.ways: list = []  # both directions of its line
         self.stepper, self._step_s, self._now = stepper, step_s, now
         self.stopping = False  # Serve routes no new call to it
         self.failed_checks = 0
         self.hung_until_s = self.silent_until_s = self.parted_until_s = self.slow_until_s = 0.0
-        self.answer_faults: list[str] = []  # faults of its next answers to generate_chunk
+        self.answer_faults: list[str] = []  # faults of its next chunks' ends
+        self.hold_errors: asyncio.Queue[int] = asyncio.Queue()  # errors of Ray that its line's call meets
         self.spawn(self._drive())
 
     async def _drive(self) -> None:
@@ -111,6 +140,9 @@ async def until(replica: SimulatedReplica, field: str) -> None:
     now = asyncio.get_running_loop().time
     while getattr(replica, field) > now():
         await asyncio.sleep(getattr(replica, field) - now())
+
+
+DAMAGES = 10
 
 
 def damaged(result: ChunkResult, kind: int):

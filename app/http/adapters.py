@@ -14,10 +14,10 @@ class HttpAdapterCalls(AdapterCalls):
         """Load an adapter's folder on every replica, and name it; see `RolloutClient.load_adapter`. Its path is the
         service's, and absolute. Raises AdapterRejected, with the reason."""
         await self._steer("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path), "load_inplace": True})
-        self._adapters[name] = str(path)
         found = next((one for one in await self.adapters() if one.name == name), None)
         if found is None:
             raise AdapterRejected(f"adapter {name!r} was loaded, and unloaded by another client")
+        self._adapters[name] = found
         return found
 
     load_adapter_blocking = blocking(load_adapter)

@@ -25,6 +25,7 @@ from tailrace.app.http import bodies
 from tailrace.app.http.adapters import HttpAdapterCalls
 from tailrace.app.http.connections import Connections
 from tailrace.app.http.refused import LOST, GivenUp, error_of, lost
+from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, PromptGroup, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
 
@@ -81,7 +82,7 @@ class Client(SessionCalls, HttpAdapterCalls):
         self._url, self._resume_s, self._heartbeat = url.rstrip("/"), resume_s, GatewayHeartbeat
         self._connections = Connections(self._url, token, max_open, transport)
         self._weights: tuple[int, str] | None = None  # version and folder of this client's last update
-        self._adapters: dict[str, str] = {}
+        self._adapters: dict[str, Adapter] = {}
 
     def close(self) -> None:
         """Close all connections, and with them the samples that are asked for."""

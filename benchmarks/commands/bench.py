@@ -14,6 +14,7 @@ from benchmarks.commands.decoupled import command as decoupled
 from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
 from benchmarks.commands.train import command as train
@@ -53,6 +54,7 @@ command.add_command(decoupled)
 command.add_command(control)
 command.add_command(http)
 command.add_command(ladder, "ladder")
+command.add_command(processes)
 command.add_command(results)
 command.add_command(tail)
 command.add_command(weights)

@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Callable
 
-from benchmarks.control_plane import control_pool, control_ray, control_socket, scheduler
+from benchmarks.control_plane import control_line, control_pool, control_ray, control_socket, scheduler
 from benchmarks.control_plane.rpc_latency import IN_FLIGHT
 from tailrace.app.errors import Failed
 from tailrace.deployments.messages.rollout import SampleResult
@@ -27,9 +27,11 @@ def measure(calls: int, keys: int, samples: int, say: Callable[[str], None]) -> 
     found = {"in_flight": IN_FLIGHT, **control_ray.measure(calls, say), "pool_key": control_pool.measure(keys, say)}
     try:
         found["zeromq"] = control_socket.measure(calls)
+        found["line_chunk"] = control_line.measure(calls)
     except TimeoutError as error:
-        raise Failed(str(error)) from error
+        raise Failed(str(error) or "the engine's end of a line has not come up") from error
     say(f"zeromq: {found['zeromq']}")
+    say(f"line_chunk: {found['line_chunk']}")
     found["result_token"] = result_token()
     say(f"core: decisions over {samples} samples")
     return found | {"core": core(samples)}

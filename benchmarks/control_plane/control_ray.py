@@ -1,4 +1,5 @@
-"""Calls of the control plane through Ray and Serve: coordinator to engine and to all engines, engine to context.
+"""Calls of the control plane through Ray and Serve: coordinator to engine and to all engines, engine to context; and
+items that an engine or an actor pushes through one call.
 
 A real application, Coordinator -> Engines, addressed and polled as ours, whose engines do nothing; and a real shard of
 the group context. Figures of Serve's calls are taken inside the coordinator's replica, where the core's loop runs.
@@ -10,13 +11,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 
 import numpy as np
 
 from benchmarks.control_plane.rpc_latency import cost_of
+from benchmarks.control_plane.stream_cost import cost_of_stream, sent_items
 from tailrace.app.cluster import LOOPBACK_ONLY
 from tailrace.app.errors import Failed
 from tailrace.deployments.context.config import ContextConfig
@@ -44,7 +46,8 @@ START_S, MEASURE_S = 120.0, 600.0
 
 
 def measure(calls: int, say: Callable[[str], None]) -> dict[str, dict]:
-    """`serve_call`, `serve_chunk`, `serve_poll`, `actor_call`, `actor_exchange`. Raises Failed, in one line."""
+    """`serve_call`, `serve_chunk`, `serve_poll`, `serve_stream`, `actor_call`, `actor_exchange`, `actor_stream`. Raises
+    Failed, in one line."""
     with cluster():
         from ray import serve
         from ray.exceptions import RayError
@@ -53,12 +56,12 @@ def measure(calls: int, say: Callable[[str], None]) -> dict[str, dict]:
             say("starting a Serve application")
             coordinator = serve.run(_application(), name=APP, route_prefix=None)
             found = {}
-            for what in ("call", "chunk", "poll"):
+            for what in ("call", "chunk", "poll", "stream"):
                 found[f"serve_{what}"] = coordinator.measure.remote(what, calls).result(timeout_s=MEASURE_S)
                 say(f"serve_{what}: {found[f'serve_{what}']}")
-            found |= asyncio.run(_context(calls))
-            say(f"actor_call: {found['actor_call']}")
-            say(f"actor_exchange: {found['actor_exchange']}")
+            for name, of_actor in asyncio.run(_actors(calls)).items():
+                found[name] = of_actor
+                say(f"{name}: {of_actor}")
         except (RayError, RuntimeError, TimeoutError) as error:
             raise Failed(f"Ray: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}") from error
     return found
@@ -95,7 +98,18 @@ def _application():
     return coordinator.bind(engines.bind())
 
 
-class NoEngine:
+class Sender:
+    """Sends items through one call."""
+
+    async def reports(self, count: int, apart_s: float) -> AsyncIterator[tuple[float, bytes]]:
+        async for item in sent_items(count, apart_s):
+            yield item
+
+    async def cpu_s(self) -> float:
+        return time.process_time()
+
+
+class NoEngine(Sender):
     """Answers at once, with messages as long as an engine's."""
 
     def __init__(self):
@@ -117,9 +131,6 @@ class NoEngine:
     async def stats(self) -> EngineStats:
         return EngineStats(self._name, 0, 32, 10_000, RUNNING, 40_000, 16, time.time(), running=self._running)
 
-    async def cpu_s(self) -> float:
-        return time.process_time()
-
 
 class Caller:
     """`engines`: a handle of NoEngine."""
@@ -131,16 +142,22 @@ class Caller:
         from tailrace.deployments.router import poll_all
 
         async with asyncio.timeout(START_S):
-            while len(reports := await poll_all(self._engines, "stats", START_S)) < ENGINES:
+            while len(answers := await poll_all(self._engines, "stats", START_S)) < ENGINES:
                 await asyncio.sleep(0.1)
 
         def ask(method: str, *arguments):
             """As `deployments.coordinator.engine_client` does."""
-            return self._engines.options(session_id=reports[0].replica_id, method_name=method).remote(*arguments)
+            return self._engines.options(session_id=answers[0].replica_id, method_name=method).remote(*arguments)
 
         async def cpu_s() -> float:
             return await ask("cpu_s")
 
+        def reports(count: int, apart_s: float):
+            one = self._engines.options(session_id=answers[0].replica_id, method_name="reports", stream=True)
+            return one.remote(count, apart_s)
+
+        if what == "stream":
+            return await cost_of_stream(reports, calls, cpu_s)
         context = np.zeros(CONTEXT_TOKENS, np.int32)
         chunk = ChunkRequest("chunk", 0, context, 500, CHUNK_TOKENS, SamplingParams(), 0)
         if what == "call":
@@ -151,8 +168,8 @@ class Caller:
         return cost | {"replicas": ENGINES, "caller_us_per_replica": round(cost["caller_us"] / ENGINES, 1)}
 
 
-async def _context(calls: int) -> dict[str, dict]:
-    """A shard of the group context: asked for nothing, and told and asked what an engine does."""
+async def _actors(calls: int) -> dict[str, dict]:
+    """A shard of the group context: asked for nothing, and told and asked what an engine does. An actor's items."""
     import ray
 
     from tailrace.deployments.context.shard import ContextShard
@@ -175,4 +192,14 @@ async def _context(calls: int) -> dict[str, dict]:
     async def cpu_s() -> float:
         return (await shard.status.remote())["cpu_s"]
 
-    return {"actor_call": await cost_of(empty, calls, cpu_s), "actor_exchange": await cost_of(exchange, calls, cpu_s)}
+    sender = ray.remote(Sender).options(num_cpus=0).remote()
+
+    async def reports(count: int, apart_s: float) -> AsyncIterator[tuple[float, bytes]]:
+        async for item in sender.reports.remote(count, apart_s):
+            yield await item
+
+    return {
+        "actor_call": await cost_of(empty, calls, cpu_s),
+        "actor_exchange": await cost_of(exchange, calls, cpu_s),
+        "actor_stream": await cost_of_stream(reports, calls, sender.cpu_s.remote),
+    }

@@ -5,7 +5,7 @@ it agree; a name's version grows with each other content. Kept by `AdapterLoads`
 `OpenSessions`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tailrace.deployments.batches.prompts import Prepared
@@ -37,14 +37,25 @@ class AdapterBook:
     def drop(self, name: str) -> None:
         self._named.pop(name, None)
 
-    def adopt(self, found: Iterable[Adapter]) -> None:
-        """Takes adapters that replicas know from an earlier coordinator, the highest version of each name."""
-        for adapter in found:
-            if adapter.version > self._versions.get(adapter.name, 0):
-                self._named[adapter.name], self._versions[adapter.name] = adapter, adapter.version
+    def adopt(self, found: Iterable[Adapter]) -> list[Adapter]:
+        """Takes adapters that replicas know from an earlier coordinator, the highest version of each name.
 
-    def bound(self, prepared: Prepared) -> Prepared | Rejected:
-        """The prompt with the present content of its adapter, or why there is none."""
+        A name that this one has given already keeps its content, which is newer. Returns those that get a higher
+        version for it.
+        """
+        own, raised = dict(self._named), {}
+        for adapter in found:
+            if adapter.version >= self._versions.get(adapter.name, 0) and adapter != own.get(adapter.name):
+                name, self._versions[adapter.name] = adapter.name, adapter.version
+                self._named[name] = adapter
+                if name in own:
+                    self._versions[name] += 1
+                    self._named[name] = raised[name] = own[name]._replace(version=self._versions[name])
+        return list(raised.values())
+
+    def bound(self, prepared: Prepared, min_versions: Mapping[str, int]) -> Prepared | Rejected:
+        """The prompt with the present content of its adapter, or why there is none. `min_versions`: by name; a new
+        coordinator may not have heard of the newest."""
         name = prepared.group.adapter
         if name is None:
             return prepared
@@ -52,4 +63,8 @@ class AdapterBook:
             names = ", ".join(sorted(self._named)) or "none"
             reason = f"adapter {name!r} is not loaded (loaded: {names}); call load_adapter first"
             return Rejected(reason=f"prompt {prepared.group.prompt_id!r}: {reason}", by=RejectedBy.ADAPTER)
-        return replace(prepared, adapter=self._named[name])
+        present, wanted = self._named[name], min_versions.get(name, 0)
+        if present.version < wanted:
+            reason = f"adapter {name!r} is version {present.version} here, not {wanted}; call load_adapter again"
+            return Rejected(reason=f"prompt {prepared.group.prompt_id!r}: {reason}", by=RejectedBy.ADAPTER)
+        return replace(prepared, adapter=present)

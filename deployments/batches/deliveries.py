@@ -30,7 +30,7 @@ class Delivery:
     def __init__(self, message: RolloutBatch, driver: str, now: float):
         self.driver, self.renewed_s = driver, now
         self.coming: set[str] = set()
-        self.is_over = False
+        self.is_over = self.was_refused = False
         self.batch_id, self._message = message.batch_id, message
         self._groups = {group.prompt_id: group for group in message.groups}
         self._ready: deque[tuple[GroupResult | Rejected, GroupRecord | None]] = deque()
@@ -210,6 +210,7 @@ class Deliveries:
         """Give new groups to the core; the delivery's reader gets the reason if it does not take them."""
         refused = await self._submit(message, delivery)
         if refused is not None:
+            delivery.was_refused = True  # its driver may come again with it
             delivery.coming -= {group.prompt_id for group in message.groups}
             delivery.put(refused)
 

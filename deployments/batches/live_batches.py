@@ -66,7 +66,7 @@ class LiveBatches:
             return Rejected(reason=f"batch {message.batch_id!r}: {one_line(error)}")
         if isinstance(prepared, Rejected):
             return prepared
-        prepared = list(map(self._adapters.bound, prepared))
+        prepared = [self._adapters.bound(one, message.min_adapter_versions) for one in prepared]
         if (refused := next((one for one in prepared if isinstance(one, Rejected)), None)) is not None:
             return refused
         keys = [one.prompt_key for one in prepared]

@@ -112,7 +112,7 @@ class OpenSessions:
             return refused
         prepared = await asyncio.to_thread(self._prompts.prepare_group, request.group)
         if not isinstance(prepared, Rejected):
-            prepared = self._adapters.bound(prepared)
+            prepared = self._adapters.bound(prepared, settings.min_adapter_versions)
         session = self._session(settings)
         for given in (prepared, session):
             if isinstance(given, Rejected):

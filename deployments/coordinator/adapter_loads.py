@@ -5,7 +5,7 @@ One that starts later loads it with the first chunk that wants it. Used by `Roll
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
@@ -31,11 +31,16 @@ class AdapterLoads:
         self._is_first = True
         self.read = adapter_digest  # of a folder, where no replica is up that could
 
-    def observe(self, reports: Collection[EngineStats]) -> None:
-        """Takes the first reports of replicas: an earlier coordinator may have named adapters."""
-        if self._is_first and reports:
-            self.book.adopt(adapter for report in reports for adapter in report.adapters)
-            self._is_first = False
+    def observe(self, reports: Collection[EngineStats]) -> list[Coroutine]:
+        """Takes the first reports of replicas: an earlier coordinator may have named adapters.
+
+        Returns calls to make.
+        """
+        if not self._is_first or not reports:
+            return []
+        self._is_first = False
+        raised = self.book.adopt(adapter for report in reports for adapter in report.adapters)
+        return list(map(self._engines.name_adapter, raised))
 
     async def load(self, name: str, path: str) -> Adapter | Rejected:
         """Has every replica load a folder, under a name from now on. The same content again changes nothing."""

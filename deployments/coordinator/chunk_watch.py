@@ -1,6 +1,6 @@
-"""Calls of chunks under way, and the end of those whose replica answers its polls but makes no token of them.
+"""Calls of chunks under way, and the end of those whose replica answers but makes no token of them.
 
-Invariant: a poll's seconds count against a chunk only if the replica has renewed its snapshot since the last one. So a
+Invariant: seconds count against a chunk only if the replica has renewed its snapshot meanwhile. So a
 load of weights, a long step or a silent replica costs a chunk next to nothing: other watchdogs look at those. Used by
 `ChunkRunner`.
 """
@@ -18,7 +18,7 @@ CACHE_FILLS = 3
 """A chunk may also wait this many times the seconds in which its replica, as measured, prefills its whole KV cache."""
 
 MAX_GAP_S = 5.0
-"""Maximum seconds that one poll counts for: a snapshot that is renewed after a minute says nothing of that minute."""
+"""Maximum seconds that one report counts for: a snapshot that is renewed after a minute says nothing of that minute."""
 
 
 class _Call:
@@ -33,9 +33,9 @@ class ChunkWatch:
     """`now`: the coordinator's clock, in seconds."""
 
     def __init__(self, now: Callable[[], float]):
-        self._now, self._looked_s = now, now()
+        self._now = now
         self._calls: dict[str, _Call] = {}
-        self._observed_at: dict[str, float] = {}  # of each replica's newest snapshot, on its own clock
+        self._seen: dict[str, tuple[float, float]] = {}  # by replica: its snapshot's time by its own clock, and ours
 
     def __len__(self):
         return len(self._calls)
@@ -60,15 +60,18 @@ class ChunkWatch:
             del self._calls[chunk_id]
 
     def look(self, reports: Iterable[EngineStats]) -> None:
-        """Takes the answers to a poll. Gives up the chunks that have made no token for long."""
-        now, known = self._now(), self._observed_at
-        passed_s, self._looked_s = min(now - self._looked_s, MAX_GAP_S), now
-        renewed = {one.replica_id: one for one in reports if one.observed_at > known.get(one.replica_id, 0.0)}
-        self._observed_at = {one.replica_id: one.observed_at for one in reports}
+        """Takes the latest reports. Gives up the chunks that have made no token for long."""
+        now, before = self._now(), self._seen
+        renewed = {one.replica_id: one for one in reports if one.observed_at > before.get(one.replica_id, (0.0,))[0]}
+        self._seen = {
+            one.replica_id: (one.observed_at, now) if one.replica_id in renewed else before[one.replica_id]
+            for one in reports
+        }
         for chunk_id, call in self._calls.items():
             report = renewed.get(call.replica_id)
             if report is None or call.deadline.when() is not None:
                 continue
+            passed_s = min(now - before.get(call.replica_id, (0.0, now))[1], MAX_GAP_S)
             tokens = report.running.get(chunk_id, call.tokens)  # absent: its answer is under way, or lost
             call.quiet_s = call.quiet_s + passed_s if tokens == call.tokens else 0.0
             call.tokens = tokens

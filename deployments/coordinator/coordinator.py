@@ -8,9 +8,11 @@ come as data, and name code of the deployment's list alone.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
+import ray
 from pydantic import ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -19,6 +21,7 @@ from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.batches.tokenizer_files import tokenizer_files
+from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService
@@ -68,15 +71,15 @@ class Coordinator:
     ):
         require_token_mode(allow_no_token)
         keep_serve_port_on_node()
-        app_name = serve.get_replica_context().app_name
+        app_name, nonce = serve.get_replica_context().app_name, token_hex(3)
         self._start(
-            engines=EngineClient(engines),
+            engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
             prompts=Prompts(model, max_model_len),
             telemetry=Telemetry("tailrace-coordinator", otlp),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
-            nonce=token_hex(3),
+            nonce=nonce,
         )
 
     def _start(
@@ -101,7 +104,7 @@ class Coordinator:
             token_log=token_log,
             nonce=nonce,
         )
-        loops = [self._rollouts.run(), self._rollouts.poll()]
+        loops = [self._rollouts.run(), self._rollouts.look(), engines.follow()]
         if kv_pool_manager is not None:
             loops += [self._rollouts.poll_pool(), kv_pool_manager.work()]
         self._loops = list(map(asyncio.get_running_loop().create_task, loops))

@@ -1,21 +1,24 @@
-"""Calls from the coordinator to the engine replicas: to one by its id, or to all with a deadline.
+"""Calls from the coordinator to the engine replicas: chunks by a line to each, the rest by Serve.
 
-Invariant: a call to a replica ends in a result, in `ReplicaLost` (it is gone; its chunks must run again) or in
-`ChunkError` (the replica lives, this chunk failed; `SampleRefused`: it would fail on any replica); every poll has a
-deadline. Called by the coordinator.
+A line lives as long as one call of Serve, which ends with the replica. Invariant: a call to a replica ends in a
+result, in `ReplicaLost` (it is gone; its chunks must run again) or in `ChunkError` (the replica lives, this chunk
+failed; `SampleRefused`: it would fail on any replica). Called by the coordinator.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from tailrace.deployments.channel.coordinator_lines import CoordinatorLines, Heard
+from tailrace.deployments.channel.frames import carries
+from tailrace.deployments.channel.sockets import CoordinatorSocket
 from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, WeightsRead
 from tailrace.deployments.messages.errors import (
     AdapterRefused,
     ChunkError,
@@ -24,48 +27,130 @@ from tailrace.deployments.messages.errors import (
     FeaturesRefused,
     ReplicaLost,
     SampleRefused,
+    is_own_cancel,
     one_line,
 )
 from tailrace.deployments.messages.transfer import Transfer
-from tailrace.deployments.router import ReplicaGone, poll_all
+from tailrace.deployments.router import ReplicaGone, poll_all, running_replicas
 
 POLL_TIMEOUT_S = 10.0
-"""A replica answers from a snapshot; one that takes longer hangs, and Serve's health check will replace it."""
+"""A replica answers these at once; one that takes longer hangs, and Serve's health check will replace it."""
 
 CHECK_S = 600.0
 """Longest check of new weights: every value is read, of large checkpoints from a network folder."""
 
+FOLLOW_S = 0.25
+"""Seconds between looks at the set of running replicas; a replica that stops waits for the end of its line."""
+
+KNOWN_S = 10.0
+"""Seconds between calls to all replicas as long as none is known: this process hears of replicas by its first call."""
+
+SETTLE_S = 10.0
+"""Longest wait of a new coordinator for a report of every running replica: one that hangs will be replaced."""
+
 
 class EngineClient:
-    """Thin over the handle of the engine deployment. `put`: into Ray's object store."""
+    """Thin over the handle of the engine deployment. `listen`: opens the socket for lines, see `CoordinatorLines`.
+    `put`: into Ray's object store. `running`: gives the names of the running replicas.
+    """
 
-    def __init__(self, handle: DeploymentHandle, put: Callable = ray.put):
-        self._handle = handle
-        self._known: list[str] = []
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        listen: Callable[[Callable[[str, bytes], None]], CoordinatorSocket],
+        nonce: str,
+        put: Callable = ray.put,
+        running: Callable[[DeploymentHandle], Iterable[str]] = running_replicas,
+    ):
+        self._handle, self._all_running = handle, running
+        self.owned: frozenset[str] | None = None  # replicas of this coordinator's cell; None if there are no cells
+        self._changed = asyncio.Event()
+        self._lines = CoordinatorLines(listen, self._changed.set, nonce)
+        self._holds: dict[str, asyncio.Task] = {}  # calls of Serve that hold lines, by replica
+        self._now = asyncio.get_running_loop().time
+        self._began_s, self._asked, self._settled = self._now(), False, False
         self.features = SharedFeatures(put)
 
-    async def stats(self) -> list[EngineStats]:
-        """A report of every replica that answers within POLL_TIMEOUT_S.
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when a replica reports that it is in another state: that it has loaded weights, for example."""
+        return self._changed
 
-        A broadcast finds new replicas, but one that hangs keeps all its answers back: then each is asked by itself.
-        """
+    @property
+    def report_s(self) -> float:
+        """Seconds between the reports of one replica."""
+        return self._lines.report_s
+
+    def heard(self) -> list[Heard]:
+        """The latest report of each replica that has a line."""
+        return self._lines.heard()
+
+    def own(self, replicas: frozenset[str]) -> None:
+        """Use these replicas alone from now on. Chunks on others are lost, and run again here."""
+        self.owned = replicas
+        for replica_id in self._holds.keys() - replicas:
+            self._lines.close(replica_id, "it belongs to another cell now")
+            self._holds[replica_id].cancel()
+
+    def _running(self) -> set[str]:
+        running = set(self._all_running(self._handle))
+        return running if self.owned is None else running & self.owned
+
+    @property
+    def settled(self) -> bool:
+        """Whether all replicas that ran when this coordinator began have been heard, or have been silent for long."""
+        if not self._settled:
+            heard = {one.report.replica_id for one in self.heard()}
+            all_heard = self._asked and heard.issuperset(self._running())
+            self._settled = all_heard or self._now() > self._began_s + SETTLE_S
+        return self._settled
+
+    async def follow(self) -> None:
+        """Hold a line to each running replica, for ever."""
+        asked_s = float("-inf")
+        while True:
+            running = self._running()
+            if not running and self._now() > asked_s + KNOWN_S:
+                asked_s = self._now()
+                with contextlib.suppress(Exception):  # there is none yet, or Ray is in trouble
+                    await poll_all(self._handle, "stats", KNOWN_S)
+                running = self._running()
+            self._asked = True
+            for replica_id in running - self._holds.keys():
+                self._holds[replica_id] = asyncio.ensure_future(self._hold(replica_id))
+            for replica_id in self._holds.keys() - running:
+                if not self._lines.is_busy(replica_id):  # it waits for the end of its calls to stop
+                    self._holds[replica_id].cancel()
+            self._lines.pulse()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _hold(self, replica_id: str) -> None:
+        """Hold a line for as long as the replica lives. Another trouble of the call leaves the line as it is."""
+        session, reason, again = self._lines.open(replica_id), "its line has ended", False
         try:
-            answers = await poll_all(self._handle, "stats", POLL_TIMEOUT_S)
-        except Exception:  # noqa: BLE001 - a replica hangs, or Ray is in trouble: the others are still to be heard
-            answers = await asyncio.gather(*map(self._stats_of, self._known), return_exceptions=True)
-        reports = [answer for answer in answers if isinstance(answer, EngineStats)]
-        self._known = [report.replica_id for report in reports]
-        return reports
-
-    async def _stats_of(self, replica_id: str) -> EngineStats:
-        call = self._handle.options(session_id=replica_id, method_name="stats").remote()
-        return await asyncio.wait_for(call, POLL_TIMEOUT_S)
+            while True:
+                try:
+                    await self._call(replica_id, "hold_line", self._lines.address, session, again)
+                    break
+                except ReplicaLost as error:
+                    reason = str(error)
+                    break
+                except (Exception, asyncio.CancelledError) as error:  # of Ray, on the way
+                    if isinstance(error, asyncio.CancelledError) and is_own_cancel():
+                        raise
+                    again = True
+                    await asyncio.sleep(FOLLOW_S)
+        finally:
+            self._lines.close(replica_id, reason)
+            del self._holds[replica_id]
 
     async def generate(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
+        if carries(chunk):
+            return await self._lines.run(replica_id, chunk)
         return await self._call(replica_id, "generate_chunk", self.features.referred(chunk))
 
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
-        await self._call(replica_id, "abort", chunk_id, keep_kv)
+        self._lines.abort(replica_id, chunk_id, keep_kv)
 
     async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
         """Returns when the replica holds them; ChunkError when it cannot."""

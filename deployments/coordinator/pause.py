@@ -26,8 +26,8 @@ class PauseMode(StrEnum):
 class Pause:
     """`calls`: ids of running chunks. `in_flight`: number of samples in the core. `cancel_all`: ends these.
 
-    `turn`: returns after a turn of the loop. `later`: gives the core an event in its next turn. `poll`: has the
-    replicas polled at once. `open_door`: has the samples at the door look again whether they may pass.
+    `turn`: returns after a turn of the loop. `later`: gives the core an event in its next turn. `look`: has the
+    replicas' reports looked at at once. `open_door`: has the samples at the door look again whether they may pass.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Pause:
         turn: Callable[[], Awaitable[None]],
         later: Callable[[Event], None],
         spawn: Callable[[Coroutine], object],
-        poll: Callable[[], None],
+        look: Callable[[], None],
         open_door: Callable[[], None],
         now: Callable[[], float],
     ):
         self._runner, self._registry, self._weights = runner, registry, weights
         self._calls, self._in_flight, self._cancel_all = calls, in_flight, cancel_all
         self._turn, self._later, self._spawn, self._now = turn, later, spawn, now
-        self._poll, self._open_door = poll, open_door
+        self._look, self._open_door = look, open_door
         self.draining = False  # samples in flight end, and new ones wait at the door
 
     @property
@@ -89,4 +89,4 @@ class Pause:
         """Resume. Without a pause nothing changes."""
         self.draining = self._weights.held = False
         self._open_door()
-        self._poll()
+        self._look()

@@ -49,6 +49,7 @@ from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
 from tailrace.policies.families.registry import Policies
+from tailrace.policies.models.lending import CellView
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import (
     AbortChunk,
@@ -66,11 +67,14 @@ TICK_S = 0.5
 """A turn comes at once when something has happened; this only bounds how long a missed wake-up could hide."""
 
 POLL_S = 0.5
-"""How often replicas and pool are asked: enough for a progress bar, and a lost idle replica shows in 3 s."""
+"""Seconds between polls of the pool."""
+
+LOOKS_PER_S = 20
+"""Maximum of looks at the replicas' reports, however many change."""
 
 
 class Rollouts:
-    """See the module docstring. `run` and `poll` are to be started once, as tasks of the same loop."""
+    """See the module docstring. `run` and `look` are to be started once, as tasks of the same loop."""
 
     def __init__(
         self,
@@ -99,9 +103,8 @@ class Rollouts:
         )
         self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
         self._wake, self._looked, self._exchanged = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._load_ended = asyncio.Event()  # of weights, on a replica
         self._heard = False  # whether a replica has reported
-        self._turned, self._polled = asyncio.Event(), asyncio.Event()
+        self._turned, self._seen = asyncio.Event(), asyncio.Event()
         self._at_door: list[str] = []  # batches that wait for a change of the core
         self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
         self._batches = LiveBatches(
@@ -139,7 +142,7 @@ class Rollouts:
             turn=self._turn,
             later=self._tell,
             spawn=self._spawn,
-            poll=self._load_ended.set,
+            look=engines.changed.set,
             open_door=self._exchanged.set,
             now=self.now,
         )
@@ -148,7 +151,7 @@ class Rollouts:
             weights=self._weights,
             pause=self.pause,
             reports=lambda: self._registry.reports,
-            polled=self._next_poll,
+            seen=self._next_look,
         )
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
 
@@ -179,7 +182,7 @@ class Rollouts:
 
     def _cancel(self, delivery: Delivery) -> bool:
         """Cancel a batch's samples in the core. Returns False if there are none."""
-        if delivery.is_over and self._token_log.is_on:
+        if delivery.is_over and not delivery.was_refused and self._token_log.is_on:
             self._spawn(self._token_log.forget(delivery.batch_id))
         core_ids = self._batches.core_ids(delivery)
         for core_id in core_ids:
@@ -246,6 +249,11 @@ class Rollouts:
             contained=dict(self._contained + self._token_log.problems),
         )
 
+    def cell_view(self, name: str) -> CellView:
+        """For the lender of cells, see `policies.models.lending`."""
+        idle = tuple(one.replica_id for one in self._core.replicas.views() if not one.running)
+        return CellView(name, self._core.counts()["waiting"], tuple(sorted(self._engines.owned or ())), idle)
+
     def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
         return longest_samples(self._core, count)
 
@@ -301,48 +309,52 @@ class Rollouts:
         self._turned.clear()
         await self._turned.wait()
 
-    async def _next_poll(self) -> None:
-        """Returns once the replicas have been polled again."""
-        self._polled.clear()
-        await self._polled.wait()
+    async def _next_look(self) -> None:
+        """Returns once the replicas' reports have been looked at again."""
+        self._seen.clear()
+        await self._seen.wait()
 
-    async def poll(self) -> None:
-        """Poll the replicas, for ever."""
-        await self._for_ever(self._poll_replicas, self._load_ended)
+    async def look(self) -> None:
+        """Look at the replicas' reports, for ever; at once if one has changed, since it may wait for work."""
+        while True:
+            await self._contain("look_at_replicas", self._look_at_replicas)
+            await asyncio.sleep(1 / LOOKS_PER_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._engines.report_s):
+                    await self._engines.changed.wait()
+            self._engines.changed.clear()
 
     async def poll_pool(self) -> None:
         """Poll the pool, and sweep it while nothing is in flight, for ever."""
-        await self._for_ever(self._poll_pool, asyncio.Event())
-
-    async def _for_ever(self, poll: Callable[[], Awaitable], early: asyncio.Event) -> None:
-        """Polls every POLL_S, and when `early` is set: after a load a replica is idle until its report is here."""
         while True:
-            try:
-                await poll()
-            except Exception as error:  # noqa: BLE001 - an odd report, or a trouble of the pool, must not end the service
-                self._note(poll.__name__.strip("_"), error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await early.wait()
-            early.clear()
+            await self._contain("poll_pool", self._poll_pool)
+            await asyncio.sleep(POLL_S)
 
-    async def _poll_replicas(self) -> None:
-        asked_at = self.now()
-        reports = await self._engines.stats()
+    async def _contain(self, place: str, work: Callable[[], Awaitable]) -> None:
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001 - an odd report, or a trouble of the pool, must not end the service
+            self._note(place, error)
+
+    async def _look_at_replicas(self) -> None:
+        if not self._engines.settled:
+            return
+        heard = self._engines.heard()
+        reports = [one.report for one in heard]
         self._weights.observe(reports)
-        self.adapters.observe(reports)
-        for call in self.sleep.look(reports, first=bool(reports) and not self._heard):
+        calls = self.adapters.observe(reports)
+        for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
             self._spawn(call)
         self._heard = self._heard or bool(reports)
         self._looked.set()
         self._follow_weights()
-        known = list(map(self._weights.known, reports))
-        for event in self._registry.observe(known, asked_at, self.now()):
+        known = [(self._weights.known(report), observed_s - self._began_s) for report, observed_s in heard]
+        for event in self._registry.observe(known, self.now()):
             self._tell(event)
         self.replica_target.see(len(self._registry.joined))
         self._chunk_runner.watch.look(reports)
         self._abort_orphans(reports)
-        self._polled.set()
+        self._seen.set()
         if gone := self.deliveries.expire() + self.sessions.sweep(hasty=self.core_holder.due):
             self._contained["drivers.silent"] += gone
 
@@ -373,7 +385,7 @@ class Rollouts:
             self._wake.set()  # the next turn logs, and comes here
             return
         for load in self._weights.loads(asyncio.get_running_loop().time()):
-            self._spawn(load).add_done_callback(lambda _: self._load_ended.set())
+            self._spawn(load).add_done_callback(lambda _: self._engines.changed.set())
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old and self._weights.is_confirmed:
             self._tell(ev.WeightsChanged(self.now(), new))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class Sleep:
-    """`reports`: of the present replicas, by id. `polled`: returns after another poll of them."""
+    """`reports`: of the present replicas, by id. `seen`: returns after another look at them."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Sleep:
         weights: Weights,
         pause: Pause,
         reports: Callable[[], Mapping[str, EngineStats]],
-        polled: Callable[[], Awaitable[None]],
+        seen: Callable[[], Awaitable[None]],
     ):
         self._engines, self._weights, self._pause = engines, weights, pause
-        self._reports, self._polled = reports, polled
+        self._reports, self._seen = reports, seen
         self._asking: set[str] = set()  # replicas that are being put to sleep
         self._kv_asleep = False
         self._wakes = False  # a wake-up came: replicas that a new coordinator finds asleep are to wake
@@ -53,7 +53,7 @@ class Sleep:
         self._weights.asleep, self._kv_asleep, self._wakes, self.problem = True, True, False, None
         await asyncio.gather(*map(self._put_to_sleep, self._reports()))
         while self.problem is None and self.tags == TAGS and self._awake():
-            await self._polled()
+            await self._seen()
         if self.problem is None:
             return None
         refused, self.problem = Rejected(reason=f"the service does not sleep: {self.problem}"), None

@@ -15,10 +15,10 @@ from hashlib import blake2b
 import numpy as np
 import zmq
 
+from tailrace.deployments.channel.encrypted import Address, dial
 from tailrace.deployments.draft_index.proposal import Proposal
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.lines import Kept, Line, chunk_end, end_of
-from tailrace.deployments.drafter.server import Address
 from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
@@ -245,10 +245,7 @@ class Drafters:
 
     def _connect(self, address: Address) -> zmq.Socket:
         socket = self._zmq.socket(zmq.DEALER)
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey, socket.linger = address.key, 0
-        socket.ipv6 = "[" in address.endpoint
-        socket.connect(address.endpoint)
+        dial(socket, address)
         return socket
 
     def _send(self) -> None:

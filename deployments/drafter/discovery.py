@@ -9,8 +9,8 @@ import asyncio
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
+from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.drafter.client import Drafters
-from tailrace.deployments.drafter.server import Address
 from tailrace.deployments.router import poll_all
 
 LOOK_S = 1.0

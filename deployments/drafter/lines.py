@@ -7,7 +7,7 @@ a later one. Invariant: at most MAX_KEPT lines are kept, none of them for longer
 
 from dataclasses import dataclass, field
 
-from tailrace.deployments.drafter.server import Address
+from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.drafter.wire import Guess
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.policies.protocol.actions import DraftMode

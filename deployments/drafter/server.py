@@ -10,10 +10,10 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import zmq
 
+from tailrace.deployments.channel.encrypted import Address, listen
 from tailrace.deployments.drafter.sessions import Sessions
 from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
@@ -23,13 +23,6 @@ IDLE_MS = 50
 
 IDLE_S = 60.0
 """Time without a message from its engine after which a sample is forgotten; an engine still running it reopens it."""
-
-
-class Address(NamedTuple):
-    """Endpoint of a drafter, and the public key of its socket."""
-
-    endpoint: str
-    key: bytes
 
 
 class DrafterServer:
@@ -111,16 +104,6 @@ class DrafterServer:
                 sessions.stop(peer, name)
             case Guess() | Unknown():
                 raise ValueError(f"{type(message).__name__} is sent by drafters, not to them")
-
-
-def listen(socket: zmq.Socket, host: str) -> Address:
-    """Binds a ROUTER to a free port of `host`, encrypted."""
-    public, secret = zmq.curve_keypair()
-    socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, secret
-    socket.linger = 0
-    host = f"[{host}]" if ":" in host else host
-    socket.ipv6 = host.startswith("[")
-    return Address(f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}", public)
 
 
 def say(socket: zmq.Socket, peer: bytes, messages: list[Message]) -> None:

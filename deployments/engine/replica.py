@@ -9,6 +9,7 @@ Called by the coordinator. A broken engine fails the health check, and Serve rep
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,6 +18,9 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaRank
 
+from tailrace.deployments.channel.encrypted import Address
+from tailrace.deployments.channel.engine_line import EngineLine
+from tailrace.deployments.channel.sockets import DialledSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
@@ -95,11 +99,32 @@ class Engine:
         self._weights_memory = WeightsMemory(None if endpoint is None else pool, here.app_name)
         self._started_at = time.time()
         self._telemetry = Telemetry("tailrace-engine", otlp)
+        self._line: EngineLine | None = None
 
     def reconfigure(self, user_config: None, rank: ReplicaRank) -> None:
         """Takes a new rank from Serve: a remaining replica may get the rank of a stopped one."""
         rebind(self._config, self._rank, rank.local_rank)
         self._rank = rank.local_rank
+
+    async def hold_line(self, address: Address, session: str, again: bool = False) -> None:
+        """Takes chunks by a line from a coordinator until it is gone, or another one opens a line.
+
+        `again`: only if there is a line of this session still.
+        """
+        if not again:
+            if self._line is not None:
+                self._line.close()
+            self._line = self._dial(address, session)
+        if self._line is not None and self._line.session == session and not self._line.closed:
+            await self._line.hold()
+
+    def _dial(self, address: Address, session: str) -> EngineLine:
+        return EngineLine(session, self, partial(DialledSocket, address, session))
+
+    def _report(self) -> None:
+        """Sends a report at once, since the coordinator waits for a change."""
+        if self._line is not None:
+            self._line.report()
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
         """Runs a chunk to its end. Raises ValueError when it is refused, EngineDown when the engine breaks."""
@@ -136,14 +161,17 @@ class Engine:
         """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
         await self._fetch(source)
         await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
+        self._report()
 
     async def fall_asleep(self) -> None:
         """Gives back the memory of weights and KV. Raises ValueError, one line, if the weights could not come back."""
         await self._fetch(self._runner.stats().weights_source)
         await asyncio.wrap_future(self._runner.fall_asleep())
+        self._report()
 
     async def wake_kv(self) -> None:
         await asyncio.wrap_future(self._runner.wake_kv())
+        self._report()
 
     async def read_weights(self) -> WeightsRead:
         """Returns the weights as they are computed with, between two steps. Raises ValueError, one line."""

@@ -94,6 +94,7 @@ class BatchSettings(RequestMessage):
     keep_trace: bool = Field(False, description="keep this batch's spans for `take_spans`")
     weights_version: int | None = Field(None, ge=0, description="refuse the batch under any other; null: any")
     min_weights_version: int = Field(0, ge=0, description="refuse the batch under a lower version; set by the client")
+    min_adapter_versions: dict[str, int] = Field({}, description="the same of adapters, by name; set by the client")
 
 
 class RolloutBatch(BatchSettings):

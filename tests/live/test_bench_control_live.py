@@ -23,6 +23,10 @@ def test_every_part_is_measured_and_reported():
     for part in ("serve_call", "serve_chunk", "actor_call", "actor_exchange"):
         both_us = found[part]["caller_us"] + found[part]["callee_us"]
         assert found[part]["calls_per_s"] > 0 < both_us
+    for part in ("serve_stream", "actor_stream"):
+        for way in (found[part], found[part]["apart"]):
+            assert way["items_per_s"] > 0 < way["caller_us"] + way["callee_us"]
+        assert found[part]["delay_us"]["median"] <= found[part]["delay_us"]["p99"] and f"{part}: " in done.stderr
     assert found["serve_poll"]["replicas"] == 4
     pool = found["pool_key"]
     for operation in ("put", "exist", "get", "remove"):

@@ -76,7 +76,7 @@ def test_a_lost_coordinator_is_shown_as_away_and_looks_go_on(tmp_path):
 
         looking = asyncio.ensure_future(look())
         await asyncio.sleep(3.0)
-        cluster.kill_coordinator()
+        cluster.kill_coordinator(away_s=2 * AWAY_S)
         await asyncio.sleep(10.0 + 3 * AWAY_S)
         for task in (watching, looking):
             task.cancel()

@@ -24,6 +24,7 @@ from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
 from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.batches import deliveries
 from tailrace.deployments.batches.token_log import TokenLog
+from tailrace.deployments.channel.numbered import NumberedEnd
 from tailrace.deployments.coordinator import chunk_runner, chunk_watch
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
@@ -58,7 +59,9 @@ KEPT_WITH_PAUSES = {
 }
 """Such seeds since pauses are there, too."""
 
-KEPT_NEWER_KINDS = tuple(kind for kind in KINDS if kind != "pause")
+KEPT_KINDS_WITH_LINES = tuple(KINDS)
+KEPT_KINDS_WITH_PAUSES = tuple(kind for kind in KEPT_KINDS_WITH_LINES if kind != "line_breaks")
+KEPT_NEWER_KINDS = tuple(kind for kind in KEPT_KINDS_WITH_PAUSES if kind != "pause")
 KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", "policy", "strange_batch"))
 """The kinds of faults at the time of `KEPT`: a seed's schedule depends on them."""
 
@@ -83,8 +86,29 @@ def test_a_defect_that_was_mended_stays_mended(seed):
 
 
 @pytest.mark.parametrize("seed", KEPT_WITH_PAUSES)
-def test_a_defect_under_all_kinds_of_faults_stays_mended(seed):
-    assert outcome_of(seed, tuple(KINDS)).problem is None
+def test_a_defect_under_faults_and_pauses_stays_mended(seed):
+    assert outcome_of(seed, KEPT_KINDS_WITH_PAUSES).problem is None
+
+
+KEPT_WITH_LINES = {
+    2000033: "a new coordinator took an adapter's older content from replicas that it heard late",
+    2011694: "a batch that a new coordinator refused for its adapter, which it had not heard of, lost its token log",
+}
+"""Such seeds since replicas have lines."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_LINES)
+def test_a_defect_under_faults_of_lines_too_stays_mended(seed):
+    assert outcome_of(seed, KEPT_KINDS_WITH_LINES).problem is None
+
+
+@pytest.mark.parametrize("seed", [3000, 3003])
+def test_connections_that_break_cost_seconds_and_only_because_messages_are_sent_again(seed, monkeypatch):
+    plan = plan_of(seed, ("line_breaks",))
+    assert len(plan.faults) > 5 and run(plan).seconds < run(replace(plan, faults=())).seconds + 20
+    monkeypatch.setattr(NumberedEnd, "overdue", lambda end, now_s: [])
+    broken = run(plan)
+    assert broken.problem is not None or broken.seconds > 500
 
 
 @pytest.mark.parametrize("seed", KEPT_NEWER)

@@ -84,6 +84,7 @@ def test_held_turns_compute_little_again_and_others_much(play):  # noqa: F811
     async def story(cluster, client):
         async with client.open(seed=2) as session:
             held = await asyncio.gather(*(trajectory(session, index, most=80) for index in range(8)))
+        await asyncio.sleep(10.0)  # the pool is swept
         async with client.open(seed=2) as session:
             given = {"hold_s": 0.0, "tool_s": 0.0, "most": 80}
             alone = await asyncio.gather(*(trajectory(session, index, **given) for index in range(8)))

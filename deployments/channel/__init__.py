@@ -1,0 +1,1 @@
+"""Long-lived lines between the coordinator and its engine replicas: chunks, their ends, and reports."""

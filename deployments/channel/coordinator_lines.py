@@ -1,0 +1,212 @@
+"""The coordinator's ends of the lines to its engine replicas: chunks go out, their ends and the reports come in.
+
+Invariant: a chunk that was sent ends in a result, in ReplicaLost when its line is closed, or in ChunkError. Frames of a
+line that was closed are dropped, so a report from before a loss never counts after it. Owned by `EngineClient`.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tailrace.deployments.channel.encrypted import Address
+from tailrace.deployments.channel.frames import (
+    Abort,
+    BadFrame,
+    Cause,
+    ChunkEnded,
+    ChunkFailure,
+    Message,
+    Pulse,
+    Report,
+    Start,
+    decode,
+    encode,
+)
+from tailrace.deployments.channel.numbered import NumberedEnd
+from tailrace.deployments.channel.sockets import CoordinatorSocket
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import ChunkError, ChunkNotTaken, ReplicaLost, SampleRefused
+
+MIN_REPORT_S = 0.5
+"""Seconds between a replica's reports: enough for a progress bar, and a lost idle replica shows in 3 s."""
+
+REPORTS_PER_S = 256
+"""Maximum of all replicas together, so that a fleet of any size costs the coordinator the same."""
+
+PULSE_S = 1.0
+"""Seconds between signs of life to an engine, which also acknowledge its messages."""
+
+SILENT_S = 3.0
+"""A replica without a report for so long has left, until the next one."""
+
+STALE_S = 3.0
+"""A report that travelled for longer is dropped: a newer one follows."""
+
+DRIFT = 1e-4
+"""Maximum that two clocks part by, in seconds a second."""
+
+
+class Heard(NamedTuple):
+    """A replica's latest report. `observed_s`: when it was made, on the coordinator's clock; late by the shortest
+    delay of the way."""
+
+    report: EngineStats
+    observed_s: float
+
+
+@dataclass(slots=True)
+class _Line:
+    session: str
+    replica_id: str
+    end: NumberedEnd = field(default_factory=NumberedEnd)
+    calls: dict[str, asyncio.Future] = field(default_factory=dict)  # of chunks, by id
+    numbers: dict[str, int] = field(default_factory=dict)  # of the messages that start them
+    heard: Heard | None = None
+    offset_s: float = float("inf")  # our clock minus the engine's, at the report that was fastest
+    heard_s: float = 0.0
+    pulsed_s: float = float("-inf")
+
+
+class CoordinatorLines:
+    """`listen`: opens the socket, given the function that takes its frames. `changed`: called when a replica reports
+    something else than numbers. `nonce`: no other coordinator has it."""
+
+    def __init__(
+        self,
+        listen: Callable[[Callable[[str, bytes], None]], CoordinatorSocket],
+        changed: Callable[[], None],
+        nonce: str,
+    ):
+        self._now, self._nonce, self._changed = asyncio.get_running_loop().time, nonce, changed
+        self._lines: dict[str, _Line] = {}  # by replica
+        self._sessions: dict[str, _Line] = {}
+        self._opened = 0
+        self.bad_frames: Counter[str] = Counter()  # by replica
+        self._socket = listen(self._take)
+
+    @property
+    def address(self) -> Address:
+        return self._socket.address
+
+    @property
+    def report_s(self) -> float:
+        """Seconds between the reports of one replica."""
+        return max(MIN_REPORT_S, len(self._lines) / REPORTS_PER_S)
+
+    def open(self, replica_id: str) -> str:
+        """A new line to a replica. Returns its session, by which the replica is to dial."""
+        self._opened += 1
+        session = f"{replica_id}/{self._nonce}/{self._opened}"
+        self._lines[replica_id] = self._sessions[session] = _Line(session, replica_id)
+        return session
+
+    def close(self, replica_id: str, reason: str) -> None:
+        """End the line. Its chunks get ReplicaLost; ChunkNotTaken those that the replica had not heard of."""
+        if (line := self._lines.pop(replica_id, None)) is None:
+            return
+        del self._sessions[line.session]
+        for chunk_id, answer in line.calls.items():
+            taken = line.end.has_come(line.numbers[chunk_id])
+            if not answer.done():
+                answer.set_exception((ReplicaLost if taken else ChunkNotTaken)(reason))
+
+    def is_busy(self, replica_id: str) -> bool:
+        """Whether chunks run over the line."""
+        line = self._lines.get(replica_id)
+        return line is not None and bool(line.calls)
+
+    def heard(self) -> list[Heard]:
+        """The latest report of each replica that has not been silent for SILENT_S, or for three reports."""
+        self._socket.read()  # frames that have come while the loop was busy
+        since_s = self._now() - max(SILENT_S, 3 * self.report_s)
+        return [line.heard for line in self._lines.values() if line.heard is not None and line.heard_s >= since_s]
+
+    async def run(self, replica_id: str, chunk: ChunkRequest) -> ChunkResult:
+        """Run a chunk. Raises ReplicaLost, ChunkError; a cancelled call aborts it."""
+        line = self._lines.get(replica_id)
+        if line is None or line.heard is None:
+            raise ChunkNotTaken(f"there is no line to replica {replica_id!r}")
+        answer = line.calls[chunk.chunk_id] = asyncio.get_running_loop().create_future()
+        line.numbers[chunk.chunk_id] = self._send(line, Start(chunk))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.abort(replica_id, chunk.chunk_id, keep_kv=False)
+            raise
+        finally:
+            line.calls.pop(chunk.chunk_id, None)
+            line.numbers.pop(chunk.chunk_id, None)
+
+    def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
+        """End a chunk early; its own call ends then. Without a line this does nothing."""
+        if (line := self._lines.get(replica_id)) is not None:
+            self._send(line, Abort(chunk_id, keep_kv))
+
+    def pulse(self) -> None:
+        """Send signs of life, and unacknowledged messages again. Called a few times a second."""
+        now_s, payload = self._now(), encode(Pulse(self.report_s))
+        for line in self._lines.values():
+            for frame in line.end.overdue(now_s):
+                self._socket.send(line.session, frame)
+            if now_s >= line.pulsed_s + PULSE_S:
+                line.pulsed_s = now_s
+                self._socket.send(line.session, line.end.frame(payload))
+
+    def _send(self, line: _Line, message: Message) -> int:
+        number, frame = line.end.numbered(encode(message), self._now())
+        self._socket.send(line.session, frame)
+        return number
+
+    def _take(self, session: str, frame: bytes) -> None:
+        if (line := self._sessions.get(session)) is None:
+            return
+        try:
+            payload = line.end.take(frame, self._now())
+            if payload is not None:
+                self._obey(line, decode(payload))
+        except BadFrame as error:
+            self.bad_frames[line.replica_id] += 1
+            _settle(line, error.chunk_id, ChunkError(f"chunk {error.chunk_id}: {error}"))
+        except ValueError:
+            self.bad_frames[line.replica_id] += 1
+
+    def _obey(self, line: _Line, message: Message) -> None:
+        match message:
+            case ChunkEnded(chunk_id, result):
+                _settle(line, chunk_id, result)
+            case ChunkFailure(chunk_id, cause, text):
+                _settle(line, chunk_id, ERRORS[cause](text))
+            case Report(sent_s, stats):
+                self._hear(line, sent_s, stats)
+
+    def _hear(self, line: _Line, sent_s: float, stats: EngineStats) -> None:
+        now_s = self._now()
+        line.offset_s = min(line.offset_s + DRIFT * (now_s - line.heard_s), now_s - sent_s)
+        line.heard_s = now_s
+        observed_s = sent_s + line.offset_s
+        if now_s > observed_s + STALE_S or stats.replica_id != line.replica_id:
+            return
+        before, line.heard = line.heard, Heard(stats, observed_s)
+        if before is None or _state(before.report) != _state(stats):
+            self._changed()
+
+
+ERRORS = {Cause.DOWN: ReplicaLost, Cause.REFUSED: SampleRefused, Cause.CHUNK: ChunkError}
+
+
+def _settle(line: _Line, chunk_id: str, result: ChunkResult | Exception) -> None:
+    """The end of a chunk; one without a caller is dropped."""
+    answer = line.calls.get(chunk_id)
+    if answer is None or answer.done():
+        return
+    if isinstance(result, Exception):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)
+
+
+def _state(report: EngineStats) -> tuple:
+    """The fields that others wait for."""
+    return report.weights_version, report.weights_digest, report.asleep, report.methods, report.adapters

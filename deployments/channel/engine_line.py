@@ -1,0 +1,129 @@
+"""The engine's end of a line: runs the chunks that come, and sends their ends and a report every interval.
+
+Invariant: each chunk gives one end, unless the line is closed first, which aborts it. A line ends when the coordinator
+opens another one, or has been silent for SILENT_S. Owned by the engine replica, on its event loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+from tailrace.deployments.channel.frames import (
+    Abort,
+    Cause,
+    ChunkEnded,
+    ChunkFailure,
+    Pulse,
+    Report,
+    Start,
+    decode,
+    encode,
+)
+from tailrace.deployments.channel.numbered import NumberedEnd
+from tailrace.deployments.channel.sockets import EngineSocket
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import AdapterRefused, EngineDown, FeaturesRefused, one_line
+
+SILENT_S = 120.0
+"""Ray takes a host that is cut off for lost after 73 s; until then a line may heal."""
+
+REPORT_S = 0.5
+"""Seconds between reports before the first pulse."""
+
+
+class ChunkEngine(Protocol):
+    """The calls of an engine replica that a line makes."""
+
+    async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult: ...
+
+    async def abort(self, chunk_id: str, keep_kv: bool) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+
+class EngineLine:
+    """`session`: its name, given by the coordinator. `dial`: opens the socket, given the function for its frames."""
+
+    def __init__(self, session: str, engine: ChunkEngine, dial: Callable[[Callable[[bytes], None]], EngineSocket]):
+        self.session = session
+        self._engine, self._now = engine, asyncio.get_running_loop().time
+        self._end, self._report_s = NumberedEnd(), REPORT_S
+        self._chunks: dict[str, asyncio.Task] = {}
+        self._others: set[asyncio.Task] = set()
+        self._due, self._heard_s, self.closed = asyncio.Event(), self._now(), False
+        self._holder = 0
+        self._socket = dial(self._take)
+
+    async def hold(self) -> None:
+        """Report until the line ends, or until another call holds it."""
+        self._holder = holder = self._holder + 1
+        try:
+            while self._holder == holder and not self.closed and self._now() < self._heard_s + SILENT_S:
+                self._due.clear()
+                with contextlib.suppress(Exception):  # an engine that is down reports nothing
+                    self._socket.send(self._end.frame(encode(Report(self._now(), await self._engine.stats()))))
+                for frame in self._end.overdue(self._now()):
+                    self._socket.send(frame)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._report_s):
+                        await self._due.wait()
+        finally:
+            if self._holder == holder:
+                self.close()
+
+    def report(self) -> None:
+        """Report at once: something has changed that the coordinator waits for."""
+        self._due.set()
+
+    def close(self) -> None:
+        """End the line. Chunks that run for it are aborted."""
+        if not self.closed:
+            self.closed = True
+            self._due.set()
+            self._socket.close()
+            for task in self._chunks.values():
+                task.cancel()
+
+    def _take(self, frame: bytes) -> None:
+        if self.closed:
+            return
+        try:
+            payload = self._end.take(frame, self._now())
+            message = None if payload is None else decode(payload)
+        except ValueError:  # not of a coordinator of this release
+            return
+        self._heard_s = self._now()
+        match message:
+            case Start(chunk):
+                task = self._chunks[chunk.chunk_id] = asyncio.ensure_future(self._run(chunk))
+                task.add_done_callback(lambda _: self._chunks.pop(chunk.chunk_id, None))
+            case Abort():
+                task = asyncio.ensure_future(self._engine.abort(*message))
+                self._others.add(task)
+                task.add_done_callback(self._others.discard)
+            case Pulse(report_s):
+                self._report_s = report_s
+
+    async def _run(self, chunk: ChunkRequest) -> None:
+        payload = await self._end_of(chunk)
+        if not self.closed:
+            _, frame = self._end.numbered(payload, self._now())
+            self._socket.send(frame)
+
+    async def _end_of(self, chunk: ChunkRequest) -> bytes:
+        """The message of a chunk's end."""
+        cause = Cause.CHUNK
+        try:
+            return encode(ChunkEnded(chunk.chunk_id, await self._engine.generate_chunk(chunk)))
+        except asyncio.CancelledError as error:  # of the engine, unless the line was closed
+            if self.closed:
+                raise
+            reason: BaseException = error
+        except EngineDown as error:
+            cause, reason = Cause.DOWN, error
+        except (AdapterRefused, FeaturesRefused) as error:
+            cause, reason = Cause.REFUSED, error
+        except Exception as error:  # noqa: BLE001 - the edge of a chunk: its caller gets the reason
+            reason = error
+        return encode(ChunkFailure(chunk.chunk_id, cause, one_line(reason)))

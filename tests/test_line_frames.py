@@ -1,0 +1,102 @@
+"""Messages of a line come back as they were sent; anything else is refused in one line."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.deployments.channel import frames
+from tailrace.deployments.channel.frames import Abort, BadFrame, Cause, ChunkEnded, ChunkFailure, Pulse, Report, Start
+from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
+from tailrace.deployments.messages.rollout import PromptLogprobs
+from tailrace.deployments.messages.sampling import SamplingParams
+from tailrace.policies.families.goodput import Goodput
+from tailrace.policies.families.registry import members
+from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.events import ChunkEnd
+
+TOKENS = np.arange(700, dtype=np.int32)
+LOGPROBS = np.linspace(-9, 0, 5, dtype=np.float32)
+PLAN = DraftPlan(GroupRef("b/p", "key"), 3, 1, 900, (100, 500), Goodput(), DraftMode(16, True), "group", None)
+CHUNK = ChunkRequest(
+    chunk_id="b/p#3/1", sample_key=2**64 - 1, token_ids=TOKENS, prompt_tokens=200, max_tokens=64,
+    sampling=SamplingParams(temperature=0.7, stop=("END",), logit_bias={5: -1.5}), weights_version=4,
+    weights_digest="ab", kv=KvPlan(4, None, True, "ab", True), draft=PLAN, forced=TOKENS[:9],
+    traceparent="00-1-2-01", keep_trace=True, turn_start=210, adapter=Adapter("poet", 2, "0" * 16, "/adapters/poet"),
+)  # fmt: skip
+RESULT = ChunkResult(
+    chunk_id="b/p#3/1", token_ids=TOKENS[:5], logprobs=LOGPROBS, raw_logprobs=LOGPROBS - 1, end=ChunkEnd.LENGTH,
+    weights_version=4, queue_s=0.1, prefill_s=0.2, decode_s=0.3, cached_tokens=7, computed_tokens=8, kv_names=b"\0\1",
+    drafts=DraftReport.none(4), close_calls=(2,), top_logprobs=(((1, -0.5), (2, float("-inf"))),) * 5,
+    sampling_mask=((1, 2),) * 5, prompt_logprobs=PromptLogprobs(logprobs=(-1.0,), ranks=(3,)),
+)  # fmt: skip
+STATS = EngineStats(
+    replica_id="r1", weights_version=4, block_tokens=32, kv_capacity_blocks=100, max_running=8, max_model_len=512,
+    draft_tokens=4, observed_at=50.0, running={"b/p#3/1": 6}, methods=("group",), cores=(0,),
+    speeds={"prefill_tokens_s": 900.0}, step_cost=((1.0, 8.0), (0.01, 0.03)), work={"steps": np.int64(7)},
+    adapters=(Adapter("poet", 2, "0" * 16, "/adapters/poet"),), kv_counts={"hit.local": 3},
+)  # fmt: skip
+
+
+def same(one, other) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if type(one) in (ChunkRequest, ChunkResult, EngineStats, DraftReport):
+        pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)]
+        return type(one) is type(other) and all(same(a, b) for a, b in pairs)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Start(CHUNK), Start(replace(CHUNK, draft=None, kv=None, forced=None, adapter=None)), Abort("b/p#3/1", True),
+        Pulse(0.5), ChunkEnded("b/p#3/1", RESULT), ChunkFailure("b/p#3/1", Cause.DOWN, "a step failed"),
+        Report(3.5, STATS),
+    ],
+    ids=lambda message: type(message).__name__,
+)  # fmt: skip
+def test_a_message_comes_back_as_it_was(message):
+    back = frames.decode(frames.encode(message))
+    assert type(back) is type(message) and same(tuple(message), tuple(back))
+
+
+def test_a_line_carries_each_of_our_drafting_policies_and_no_other():
+    class Own(Goodput):
+        pass
+
+    for kind in members("drafting").values():
+        chunk = replace(CHUNK, draft=replace(PLAN, policy=kind()))
+        assert frames.carries(chunk) and frames.decode(frames.encode(Start(chunk))).chunk.draft.policy == kind()
+    assert not frames.carries(replace(CHUNK, draft=replace(PLAN, policy=Own())))
+    assert not frames.carries(replace(CHUNK, features=object()))
+
+
+def test_the_end_that_cannot_be_read_names_its_chunk():
+    for odd in (None, "not a result", {"chunk_id": "b/p#3/1"}):
+        with pytest.raises(BadFrame) as caught:
+            frames.decode(frames.encode(ChunkEnded("b/p#3/1", odd)))
+        assert caught.value.chunk_id == "b/p#3/1" and "\n" not in str(caught.value)
+
+
+@given(
+    st.integers(0, 4000),
+    st.integers(0, 255),
+    st.sampled_from([Start(CHUNK), ChunkEnded("c", RESULT), Report(1, STATS)]),
+)
+def test_a_changed_byte_is_refused_or_gives_a_message(place, byte, message):
+    payload = bytearray(frames.encode(message))
+    payload[place % len(payload)] = byte
+    with_cut = payload[: place % len(payload)]
+    for one in (bytes(payload), bytes(with_cut)):
+        try:
+            assert isinstance(frames.decode(one), frames.KINDS)
+        except BadFrame as refusal:
+            assert "\n" not in str(refusal)

@@ -1,0 +1,214 @@
+"""Both ends of a line over real encrypted sockets: chunks, their ends, reports, and ends of the line itself."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import zmq
+from test_line_frames import CHUNK, RESULT, STATS
+
+from tailrace.deployments.channel.coordinator_lines import CoordinatorLines
+from tailrace.deployments.channel.encrypted import Address, dial
+from tailrace.deployments.channel.engine_line import EngineLine
+from tailrace.deployments.channel.sockets import DialledSocket, ListeningSocket
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.errors import (
+    AdapterRefused,
+    ChunkError,
+    ChunkNotTaken,
+    EngineDown,
+    ReplicaLost,
+    SampleRefused,
+)
+
+HOST = "127.0.0.1"
+
+
+class OneChunkEngine:
+    """Gives `result` for any chunk, or raises it; waits for ever if it is None."""
+
+    def __init__(self, result: object = RESULT):
+        self.result, self.chunks, self.aborted, self.left = result, [], [], 0
+
+    async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
+        self.chunks.append(chunk)
+        try:
+            if self.result is None:
+                await asyncio.Event().wait()
+        finally:
+            self.left += self.result is None
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+    async def abort(self, chunk_id: str, keep_kv: bool) -> None:
+        self.aborted.append((chunk_id, keep_kv))
+
+    async def stats(self) -> EngineStats:
+        return STATS
+
+
+class Setting:
+    """A coordinator's lines, with one to the replica `r1`."""
+
+    def __init__(self, engine: OneChunkEngine):
+        self.changes, self.engine = asyncio.Event(), engine
+        self.lines = CoordinatorLines(partial(ListeningSocket, HOST), self.changes.set, "nonce")
+        session = self.lines.open("r1")
+        self.line = EngineLine(session, engine, partial(DialledSocket, self.lines.address, session))
+        self.holding = asyncio.ensure_future(self.line.hold())
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(10):
+            await self.changes.wait()
+
+    def end(self) -> None:
+        self.holding.cancel()
+        self.line.close()
+        self.lines._socket.close()
+
+
+def run(story: Callable[[Setting], Awaitable[None]], engine: OneChunkEngine | None = None) -> None:
+    async def whole() -> None:
+        setting = Setting(engine or OneChunkEngine())
+        try:
+            async with asyncio.timeout(30):
+                await setting.ready()
+                await story(setting)
+        finally:
+            setting.end()
+
+    asyncio.run(whole())
+
+
+def test_a_chunk_goes_out_and_its_end_comes_back():
+    async def story(setting):
+        result = await setting.lines.run("r1", CHUNK)
+        assert np.array_equal(result.token_ids, RESULT.token_ids) and result.end is RESULT.end
+        (chunk,) = setting.engine.chunks
+        assert np.array_equal(chunk.token_ids, CHUNK.token_ids) and chunk.sampling == CHUNK.sampling
+        assert not setting.lines.is_busy("r1")
+
+    run(story)
+
+
+def test_reports_come_by_themselves_and_a_silent_replica_is_not_heard():
+    async def story(setting):
+        (heard,) = setting.lines.heard()
+        assert heard.report.replica_id == "r1" and heard.report.running == STATS.running
+        setting.holding.cancel()
+        while setting.lines.heard():
+            await asyncio.sleep(0.1)
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("raised", "given"),
+    [
+        (EngineDown("a step failed"), ReplicaLost),
+        (AdapterRefused("no such folder"), SampleRefused),
+        (ValueError("already running here"), ChunkError),
+        (asyncio.CancelledError(), ChunkError),
+        (KeyError("a defect"), ChunkError),
+    ],
+)
+def test_each_failure_comes_as_its_kind(raised, given):
+    async def story(setting):
+        with pytest.raises(given) as caught:
+            await setting.lines.run("r1", CHUNK)
+        assert type(caught.value) is given and "\n" not in str(caught.value)
+
+    run(story, OneChunkEngine(raised))
+
+
+def test_an_end_that_cannot_be_read_fails_its_chunk_alone():
+    async def story(setting):
+        with pytest.raises(ChunkError, match=CHUNK.chunk_id):
+            await setting.lines.run("r1", CHUNK)
+        assert setting.lines.bad_frames == {"r1": 1}
+        setting.engine.result = RESULT
+        assert (await setting.lines.run("r1", CHUNK)).chunk_id == CHUNK.chunk_id
+
+    run(story, OneChunkEngine("not a result"))
+
+
+def test_a_cancelled_call_aborts_its_chunk_and_an_abort_is_passed_on():
+    async def story(setting):
+        call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
+        while not setting.engine.chunks:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        setting.lines.abort("r1", "another", keep_kv=True)
+        while len(setting.engine.aborted) < 2:
+            await asyncio.sleep(0.01)
+        assert set(setting.engine.aborted) == {(CHUNK.chunk_id, False), ("another", True)}
+
+    run(story, OneChunkEngine(None))
+
+
+def test_a_closed_line_loses_its_chunks_and_a_missing_one_takes_none():
+    async def story(setting):
+        call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
+        while not setting.engine.chunks or setting.lines._lines["r1"].end.owes:
+            await asyncio.sleep(0.01)
+        setting.lines.close("r1", "it has died")
+        with pytest.raises(ReplicaLost, match="it has died") as caught:
+            await call
+        assert type(caught.value) is ReplicaLost, "it had taken the chunk"
+        with pytest.raises(ChunkNotTaken):
+            await setting.lines.run("r1", CHUNK)
+
+    run(story, OneChunkEngine(None))
+
+
+def test_an_engine_that_ends_its_line_aborts_the_chunks_of_it():
+    async def story(setting):
+        call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
+        while not setting.engine.chunks:
+            await asyncio.sleep(0.01)
+        setting.line.close()
+        await asyncio.wait_for(setting.holding, 5)
+        await asyncio.sleep(0)
+        assert setting.engine.left == 1
+        call.cancel()
+
+    run(story, OneChunkEngine(None))
+
+
+def test_a_stranger_without_the_key_and_one_with_nonsense_change_nothing():
+    async def story(setting):
+        endpoint, key = setting.lines.address
+        context = zmq.Context.instance()
+        for address in (Address(endpoint, zmq.curve_keypair()[0]), Address(endpoint, key)):
+            socket = context.socket(zmq.DEALER)
+            dial(socket, address)
+            socket.send_multipart([b"nonsense"])
+            socket.send_multipart([b"two", b"frames"])
+            await asyncio.sleep(0.2)
+            socket.close(linger=0)
+        plain = context.socket(zmq.DEALER)
+        plain.connect(endpoint)
+        plain.send(b"plain")
+        await asyncio.sleep(0.2)
+        plain.close(linger=0)
+        assert (await setting.lines.run("r1", CHUNK)).chunk_id == CHUNK.chunk_id
+
+    run(story)
+
+
+def test_a_line_heals_after_its_connection_has_broken():
+    async def story(setting):
+        socket, frames = setting.line._socket, []
+        send = socket.send
+        socket.send = frames.append  # nothing arrives
+        call = asyncio.ensure_future(setting.lines.run("r1", CHUNK))
+        while not any(frame[16:17] == b"\x03" for frame in frames):  # the chunk's end
+            await asyncio.sleep(0.01)
+        socket.send = send
+        assert (await asyncio.wait_for(call, 15)).chunk_id == CHUNK.chunk_id
+        assert len(setting.engine.chunks) == 1, "the chunk ran once"
+
+    run(story)
