@@ -69,10 +69,10 @@ class LoopWatch:
 
 
 class ResultSource:
-    """`model`: a folder, for its tokenizer."""
+    """`model`: a folder, for its tokenizer, or the prompts of one."""
 
-    def __init__(self, model: str):
-        self._prompts = Prompts(model, 1 << 20)
+    def __init__(self, model: str | Prompts):
+        self._prompts = Prompts(model, 1 << 20) if isinstance(model, str) else model
         self._deliveries = Deliveries(self._submit, lambda delivery: False, self._no_refusal, time.monotonic)
         self._telemetry, self._memory = Telemetry("bench-results"), PeakMemory()
         self._tasks: set[asyncio.Task] = set()

@@ -52,8 +52,11 @@ class LaterText(BaseModel):  # noqa: PLW1641 - pydantic makes the hash
 
     def settle(self) -> None:
         """Decode its text now, if it has a decoder."""
-        if self._rule is not None and self._decoder is not None:
-            self.__dict__.update(zip(LATER, self._decoder(self.token_ids, self._rule), strict=True))
+        rule, decoder = self._rule, self._decoder  # another thread may settle it meanwhile
+        if rule is not None and decoder is not None:
+            found = self.__dict__ | dict(zip(LATER, decoder(self.token_ids, rule), strict=True))
+            in_order = {name: found[name] for name in type(self).model_fields}
+            object.__setattr__(self, "__dict__", in_order)
             self.__pydantic_fields_set__.update(LATER)
             self._rule = self._decoder = None
 
