@@ -59,7 +59,7 @@ KEPT_WITH_PAUSES = {
 }
 """Such seeds since pauses are there, too."""
 
-KEPT_KINDS_WITH_LINES = tuple(KINDS)
+KEPT_KINDS_WITH_LINES = tuple(kind for kind in KINDS if kind not in ("shards", "shard_dies"))
 KEPT_KINDS_WITH_PAUSES = tuple(kind for kind in KEPT_KINDS_WITH_LINES if kind != "line_breaks")
 KEPT_NEWER_KINDS = tuple(kind for kind in KEPT_KINDS_WITH_PAUSES if kind != "pause")
 KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", "policy", "strange_batch"))
