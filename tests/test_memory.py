@@ -166,7 +166,7 @@ class Hanging:
 
     async def _status(self):
         self.round += 1
-        node = SimpleNamespace(node_id=f"node{self.round}", pid=self.round)
+        node = SimpleNamespace(node_id=f"node{self.round}", pid=self.round, leaving=False)
         return PoolStatus.model_construct(
             master_pid=1, store_nodes=(node,), ssd_capacity_bytes=0, dram_capacity_bytes=1, dram_bytes=0
         )
