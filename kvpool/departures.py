@@ -25,18 +25,23 @@ class Departures:
     def __init__(self, up: Callable[[], PoolAdmin]):
         self._up = up
         self._tasks: dict[str, asyncio.Task] = {}  # by segment, of stores that leave, or have and are still mounted
+        self._ended: set[str] = set()  # those of them that may end, and know it
         self.counts: Counter[str] = Counter()
 
     def see(self, segment: str, leaving: bool) -> bool:
         """A store reports. Whether it may end; one that leaves no more begins again."""
         task = self._tasks.get(segment)
         if not leaving:
+            self._ended.discard(segment)
             if task is not None:
                 self._tasks.pop(segment).cancel()
             return False
         if task is None:
             self._tasks[segment] = asyncio.get_running_loop().create_task(self._empty(segment))
             return False
+        if task.done() and segment not in self._ended:
+            self._ended.add(segment)
+            self.counts.update(left_stores=1, lost_keys=task.result())
         return task.done()
 
     async def stop(self) -> None:
@@ -46,8 +51,8 @@ class Departures:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _empty(self, segment: str) -> None:
-        """Returns when the segment is empty, or its time is over."""
+    async def _empty(self, segment: str) -> int:
+        """Returns when the segment is empty, or its time is over; how many keys are left in it."""
         began_s, before, asked = None, {}, set()
         while True:
             try:
@@ -56,6 +61,7 @@ class Departures:
                 before = keys
                 segments = await self._up().segments()
                 self._tasks = {name: task for name, task in self._tasks.items() if name in segments or not task.done()}
+                self._ended &= self._tasks.keys()
                 others = self._staying(segments, segment)
                 if not others:
                     began_s = None
@@ -71,9 +77,8 @@ class Departures:
             except PoolDown:  # its keys are gone, or it is asked again
                 pass
             await asyncio.sleep(LOOK_S)
-        self.counts["left_stores"] += 1
-        self.counts["lost_keys"] += len(keys)
         self.counts["hand_over_ms"] += round((time.monotonic() - (began_s or time.monotonic())) * 1000)
+        return len(keys)
 
     def _staying(self, segments: Iterable[str], segment: str) -> list[str]:
         """Where the keys of a segment go: to stores that do not leave, or all to one of those that do."""

@@ -83,10 +83,13 @@ class KvMaster:
         self._reports[store.node_id] = time.monotonic(), store
         if not store.segment:
             self._asked.set()
+        may_end = self._departures.see(segment, store.leaving)
+        if may_end:
+            del self._reports[store.node_id]
         return MasterAnswer(
             master_address=self.address,
             mounted=None if self._mounted is None else segment in self._mounted,
-            may_end=self._departures.see(segment, store.leaving),
+            may_end=may_end,
         )
 
     async def release(self, keys: list[str]) -> tuple[int, list[str]]:
