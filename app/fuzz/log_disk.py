@@ -36,7 +36,7 @@ class LogDisk:
 
     def damage(self) -> None:
         """Flip a bit of some files, or cut them, where the folder is a bad one."""
-        for path in sorted(self.folder.iterdir()) if self.kind == "damaged" else ():
+        for path in filter(Path.is_file, sorted(self.folder.iterdir())) if self.kind == "damaged" else ():
             data = bytearray(path.read_bytes())
             place = self._rng.randrange(len(data) + 1)
             if place < len(data) and self._rng.random() < 0.5:
