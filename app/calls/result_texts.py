@@ -39,7 +39,7 @@ class TextDecoder:
             return Prompts(self._folder, 0)
         with TemporaryDirectory(prefix="tailrace-tokenizer-") as folder:
             for name, content in self._files.items():
-                Path(folder, name).write_bytes(content)
+                Path(folder, Path(name).name).write_bytes(content)
             return Prompts(folder, 0)
 
 

@@ -52,14 +52,14 @@ def is_running(pid: int) -> bool:
 
 def is_alive(pid: int, born: int) -> bool:
     """Whether this very process still runs."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return fields is not None and int(fields[19]) == born
 
 
 def _read(pid: int) -> Reading | None:
     folder = Path(f"/proc/{pid}")
     try:
-        fields = _stat(pid)
+        fields = stat_of(pid)
         arguments = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         pages = int((folder / "statm").read_text().split()[1])
         files = len(os.listdir(folder / "fd"))
@@ -71,7 +71,7 @@ def _read(pid: int) -> Reading | None:
     return Reading(pid=pid, born=int(fields[19]), role=role, rss_bytes=pages * PAGE_BYTES, files=files)
 
 
-def _stat(pid: int) -> list[str] | None:
+def stat_of(pid: int) -> list[str] | None:
     """Fields of /proc/PID/stat from the third on, or None if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()

@@ -24,7 +24,7 @@ from tailrace.app.config import ServeFile
 from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.model import resolve_model
-from tailrace.app.soak.processes import role_of
+from tailrace.app.soak.processes import role_of, stat_of
 from tailrace.app.verification.tokens import whole, with_engine
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.messages.sampling import SamplingParams
@@ -82,7 +82,7 @@ def name_of(arguments: list[str]) -> str:
 
 def reading() -> dict[tuple[int, int], Used]:
     """This process and all that descend from it, by process id and time of birth, which comes once."""
-    found = {pid: stat for folder in Path("/proc").glob("[0-9]*") if (stat := _stat(pid := int(folder.name)))}
+    found = {pid: stat for folder in Path("/proc").glob("[0-9]*") if (stat := stat_of(pid := int(folder.name)))}
     ours = {os.getpid()}
     while more := {pid for pid, fields in found.items() if int(fields[1]) in ours} - ours:
         ours |= more
@@ -194,12 +194,3 @@ def _name(pid: int) -> str:
     except OSError:
         return ""
     return name_of(arguments) if arguments[0] else ""
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third on, or None if the process has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
-        return None
-    return fields if fields[0] not in "ZX" else None
