@@ -38,7 +38,7 @@ def read_all() -> list[Reading]:
     """This process as `soak`, and all that descend from it."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        if (fields := _stat(int(folder.name))) is not None:
+        if (fields := stat_of(int(folder.name))) is not None:
             parents[int(folder.name)] = int(fields[1])
     ours = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
@@ -47,7 +47,7 @@ def read_all() -> list[Reading]:
 
 
 def is_running(pid: int) -> bool:
-    return _stat(pid) is not None
+    return stat_of(pid) is not None
 
 
 def is_alive(pid: int, born: int) -> bool:
