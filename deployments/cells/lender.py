@@ -5,10 +5,12 @@ homes follow from names, and the cells know their replicas. Called once a second
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from tailrace.deployments.messages.errors import one_line
 from tailrace.policies.models.lending import CellView, Lend, cell_of, lend
 
 LOOK_S = 1.0
@@ -33,7 +35,10 @@ class Lender:
     async def run(self) -> None:
         """Look once a second, for ever. A cell that does not answer keeps its replicas."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:  # noqa: BLE001 - a cell that is away keeps its replicas until the next look
+                logging.getLogger(__name__).error("replicas were not lent: %s", one_line(error))
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:

@@ -61,8 +61,7 @@ class _Line:
     session: str
     replica_id: str
     end: NumberedEnd = field(default_factory=NumberedEnd)
-    calls: dict[str, asyncio.Future] = field(default_factory=dict)  # of chunks, by id
-    numbers: dict[str, int] = field(default_factory=dict)  # of the messages that start them
+    calls: dict[str, tuple[asyncio.Future, int]] = field(default_factory=dict)  # by chunk: its end, its Start's number
     heard: Heard | None = None
     offset_s: float = float("inf")  # our clock minus the engine's, at the report that was fastest
     heard_s: float = 0.0
@@ -107,10 +106,9 @@ class CoordinatorLines:
         if (line := self._lines.pop(replica_id, None)) is None:
             return
         del self._sessions[line.session]
-        for chunk_id, answer in line.calls.items():
-            taken = line.end.has_come(line.numbers[chunk_id])
+        for answer, number in line.calls.values():
             if not answer.done():
-                answer.set_exception((ReplicaLost if taken else ChunkNotTaken)(reason))
+                answer.set_exception((ReplicaLost if line.end.has_come(number) else ChunkNotTaken)(reason))
 
     def is_busy(self, replica_id: str) -> bool:
         """Whether chunks run over the line."""
@@ -128,8 +126,8 @@ class CoordinatorLines:
         line = self._lines.get(replica_id)
         if line is None or line.heard is None:
             raise ChunkNotTaken(f"there is no line to replica {replica_id!r}")
-        answer = line.calls[chunk.chunk_id] = asyncio.get_running_loop().create_future()
-        line.numbers[chunk.chunk_id] = self._send(line, Start(chunk))
+        answer = asyncio.get_running_loop().create_future()
+        line.calls[chunk.chunk_id] = answer, self._send(line, Start(chunk))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -137,7 +135,6 @@ class CoordinatorLines:
             raise
         finally:
             line.calls.pop(chunk.chunk_id, None)
-            line.numbers.pop(chunk.chunk_id, None)
 
     def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         """End a chunk early; its own call ends then. Without a line this does nothing."""
@@ -198,7 +195,7 @@ ERRORS = {Cause.DOWN: ReplicaLost, Cause.REFUSED: SampleRefused, Cause.CHUNK: Ch
 
 def _settle(line: _Line, chunk_id: str, result: ChunkResult | Exception) -> None:
     """The end of a chunk; one without a caller is dropped."""
-    answer = line.calls.get(chunk_id)
+    answer, _ = line.calls.get(chunk_id, (None, 0))
     if answer is None or answer.done():
         return
     if isinstance(result, Exception):
