@@ -67,8 +67,8 @@ class Meters:
                 sum=found.sum,
                 bucket_counts=found.counts,
                 explicit_bounds=found.bounds,
-                min=0.0,
-                max=0.0,
+                min=None,
+                max=None,
             )
             for values, found in rows.items()
         ]

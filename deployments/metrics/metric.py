@@ -4,7 +4,7 @@ Invariant: a label has the values that its metric names, and `other` for all els
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,6 +36,15 @@ class Metric:
     def series(self) -> str:
         """The name of its series in Prometheus; of a histogram without `_bucket`, `_sum`, `_count`."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+    def all_series(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Names of its series, each with the labels that it has beyond the metric's."""
+        if self.kind is not Kind.HISTOGRAM:
+            yield self.series, ()
+        else:
+            yield f"{self.name}_bucket", ("le",)
+            yield f"{self.name}_sum", ()
+            yield f"{self.name}_count", ()
 
     def row(self, *values: str) -> tuple[str, ...]:
         """These values of its labels, in order, with `other` for one that it does not name."""
