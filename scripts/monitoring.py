@@ -21,9 +21,7 @@ BATCHES_WINDOW = "30m"
 SOURCE = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
 
 UNITS = {"s": "s", "By": "bytes", "1": "short"}
-RATE_SOURCE = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
-
-UNITS = {"s": "short", "By": "Bps", "1": "cps"}
+RATE_UNITS = {"s": "short", "By": "Bps", "1": "cps"}
 WIDTH, HEIGHT, COLUMNS = 8, 8, 24
 
 
@@ -107,7 +105,8 @@ def alone(metric: Metric) -> Panel:
         )
         return Panel(metric.name, metric.help, "s", queries)
     if metric.kind is Kind.COUNTER:
-        return Panel(metric.name, metric.help, RATE_UNITS[metric.unit], ((f"sum{by}({rate(metric)})", legend or "a second"),))
+        query = f"sum{by}({rate(metric)})", legend or "a second"
+        return Panel(metric.name, metric.help, RATE_UNITS[metric.unit], (query,))
     joined = "sum" if metric.labels or metric.unit == "By" else "max"
     return Panel(metric.name, metric.help, UNITS[metric.unit], ((f"{joined}{by}({metric.series})", legend or "now"),))
 

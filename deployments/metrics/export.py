@@ -14,7 +14,7 @@ from tailrace.deployments.metrics.metric import Figures
 from tailrace.deployments.metrics.registry import PROCESSES
 
 EXPORT_S = 5.0
-"""Seconds between two exports. Ray sends a gauge that was set since it sent last, every 10 s, and forgets it after 20 s."""
+"""Seconds between two exports. Ray sends gauges every 10 s, those that were set since; its page forgets them after 20."""
 
 
 class Door(Protocol):
