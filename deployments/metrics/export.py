@@ -14,7 +14,7 @@ from tailrace.deployments.metrics.metric import Figures
 from tailrace.deployments.metrics.registry import PROCESSES
 
 EXPORT_S = 5.0
-"""Seconds between two exports. Ray sends gauges every 10 s, those that were set since; its page forgets them after 20."""
+"""Seconds between two exports. Ray sends, every 10 s, the gauges set since; its page forgets others after 20 s."""
 
 
 class Door(Protocol):
