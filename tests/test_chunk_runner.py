@@ -69,7 +69,7 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     event, write = run(RESULT, of)
     assert event == ChunkFinished(
         now=NOW_S, chunk_id=START.chunk_id, new_tokens=2, end=ChunkEnd.LENGTH, weights_version=3, stored_tokens=4,
-        drafted_tokens=7, accepted_tokens=1,
+        drafted_tokens=7, accepted_tokens=1, computed_tokens=3,
     )  # fmt: skip
     sample = of.samples["b/p#0"]
     assert sample.tokens == 0 and sample.started_s == 2.5

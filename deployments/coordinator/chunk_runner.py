@@ -92,6 +92,9 @@ class ChunkRunner:
             accepted_tokens=result.accepted_tokens,
             model_tested=drafts.model_tested if drafts else 0,
             model_accepted=drafts.model_accepted if drafts else 0,
+            verifications=result.verifications,
+            pulled_tokens=result.pulled_tokens,
+            computed_tokens=result.computed_tokens,
         )
         return event, partial(sample.append, start.start, result, start.replica_id, *digests)
 
