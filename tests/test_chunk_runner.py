@@ -55,12 +55,12 @@ def batch() -> LiveBatch:
         message=message, core_id="b", delivery=None, prepared=[Prepared(group, (1, 2, 3), 8, "key")], past={},
         submitted_s=10.0,
     )  # fmt: skip
-    made.open_spans(Telemetry("test"))
+    made.open_spans(Telemetry("test"), "model")
     return made
 
 
 def run(answer, of: LiveBatch | None = None):
-    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"})
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"})
     return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
 
 
@@ -111,7 +111,7 @@ def test_a_cancelled_call_stays_cancelled():
             await asyncio.sleep(60.0)
 
     async def cancelled():
-        runner = ChunkRunner(Slow(), Telemetry("test"), lambda: NOW_S, {})
+        runner = ChunkRunner(Slow(), lambda: NOW_S, {})
         running = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         await asyncio.sleep(0)
         running.cancel()
@@ -153,7 +153,7 @@ def test_the_segment_names_the_content_of_the_weights():
 
 @pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
 def test_an_abort_that_comes_too_late_is_no_error(answer):
-    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"})
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"})
     assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None
 
 
@@ -169,7 +169,7 @@ def watched(reports, step_s=4.0) -> tuple[list, int]:
 
     async def play():
         clock = [0.0]
-        runner = ChunkRunner(Silent(), Telemetry("test"), lambda: clock[0], {3: "digest"})
+        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"})
         run = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         for report in reports:
             await asyncio.sleep(0)

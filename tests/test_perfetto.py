@@ -19,7 +19,7 @@ from tailrace.app.timeline.replica_states import bands
 
 ROOT = Path(__file__).parent.parent
 PROCESSOR = ROOT / ".perfetto"
-"""`make test-perfetto` puts the trace processor there."""
+"""`make test-traces` puts the trace processor there."""
 
 NEEDED = {
     "M": {"name", "pid", "args"},
@@ -124,7 +124,7 @@ def ask(tmp_path: Path, record: Record, *queries: str) -> list[list[dict]]:
     """The rows of each query over the record's trace, by the trace processor; the first query is for its complaints."""
     for needed in ("node", PROCESSOR / "trace_processor.wasm"):
         if not (shutil.which(needed) if isinstance(needed, str) else needed.exists()):
-            pytest.skip(f"{needed} is not there: `make test-perfetto` runs this test, on a machine with Node.js")
+            pytest.skip(f"{needed} is not there: `make test-traces` runs this test, on a machine with Node.js")
     trace = tmp_path / "x.perfetto.json"
     trace.write_text(json.dumps(trace_events("run", record, bands(record))))
     complaints = "select name, value from stats where value > 0 and severity in ('error', 'data_loss')"
@@ -137,7 +137,7 @@ def ask(tmp_path: Path, record: Record, *queries: str) -> list[list[dict]]:
     return rows
 
 
-@pytest.mark.perfetto
+@pytest.mark.traces
 @RUNS
 def test_sql_finds_the_run_again(name, request, tmp_path):
     record = record_of(name, request)
@@ -173,7 +173,7 @@ def test_sql_finds_the_run_again(name, request, tmp_path):
     assert deep[0]["deep"] <= 1
 
 
-@pytest.mark.perfetto
+@pytest.mark.traces
 def test_names_are_data(tmp_path):
     script = Script(groups=(HOSTILE,), samples=1)
     script.chunk(f"b0/{HOSTILE}#0:0", "a", 10.0, 12.0)

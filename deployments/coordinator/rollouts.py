@@ -97,7 +97,7 @@ class Rollouts:
         self._prompts = prompts
         self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
         self.adapters = AdapterLoads(engines, prompts.model)
-        self._chunk_runner = ChunkRunner(engines, telemetry, self.now, self._weights.digests)
+        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
