@@ -101,7 +101,7 @@ class Rollouts:
         self.adapters = AdapterLoads(engines, prompts.model)
         self.totals = EndTotals(self.now)
         self.figures = Books(self.totals, self._books_for_figures).figures
-        self._chunk_runner = ChunkRunner(engines, telemetry, self.now, self._weights.digests, self.totals)
+        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests, self.totals)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
