@@ -8,17 +8,19 @@ say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-pip() { quietly .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
-installing() { # words, lock: installs it, and says so at each tenth of its packages; on a terminal in one line
-    local words=$1 all seen shown=0 pid
+pip() { quietly env PYTHONUNBUFFERED=1 .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+installing() { # words, lock: installs it, and says ten times how far it is; on a terminal in one line
+    local words=$1 all here unpacked before shown=0 pid
     all=$(grep -c == "$2")
+    before=$(find .venv/lib -name '*.dist-info' | wc -l)
     pip install --no-deps --require-hashes -r "$2" & pid=$!
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
-        seen=$(grep -cE '^(Collecting|Requirement already)' "$log" || true)
-        [ "$((seen * 10 / all))" -gt "$shown" ] || continue
-        shown=$((seen * 10 / all))
-        if [ "$shown" -lt 10 ]; then progress "$words: $seen of $all packages"; else progress "$words: unpacking"; fi
+        here=$(grep -cE '^(Collecting|Requirement already)' "$log" || true)
+        unpacked=$(($(find .venv/lib -name '*.dist-info' | wc -l) - before))
+        [ "$(((here + unpacked) * 5 / all))" -gt "$shown" ] || continue
+        shown=$(((here + unpacked) * 5 / all))
+        progress "$words: $all packages, $here here, $unpacked unpacked"
     done
     if [ -t 1 ]; then echo; fi
     wait "$pid"

@@ -50,4 +50,4 @@ def _unfinished(runs: Mapping) -> str:
     series = {name: unfinished(run) for name, run in runs.items()}
     drawn = curves(x, (0.0, 1.0, "share unfinished"), series, colours, stepped=True, share=True)
     key = legend([(colours[name], name) for name in runs])
-    return f"<h2>Unfinished samples</h2>{key}{figure('', '', drawn)}"
+    return f"<h2>Unfinished samples</h2>{key}<div class=charts>{figure('', '', drawn)}</div>"
