@@ -1,8 +1,8 @@
 """Files of deploy/: the manifests have the shape of KubeRay's types, nothing listens for all, every start has the
 token, no file holds a secret, and the Slurm script starts each node of an allocation once and leaves nothing.
 
-Both manifests were once validated against the CRDs of KubeRay 1.6.2 and 1.7.0, unknown keys refused. `SHAPE` is what may be
-kept of that here: the keys that they use.
+Both manifests were once validated against the CRDs of KubeRay 1.6.2 and 1.7.0, unknown keys refused. `SHAPE` is the
+part of that which may be kept here: the keys that they use.
 """
 
 import os
