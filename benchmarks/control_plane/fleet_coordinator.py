@@ -230,7 +230,8 @@ async def coordinator(handle: FleetHandle) -> AsyncIterator[tuple[Rollouts, Time
 
 
 class Counts(NamedTuple):
-    """Of both sides, at one moment. `late_s`: of ends of chunks since the last count."""
+    """Of both sides, at one moment. `late_s`: of ends of chunks since the last count. `left`: engines whose line has
+    ended; here nobody opens another."""
 
     at_s: float
     cpu_s: float
@@ -241,6 +242,7 @@ class Counts(NamedTuple):
     reports: int
     engines_cpu_s: float
     late_s: list[float]
+    left: int
 
 
 class Measured:
@@ -274,6 +276,8 @@ class Measured:
                 profile.dump_stats(fleet.profile)
             after = await self._counts(engines, driver)
             problems = [*driver.problems, *(f"{name}: {count}" for name, count in rollouts.status().contained.items())]
+            if after.left:
+                problems.insert(0, f"{after.left} engines have left")
             for other in others:
                 other.cancel()
             found = figures(before, after, engines.delays, holds, fleet.speed)
@@ -309,7 +313,7 @@ class Measured:
         }
 
     async def _counts(self, engines: TimedEngines, driver: Driver) -> Counts:
-        def ask() -> list[tuple[int, float, list[float]]]:
+        def ask() -> list[tuple[int, float, list[float], int]]:
             for pipe in self._pipes:
                 pipe.send(("count",))
             return [pipe.recv() for pipe in self._pipes]
@@ -322,9 +326,10 @@ class Measured:
             ended=engines.ended,
             groups=driver.groups,
             tokens=driver.tokens,
-            reports=sum(reports for reports, _, _ in answers),
-            engines_cpu_s=sum(cpu_s for _, cpu_s, _ in answers),
-            late_s=[late_s for _, _, some in answers for late_s in some],
+            reports=sum(answer[0] for answer in answers),
+            engines_cpu_s=sum(answer[1] for answer in answers),
+            late_s=[late_s for answer in answers for late_s in answer[2]],
+            left=sum(answer[3] for answer in answers),
         )
 
 

@@ -155,12 +155,15 @@ class EngineHost:
     def _open(self, name: str, address: Address, session: str) -> None:
         engine = self._engines[name]
         engine.line = EngineLine(session, engine, partial(DialledSocket, address, session))
-        self._holds.add(asyncio.ensure_future(engine.line.hold()))
+        hold = asyncio.ensure_future(engine.line.hold())
+        self._holds.add(hold)
+        hold.add_done_callback(self._holds.discard)
 
     def _count(self) -> None:
-        """Since the last count: reports, processor seconds so far, and how late chunks' ends were."""
+        """Reports and processor seconds so far, how late chunks' ends were since the last count, and lines that ended."""
         reports = sum(engine.reports for engine in self._engines.values())
-        self._pipe.send((reports, time.process_time(), self._late_s.tolist()))
+        left = sum(engine.line is not None for engine in self._engines.values()) - len(self._holds)
+        self._pipe.send((reports, time.process_time(), self._late_s.tolist(), left))
         del self._late_s[:]
 
 
