@@ -19,9 +19,10 @@ help: ## list these targets
 setup: ## system libraries (as root), .venv, pinned packages, demo model
 	@PYTHON=$(PYTHON) scripts/setup.sh
 
-demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
-	@mkdir -p out/demo
-	$(PY) -m tailrace rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
+demo: ## the same prompts by static groups and by Tailrace, side by side, with a page to open
+	@echo "demo: about 10 minutes from a fresh clone on two cores, 4 of them after set-up"
+	@$(MAKE) --no-print-directory setup
+	@$(PY) -m tailrace demo --out out/demo
 
 test: setup ## all tests: pure, then live, then gpu
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
