@@ -50,6 +50,7 @@ class RecordedChunk:
     end: str = "running"
     error: str = ""
     won: bool | None = None
+    expected_tokens: int = 0  # of the whole answer, as estimated at its start
 
     @property
     def is_copy(self) -> bool:
@@ -124,6 +125,7 @@ class RecordedSample:
     moves: int = 0
     ended_s: float | None = None
     end: str = ""
+    max_tokens: int = 0  # of its first turn
 
     @property
     def tokens(self) -> int:

@@ -159,6 +159,9 @@ class LiveBatches:
         self._batches.clear()
         self._home.clear()
 
+    def live(self) -> list[LiveBatch]:
+        return list(self._batches.values())
+
     def statuses(self, streamed: Mapping[str, int]) -> tuple[BatchStatus, ...]:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""
         return tuple(batch.status(self._now(), streamed) for batch in self._batches.values())

@@ -16,6 +16,7 @@ from opentelemetry.trace import INVALID_SPAN, StatusCode
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
+from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import (
@@ -38,12 +39,18 @@ Write = Callable[[], None] | None
 
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version."""
+    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `acceptance`: of all drafts."""
 
     def __init__(
-        self, engines: "EngineClient", telemetry: Telemetry, now: Callable[[], float], digests: Mapping[int, str]
+        self,
+        engines: "EngineClient",
+        telemetry: Telemetry,
+        now: Callable[[], float],
+        digests: Mapping[int, str],
+        acceptance: Acceptance | None = None,
     ):
         self._engines, self._telemetry, self._now, self._digests = engines, telemetry, now, digests
+        self._acceptance = acceptance or Acceptance()
         self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
@@ -81,6 +88,7 @@ class ChunkRunner:
     ) -> tuple[ChunkFinished, Write]:
         check_result(start, result, len(sample.prompt))
         drafts = result.drafts
+        self._acceptance.add(drafts)
         event = ChunkFinished(
             now=self._now(),
             chunk_id=start.chunk_id,
