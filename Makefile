@@ -23,7 +23,8 @@ demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
 	@mkdir -p out/demo
 	$(PY) -m tailrace rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
 
-test: setup ## all tests: pure, then live, then gpu
+test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
+	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then $(MAKE) -s .venv-browser/.made; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
 	@$(PY) -m pytest -m "live or gpu"
 
@@ -50,9 +51,12 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null
-	@[ -e .venv-browser/.made ] || { $(PYTHON) -m venv --clear .venv-browser && \
-	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made; }
-	@$(PY) -m pytest --browser -m browser tests/live/deployed/test_board_browser.py
+	@$(MAKE) -s .venv-browser/.made
+	@$(PY) -m pytest -m browser tests/live/deployed/test_board_browser.py
+
+.venv-browser/.made: integrations/browser/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-browser && \
+	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak

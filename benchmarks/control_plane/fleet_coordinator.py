@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from ray._private.async_compat import get_new_event_loop
 
+from benchmarks.control_plane.fleet_boards import watched
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
@@ -56,7 +57,8 @@ SETTLE_AT_MOST_S = 600.0
 
 
 class Fleet(NamedTuple):
-    """One size. `past`: whether the tokens that the groups have made before the start are made and kept."""
+    """One size. `past`: whether the tokens that the groups have made before the start are made and kept. `boards`: that
+    watch for as long again, after `seconds` without them."""
 
     replicas: int
     running: int
@@ -64,6 +66,7 @@ class Fleet(NamedTuple):
     speed: float
     past: bool
     profile: str | None = None
+    boards: int = 0
 
 
 class FleetPrompts(Prompts):
@@ -277,6 +280,8 @@ class Measured:
             for other in others:
                 other.cancel()
             found = figures(before, after, engines.delays, holds, fleet.speed)
+            if fleet.boards:
+                found |= await watched(rollouts, fleet.boards, fleet.seconds)
             del holds.gc_s[:]
             gc.collect()
             found["gc_full_ms"] = _ms(holds.gc_s, 1.0)
