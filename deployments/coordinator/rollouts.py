@@ -75,6 +75,9 @@ TICK_S = 0.5
 POLL_S = 1.0
 """Seconds between polls of the pool: its fullness is that old, a loss seen so late. A poll costs 5 ms of a core."""
 
+PEEK_S = 1.0
+"""Longest wait for the tokens of a running chunk."""
+
 LOOKS_PER_S = 20
 """Maximum of looks at the replicas' reports, however many change."""
 
@@ -305,8 +308,14 @@ class Rollouts:
     def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
         return longest_samples(self._core, count)
 
-    def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        return self._batches.detail(sample_id)
+    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        """With the tokens of its running chunk, if the replica says them soon."""
+        chunk, more = self._trails.running(sample_id), None
+        if chunk is not None:
+            with contextlib.suppress(Exception):  # the replica may be lost, or in a long step: it is only for people
+                more = await asyncio.wait_for(self._engines.peek(chunk.replica_id, chunk.chunk_id), PEEK_S)
+        is_last = chunk is not None and self._trails.running(sample_id) is chunk
+        return self._batches.detail(sample_id, more if is_last else None)
 
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""

@@ -85,6 +85,12 @@ class Trails:
     def get(self, sample_id: str) -> Trail | None:
         return self._live.get(sample_id) or self._ended.get(sample_id)
 
+    def running(self, sample_id: str) -> TrailChunk | None:
+        """The chunk that the sample runs, not a copy; None if it runs none."""
+        trail = self._live.get(sample_id)
+        chunks = trail.chunks if trail is not None else ()
+        return next((one for one in reversed(chunks) if one.ended_s is None and one.copy_of is None), None)
+
     def of_batch(self, core_id: str) -> Iterator[tuple[str, Trail]]:
         """Of the samples of a batch, by its id in the core: those that have ended first."""
         prefix = f"{core_id}/"

@@ -39,4 +39,4 @@ class WatchCalls:
 
     @admits(Role.EVALUATOR)
     async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        return self._rollouts.sample_detail(sample_id)
+        return await self._rollouts.sample_detail(sample_id)

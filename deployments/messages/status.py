@@ -67,7 +67,7 @@ class SampleStatus(Message):
 
 class SampleDetail(Message):
     """A sample that has not ended, as far as its chunks have. `segments`: of its present turn, each of one replica and
-    one version of the weights; `text`: of its last `text_tokens` tokens."""
+    one version of the weights; `text`: of its last `text_tokens` tokens, those of its running chunk among them."""
 
     sample_id: str
     tokens: int
