@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from ray._private.async_compat import get_new_event_loop
 
-from benchmarks.control_plane.fleet_boards import watched
+from benchmarks.board.looks import watched
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
