@@ -155,7 +155,7 @@ def report(name: str, tokens: int) -> EngineStats:
 
 
 def looks_of(core, reports, trails=None, pool=None) -> Looks:
-    batches = SimpleNamespace(live=list)
+    batches = SimpleNamespace(all=list)
     return Looks(
         Watched(
             core=lambda: core,

@@ -41,6 +41,7 @@ ROOMS = (
     "deployments/engine",
     "deployments/batches",
     "deployments/feed",
+    "deployments/metrics",
     "deployments/cells",
     "deployments/coordinator",
     "app/calls",

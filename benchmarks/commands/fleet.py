@@ -16,7 +16,7 @@ from benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--past", is_flag=True, help="Make and keep earlier tokens too: 290 KB a sample.")
 @click.option("--profile", type=click.Path(dir_okay=False), help="A file for cProfile, of the coordinator's loop.")
 @click.option(
-    "--boards", type=click.IntRange(0, 32), default=0, show_default=True, help="That watch, after as long without."
+    "--boards", type=click.IntRange(0, 32), default=0, show_default=True, help="That watch, for as long again."
 )
 @AS_JSON
 def command(replicas, running, seconds, speed, past, profile, boards, as_json):

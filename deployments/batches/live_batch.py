@@ -61,6 +61,8 @@ class LiveBatch:
         self._sizes = len(self.samples), len(self.groups)
         self.emitted_tokens = 0
         self.ended = 0
+        self.tail_began_s: float | None = None  # None before the tail
+        self.progress_s = submitted_s  # of the last chunk that was written; `EndTotals` alone writes it
         self.span: Span | None = None
         self.group_spans: dict[str, Span] = {}
 
@@ -81,6 +83,11 @@ class LiveBatch:
         return not self.groups
 
     @property
+    def is_in_tail(self) -> bool:
+        """Whether 90 % of its samples have ended."""
+        return self.ended >= TAIL_SHARE * self._sizes[0]
+
+    @property
     def is_logged(self) -> bool:
         """Whether the tokens of its samples belong into the token log."""
         return not self.delivery.is_over
@@ -92,6 +99,8 @@ class LiveBatch:
         sample.finished_s = now_s - sample.asked_s
         sample.join()
         self.ended += 1
+        if self.tail_began_s is None and self.is_in_tail:
+            self.tail_began_s = now_s
         return sample
 
     def end_turn(self, action: EndTurn, now_s: float) -> None:
@@ -231,11 +240,6 @@ class LiveBatch:
         """Numbers of samples and of groups, ended ones included."""
         return self._sizes
 
-    @property
-    def tail(self) -> bool:
-        """Whether 90 % of its samples have ended."""
-        return self.ended >= TAIL_SHARE * self._sizes[0]
-
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""
         prefix = f"{self.core_id}/"
@@ -248,7 +252,7 @@ class LiveBatch:
             groups=groups,
             emitted=groups - len(self.groups),
             tokens=running + self.emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
-            tail=self.tail,
+            tail=self.is_in_tail,
             seconds=now_s - self.submitted_s,
         )
 

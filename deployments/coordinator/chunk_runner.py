@@ -27,6 +27,7 @@ from tailrace.deployments.messages.errors import (
     is_own_cancel,
     one_line,
 )
+from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
@@ -39,7 +40,8 @@ Write = Callable[[], None] | None
 
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `acceptance`: of all drafts."""
+    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end;
+    `acceptance`: of all drafts."""
 
     def __init__(
         self,
@@ -47,10 +49,11 @@ class ChunkRunner:
         telemetry: Telemetry,
         now: Callable[[], float],
         digests: Mapping[int, str],
+        totals: EndTotals,
         acceptance: Acceptance | None = None,
     ):
         self._engines, self._telemetry, self._now, self._digests = engines, telemetry, now, digests
-        self._acceptance = acceptance or Acceptance()
+        self.totals, self._acceptance = totals, acceptance or Acceptance()
         self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
@@ -68,7 +71,7 @@ class ChunkRunner:
             answer = self._engines.generate(start.replica_id, request)
             result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
             made_by = request.weights_digest, digest_of(request.adapter)
-            event, write = self._finished(start, sample, result, made_by)
+            event, write = self._finished(start, batch, sample, result, made_by)
             span.set_attribute("new_tokens", event.new_tokens)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
@@ -79,14 +82,16 @@ class ChunkRunner:
                 raise
             event, write = ChunkFailed(self._now(), start.chunk_id, one_line(error)), None
         if write is None:
+            self.totals.chunk_failed(lost=isinstance(event, ReplicaLeft))
             span.set_status(StatusCode.ERROR, event.error)
         span.end()
         return event, write
 
     def _finished(
-        self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digests: tuple[str, str]
+        self, start: StartChunk, batch: LiveBatch, sample: SampleRecord, result: ChunkResult, digests: tuple[str, str]
     ) -> tuple[ChunkFinished, Write]:
         check_result(start, result, len(sample.prompt))
+        self.totals.chunk_came(result)
         drafts = result.drafts
         self._acceptance.add(drafts)
         event = ChunkFinished(
@@ -101,7 +106,7 @@ class ChunkRunner:
             model_tested=drafts.model_tested if drafts else 0,
             model_accepted=drafts.model_accepted if drafts else 0,
         )
-        return event, partial(sample.append, start.start, result, start.replica_id, *digests)
+        return event, partial(self.totals.write, batch, sample, start.start, result, start.replica_id, *digests)
 
     async def abort(self, action: AbortChunk) -> None:
         """Asks a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""

@@ -43,6 +43,7 @@ from tailrace.deployments.messages.rollout import (
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged
+from tailrace.deployments.metrics.export import doors_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.token_mode import require_token_mode
@@ -70,6 +71,7 @@ class Coordinator(WatchCalls):
         context: ContextConfig | None = None,
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
+        otlp_metrics: bool = False,
     ):
         require_token_mode(allow_no_token)
         keep_serve_port_on_node()
@@ -83,7 +85,9 @@ class Coordinator(WatchCalls):
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
         )
-        self._loops.append(asyncio.create_task(collect_garbage(lambda: self._rollouts.is_idle)))
+        doors = doors_of("coordinator", otlp_metrics, self._rollouts.figures)
+        others = collect_garbage(lambda: self._rollouts.is_idle), doors.export()
+        self._loops += map(asyncio.get_running_loop().create_task, others)
 
     def _start(
         self,

@@ -43,14 +43,14 @@ class Logs:
 
     def _core_ids(self, name: str) -> list[str]:
         """Ids in the core of the batches of a name, those in flight last."""
-        live = [batch.core_id for batch in self._batches.live()]
+        live = [batch.core_id for batch in self._batches.all()]
         over = sorted(self._trails.ended_batches() - set(live))
         wanted = escaped(name, "/")
         return [one for one in (*over, *live) if name == one or one.rpartition("~")[0] == wanted]
 
     def _batch_log(self, core_id: str) -> BatchLog:
         trails = dict(self._trails.of_batch(core_id))
-        live = next((batch for batch in self._batches.live() if batch.core_id == core_id), None)
+        live = next((batch for batch in self._batches.all() if batch.core_id == core_id), None)
         known = {} if live is None else {name: self._core().sample(name) for name in live.samples}
         counts = Counter(trail.end for trail in trails.values() if trail.end)
         counts.update(

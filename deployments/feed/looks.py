@@ -90,7 +90,7 @@ class Looks:
 
     def _batches(self, unix_s: float) -> dict[str, dict]:
         rows = {}
-        for batch in self._watched.batches.live():
+        for batch in self._watched.batches.all():
             samples, groups = batch.sizes
             rows[batch.core_id] = {
                 "name": batch.message.batch_id,
@@ -99,7 +99,7 @@ class Looks:
                 "groups": groups,
                 "emitted": groups - len(batch.groups),
                 "tokens": batch.emitted_tokens + self._survey.tokens[batch.core_id],
-                "tail": batch.tail,
+                "tail": batch.is_in_tail,
                 "began_s": round(unix_s + batch.submitted_s, 1),
             }
         return rows
