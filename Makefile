@@ -24,7 +24,8 @@ demo: ## the same prompts by static groups and by Tailrace, side by side, with a
 	@$(MAKE) --no-print-directory setup
 	@$(PY) -m tailrace demo --out out/demo
 
-test: setup ## all tests: pure, then live, then gpu
+test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
+	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then $(MAKE) -s .venv-browser/.made; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
 	@$(PY) -m pytest -m "live or gpu"
 
@@ -51,9 +52,12 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null
-	@[ -e .venv-browser/.made ] || { $(PYTHON) -m venv --clear .venv-browser && \
-	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made; }
-	@$(PY) -m pytest --browser -m browser tests/live/deployed/test_board_browser.py
+	@$(MAKE) -s .venv-browser/.made
+	@$(PY) -m pytest -m browser tests/live/deployed/test_board_browser.py
+
+.venv-browser/.made: integrations/browser/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-browser && \
+	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made
 
 prometheus: ## Debian's Prometheus below .prometheus, for the tests of monitoring/; no service of the system starts
 	@scripts/prometheus.sh
