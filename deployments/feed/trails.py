@@ -82,6 +82,11 @@ class Trails:
         self.faults: deque[TrailFault] = deque(maxlen=KEPT_FAULTS)
         self._faults = 0
 
+    @property
+    def unended(self) -> int:
+        """Samples and chunks that have not ended."""
+        return len(self._live) + len(self._running)
+
     def get(self, sample_id: str) -> Trail | None:
         return self._live.get(sample_id) or self._ended.get(sample_id)
 
