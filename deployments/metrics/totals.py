@@ -32,8 +32,10 @@ class EndTotals:
     def chunk_came(self, result: ChunkResult) -> None:
         """A chunk's end has come, well formed."""
         self.chunks[result.end] += 1
-        for phase, seconds in zip(PHASES, (result.queue_s, result.prefill_s, result.decode_s), strict=True):
-            self.chunk_s[phase].add(seconds)
+        phases = self.chunk_s
+        phases["queue"].add(result.queue_s)
+        phases["prefill"].add(result.prefill_s)
+        phases["decode"].add(result.decode_s)
 
     def chunk_failed(self, lost: bool) -> None:
         """`lost`: with its replica."""
@@ -46,6 +48,10 @@ class EndTotals:
         """Write a chunk down, see `SampleRecord.append`, and count it. Raises ValueError as that does."""
         moved = bool(sample.segments) and sample.segments[-1].replica_id != replica_id
         sample.append(start, result, replica_id, *digests)
+        self.wrote(batch, result, moved)
+
+    def wrote(self, batch: LiveBatch, result: ChunkResult, moved: bool) -> None:
+        """A chunk has been written down. `moved`: it came from another replica than the one before."""
         batch.progress_s = self._now()
         self.tokens += len(result.token_ids)
         if moved:
