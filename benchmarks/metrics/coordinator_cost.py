@@ -22,8 +22,8 @@ from tailrace.deployments.metrics.metric import Figures
 from tailrace.deployments.metrics.ray_door import RayDoor
 from tailrace.deployments.metrics.registry import COORDINATOR
 
-WINDOW_S = 2 * EXPORT_S + 0.2
-"""Of one window: two exports."""
+WINDOW_S = EXPORT_S + 0.2
+"""Of one window: one look at the books, given twice."""
 
 
 class Dropped(MetricExporter):

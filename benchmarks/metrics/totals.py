@@ -21,23 +21,15 @@ class NoTotals(EndTotals):
         pass
 
 
-def clock_s() -> float:
-    """Seconds that one look at the thread's clock takes."""
-    looks = [time.thread_time() for _ in range(10_000)]
-    return (looks[-1] - looks[0]) / (len(looks) - 1)
-
-
 class TimedTotals(EndTotals):
     """`took_s`: of the thread's processor time, for counting, without the looks at the clock."""
 
-    def __init__(self, now):
-        super().__init__(now)
-        self.took_s, self._clock_s = 0.0, clock_s()
+    took_s = 0.0
 
     def _time(self, count, *arguments) -> None:
-        began_s = time.thread_time()
+        before_s, began_s = time.thread_time(), time.thread_time()
         count(*arguments)
-        self.took_s += time.thread_time() - began_s - self._clock_s
+        self.took_s += time.thread_time() - began_s - (began_s - before_s)
 
     def chunk_came(self, result) -> None:
         self._time(super().chunk_came, result)
