@@ -16,6 +16,7 @@ def told(totals: EndTotals) -> EndTotals:
         totals.chunk_came(result())
         totals.write(of_batch, sample, start, result(), replica)
     totals.sample_ended(SampleEnd.LENGTH)
+    totals.settle()
     assert sample.tokens == 4, "tokens are written whatever is counted"
     return totals
 

@@ -97,6 +97,9 @@ def test_a_value_is_in_the_bucket_whose_bound_it_does_not_exceed():
     for value in (0.5, 1.0, 1.5, 2.0, 2.1, 9.0):
         found.add(value)
     assert found.counts == [2, 2, 2] and found.count == 6 and found.sum == pytest.approx(16.1)
+    at_once = Distribution((1.0, 2.0))
+    at_once.add_all((0.5, 1.0, 1.5, 2.0, 2.1, 9.0))
+    assert at_once.counts == found.counts and at_once.sum == pytest.approx(found.sum)
     taken = found.copy()
     found.add(0.1)
     assert taken.counts == [2, 2, 2]

@@ -52,6 +52,7 @@ class Books:
 
     def figures(self) -> Figures:
         look = self._look()
+        self._totals.settle()
         self._engines.learn(look.reports)
         found = self._of_samples(look) | self._of_chunks() | self._of_replicas(look) | _of_batches(look)
         if look.pool is not None:
