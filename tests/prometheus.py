@@ -1,4 +1,4 @@
-"""A real Prometheus for tests, on loopback: over Ray's page, or over pages that a simulated service had at each moment."""
+"""A real Prometheus for tests, on loopback: over Ray's page, or over the pages of a simulated service."""
 
 import json
 import shutil

@@ -19,7 +19,6 @@ from tailrace.deployments.metrics.text import prometheus_text
 
 EVERY_S = 10.0
 WITHOUT_DRAFTS = {"Accepted drafts"}
-LATER = {"tailrace_pool_bytes", "tailrace_pool_failures"}
 
 
 def recorded(tmp_path, pages: int) -> list[tuple[float, str]]:
