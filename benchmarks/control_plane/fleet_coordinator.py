@@ -24,6 +24,7 @@ import numpy as np
 from ray._private.async_compat import get_new_event_loop
 
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
+from benchmarks.control_plane.tracing_cost import TracingCost, share
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.sockets import ListeningSocket
@@ -56,7 +57,8 @@ SETTLE_AT_MOST_S = 600.0
 
 
 class Fleet(NamedTuple):
-    """One size. `past`: whether the tokens that the groups have made before the start are made and kept."""
+    """One size. `past`: whether the tokens that the groups have made before the start are made and kept. `traced`:
+    spans are exported, of every group or, by default, of some."""
 
     replicas: int
     running: int
@@ -64,6 +66,8 @@ class Fleet(NamedTuple):
     speed: float
     past: bool
     profile: str | None = None
+    traced: bool = False
+    every_group: bool = False
 
 
 class FleetPrompts(Prompts):
@@ -209,14 +213,14 @@ class Holds:
 
 
 @asynccontextmanager
-async def coordinator(handle: FleetHandle) -> AsyncIterator[tuple[Rollouts, TimedEngines]]:
+async def coordinator(handle: FleetHandle, telemetry: Telemetry) -> AsyncIterator[tuple[Rollouts, TimedEngines]]:
     """The parts of a coordinator, and its loops, as `Coordinator._start` has them."""
     engines = TimedEngines(handle, partial(ListeningSocket, HOST), "fleet", running=lambda handle: list(handle.pipes))
     rollouts = Rollouts(
         engines=engines,
         prompts=FleetPrompts(),
         policies=Policies(chunking={"type": "fixed", "chunk_tokens": CHUNK_TOKENS}),
-        telemetry=Telemetry("tailrace-coordinator"),
+        telemetry=telemetry,
         kv_pool_manager=None,
         context=None,
         token_log=TokenLog(None, "fleet"),
@@ -241,6 +245,9 @@ class Counts(NamedTuple):
     reports: int
     engines_cpu_s: float
     late_s: list[float]
+    tracing_s: float
+    export_s: float
+    spans: int
 
 
 class Measured:
@@ -248,13 +255,15 @@ class Measured:
 
     def __init__(self, fleet: Fleet, pipes: list[Connection], say: Connection):
         self._fleet, self._pipes, self._say_to = fleet, pipes, say
+        self._tracing = TracingCost() if fleet.traced else None
 
     def _say(self, text: str) -> None:
         self._say_to.send(f"{self._fleet.replicas} replicas: {text}")
 
     async def run(self, handle: FleetHandle) -> dict:
         fleet = self._fleet
-        async with coordinator(handle) as (rollouts, engines):
+        telemetry = Telemetry("tailrace-coordinator", fleet.traced, every_group=fleet.every_group)
+        async with coordinator(handle, telemetry) as (rollouts, engines):
             driver, holds = Driver(rollouts), Holds()
             full = fleet.replicas * fleet.running
             groups, unended = await asyncio.to_thread(aged, full, fleet.past)
@@ -325,6 +334,9 @@ class Measured:
             reports=sum(reports for reports, _, _ in answers),
             engines_cpu_s=sum(cpu_s for _, cpu_s, _ in answers),
             late_s=[late_s for _, _, some in answers for late_s in some],
+            tracing_s=self._tracing.worked_s if self._tracing else 0.0,
+            export_s=self._tracing.exported_s if self._tracing else 0.0,
+            spans=self._tracing.spans if self._tracing else 0,
         )
 
 
@@ -355,6 +367,18 @@ def figures(before: Counts, after: Counts, delays: Delays, holds: Holds, speed: 
         "result_tokens_per_s": round(rate("tokens")),
         "engines_core_share": round(rate("engines_cpu_s"), 3),
         "engines_late_p99_ms": _ms(after.late_s, 0.99),
+    } | (tracing(before, after) if after.spans else {})
+
+
+def tracing(before: Counts, after: Counts) -> dict:
+    """How much more processor time the loop and the process take than they would without spans."""
+    spent = {name: getattr(after, name) - getattr(before, name) for name in ("tracing_s", "export_s", "spans")}
+    all_s = spent["tracing_s"] + spent["export_s"]
+    return {
+        "spans_per_s": round(spent["spans"] / (after.at_s - before.at_s), 2),
+        "us_a_span": round(1e6 * all_s / max(1, spent["spans"]), 1),
+        "tracing_share_of_loop": share(spent["tracing_s"], after.loop_cpu_s - before.loop_cpu_s),
+        "tracing_share_of_process": share(all_s, after.cpu_s - before.cpu_s),
     }
 
 
