@@ -25,8 +25,8 @@ def command(replicas, running, seconds, every_group, rounds, as_json):
     """
     from benchmarks.control_plane.fleet import one
     from benchmarks.control_plane.fleet_coordinator import Fleet
-    from benchmarks.control_plane.tracing_cost import collector
     from benchmarks.engine.tracing import measure
+    from benchmarks.engine.tracing_cost import collector
     from tailrace.app.model import resolve_model
 
     fleet = Fleet(replicas, running, seconds, 1.0, past=False, traced=True, every_group=every_group)

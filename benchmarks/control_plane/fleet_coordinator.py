@@ -24,7 +24,7 @@ import numpy as np
 from ray._private.async_compat import get_new_event_loop
 
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
-from benchmarks.control_plane.tracing_cost import TracingCost, share
+from benchmarks.engine.tracing_cost import TracingCost, share
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.sockets import ListeningSocket

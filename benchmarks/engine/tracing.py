@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
 
-from benchmarks.control_plane.tracing_cost import TracingCost, share
+from benchmarks.engine.tracing_cost import TracingCost, share
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 CONTEXT_TOKENS = 128
