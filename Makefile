@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser test-traces soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser test-traces prometheus soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -63,6 +63,9 @@ test-traces: setup ## timelines in Perfetto's trace processor, spans through a c
 	-r integrations/collector/requirements.txt
 	@$(PY) -m pytest --traces -m traces tests/test_perfetto.py tests/test_batch_spans.py
 
+prometheus: ## Debian's Prometheus below .prometheus, for the tests of monitoring/; no service of the system starts
+	@scripts/prometheus.sh
+
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak
 
@@ -90,6 +93,7 @@ docs: setup ## renew the generated pages of docs/
 	$(PY) scripts/configuration_reference.py
 	$(PY) scripts/command_reference.py
 	$(PY) scripts/core_states.py
+	$(PY) scripts/monitoring.py
 
 clean: ## remove .venv, caches and out/ (the demo model stays in the user's cache)
 	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis

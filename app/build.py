@@ -47,6 +47,7 @@ def _bind(args: AppArgs, coordinator, engine, drafter) -> Application:
         args.pool,
         args.context,
         token_log_dir=args.token_log_dir,
+        otlp_metrics=otlp_wanted("METRICS"),
         allow_no_token=args.allow_no_token,
         every_group=sampler_named(),
     )

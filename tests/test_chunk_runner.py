@@ -12,6 +12,7 @@ from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, SampleRefused
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
@@ -60,7 +61,7 @@ def batch() -> LiveBatch:
 
 
 def run(answer, of: LiveBatch | None = None):
-    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"})
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
     return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
 
 
@@ -111,7 +112,7 @@ def test_a_cancelled_call_stays_cancelled():
             await asyncio.sleep(60.0)
 
     async def cancelled():
-        runner = ChunkRunner(Slow(), lambda: NOW_S, {})
+        runner = ChunkRunner(Slow(), lambda: NOW_S, {}, EndTotals(lambda: NOW_S))
         running = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         await asyncio.sleep(0)
         running.cancel()
@@ -153,7 +154,7 @@ def test_the_segment_names_the_content_of_the_weights():
 
 @pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
 def test_an_abort_that_comes_too_late_is_no_error(answer):
-    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"})
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
     assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None
 
 
@@ -169,7 +170,7 @@ def watched(reports, step_s=4.0) -> tuple[list, int]:
 
     async def play():
         clock = [0.0]
-        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"})
+        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"}, EndTotals(lambda: NOW_S))
         run = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         for report in reports:
             await asyncio.sleep(0)

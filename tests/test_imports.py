@@ -40,6 +40,7 @@ ROOMS = (
     "deployments/drafting",
     "deployments/engine",
     "deployments/batches",
+    "deployments/metrics",
     "deployments/cells",
     "deployments/coordinator",
     "app/calls",

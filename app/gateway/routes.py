@@ -36,8 +36,10 @@ from tailrace.deployments.messages.roles import Role
 VERSION = version("tailrace")
 
 
-def make_app(service: GatewayService, config: GatewayConfig) -> FastAPI:
-    app = FastAPI(title="Tailrace", version=VERSION, description="vLLM's routes, over open sessions of Tailrace")
+def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable | None = None) -> FastAPI:
+    """`lifespan`: see FastAPI."""
+    about = "vLLM's routes, over open sessions of Tailrace"
+    app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan)
     app.add_middleware(Doors, config=config)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _other)

@@ -25,6 +25,7 @@ from ray._private.async_compat import get_new_event_loop
 
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
 from benchmarks.engine.tracing_cost import TracingCost, share
+from benchmarks.metrics.coordinator_cost import metrics_cost
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.sockets import ListeningSocket
@@ -57,8 +58,11 @@ SETTLE_AT_MOST_S = 600.0
 
 
 class Fleet(NamedTuple):
-    """One size. `past`: whether the tokens that the groups have made before the start are made and kept. `traced`:
-    spans are exported, of every group or, by default, of some."""
+    """One size. `past`: whether the tokens that the groups have made before the start are made and kept.
+
+    `metrics_pairs`: pairs of windows in which metrics are off and on, before the figures; 0 for none. `traced`: spans
+    are exported, of every group or, by default, of some.
+    """
 
     replicas: int
     running: int
@@ -66,6 +70,7 @@ class Fleet(NamedTuple):
     speed: float
     past: bool
     profile: str | None = None
+    metrics_pairs: int = 0
     traced: bool = False
     every_group: bool = False
 
@@ -234,7 +239,8 @@ async def coordinator(handle: FleetHandle, telemetry: Telemetry) -> AsyncIterato
 
 
 class Counts(NamedTuple):
-    """Of both sides, at one moment. `late_s`: of ends of chunks since the last count."""
+    """Of both sides, at one moment. `late_s`: of ends of chunks since the last count. `left`: engines whose line has
+    ended; here nobody opens another."""
 
     at_s: float
     cpu_s: float
@@ -245,6 +251,7 @@ class Counts(NamedTuple):
     reports: int
     engines_cpu_s: float
     late_s: list[float]
+    left: int
     tracing_s: float
     export_s: float
     spans: int
@@ -271,6 +278,8 @@ class Measured:
             others = [asyncio.ensure_future(loop) for loop in (driver.live(), holds.beat(engines.delays.note))]
             filled = await self._fill(driver, groups, engines, rollouts, full)
             await asyncio.sleep(2 * SETTLED_S)
+            if fleet.metrics_pairs:
+                filled["metrics"] = await metrics_cost(rollouts, engines, fleet.metrics_pairs)
             engines.delays.clear()
             del holds.seconds[:], holds.gc_s[:]
             before = await self._counts(engines, driver)
@@ -283,6 +292,8 @@ class Measured:
                 profile.dump_stats(fleet.profile)
             after = await self._counts(engines, driver)
             problems = [*driver.problems, *(f"{name}: {count}" for name, count in rollouts.status().contained.items())]
+            if after.left:
+                problems.insert(0, f"{after.left} engines have left")
             for other in others:
                 other.cancel()
             found = figures(before, after, engines.delays, holds, fleet.speed)
@@ -318,7 +329,7 @@ class Measured:
         }
 
     async def _counts(self, engines: TimedEngines, driver: Driver) -> Counts:
-        def ask() -> list[tuple[int, float, list[float]]]:
+        def ask() -> list[tuple[int, float, list[float], int]]:
             for pipe in self._pipes:
                 pipe.send(("count",))
             return [pipe.recv() for pipe in self._pipes]
@@ -331,9 +342,10 @@ class Measured:
             ended=engines.ended,
             groups=driver.groups,
             tokens=driver.tokens,
-            reports=sum(reports for reports, _, _ in answers),
-            engines_cpu_s=sum(cpu_s for _, cpu_s, _ in answers),
-            late_s=[late_s for _, _, some in answers for late_s in some],
+            reports=sum(answer[0] for answer in answers),
+            engines_cpu_s=sum(answer[1] for answer in answers),
+            late_s=[late_s for answer in answers for late_s in answer[2]],
+            left=sum(answer[3] for answer in answers),
             tracing_s=self._tracing.worked_s if self._tracing else 0.0,
             export_s=self._tracing.exported_s if self._tracing else 0.0,
             spans=self._tracing.spans if self._tracing else 0,

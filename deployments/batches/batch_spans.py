@@ -11,14 +11,14 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind,
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.rollout import BatchSettings, SamplingParams
-from tailrace.deployments.telemetry import Telemetry, traceparent
+from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.protocol.actions import StartChunk
 
 OPERATION = "text_completion"
 
-FIRST_GROUPS, ONE_IN = 16, 16
-"""A span costs the coordinator 0.08 ms, a chunk with all else 2 to 3 ms (`bench tracing`): so all groups of a small
-run, and less than 1 % of a large one."""
+FIRST_GROUPS, ONE_IN = 8, 64
+"""All groups of a small run; and of a large one so few that tracing costs the coordinator less than 1 %, where a span
+of each chunk would cost it some 10 % (`bench tracing`)."""
 
 
 class BatchSpans:
@@ -31,6 +31,7 @@ class BatchSpans:
         self._rollout = telemetry.span(
             "rollout", message.traceparent, keep=message.keep_trace, kind=SpanKind.SERVER, attributes=attributes
         )
+        self._own = self._rollout.get_span_context()
         self._groups: dict[str, Span] = {}
         self._running: dict[str, SpanContext] = {}  # by chunk
         self._ended: dict[str, tuple[SpanContext, int]] = {}  # by sample: of the chunk that came furthest, and how far
@@ -39,21 +40,21 @@ class BatchSpans:
     def open_group(self, group_id: str, prompt_id: str) -> None:
         number, self._opened = self._opened, self._opened + 1
         span = INVALID_SPAN
-        if self._every or number < FIRST_GROUPS or number % ONE_IN == 0:
+        if self._own.trace_flags.sampled and (self._every or number < FIRST_GROUPS or number % ONE_IN == 0):
             attributes = {"tailrace.prompt.id": prompt_id}
-            span = self._telemetry.span("group", traceparent(self._rollout), attributes=attributes)
+            span = self._telemetry.span("group", parent=self._own, attributes=attributes)
         self._groups[group_id] = span
 
     def open_chunk(self, start: StartChunk, sampling: SamplingParams, adapter: str | None) -> Span:
-        """A span that does not record, if that of its group does not."""
+        """A span that neither records nor has a context, if that of its group is not sampled."""
         group_id, _, index = start.sample_id.rpartition("#")
         parent = self._groups[group_id]
-        if not parent.get_span_context().is_valid:
+        if not parent.get_span_context().trace_flags.sampled:
             return INVALID_SPAN
         model = adapter or self._model
         span = self._telemetry.span(
             f"{OPERATION} {model}",
-            traceparent(parent),
+            parent=parent.get_span_context(),
             attributes=_asked(start, int(index), sampling, model),
             kind=SpanKind.CLIENT,
             links=self._links(start),

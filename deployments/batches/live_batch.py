@@ -62,6 +62,8 @@ class LiveBatch:
         self._sizes = len(self.samples), len(self.groups)
         self._emitted_tokens = 0
         self.ended = 0
+        self.tail_began_s: float | None = None  # None before the tail
+        self.progress_s = submitted_s  # of the last chunk that was written; `EndTotals` alone writes it
         self.spans: BatchSpans | None = None
 
     def submission(self, now_s: float) -> SamplesSubmitted:
@@ -81,6 +83,11 @@ class LiveBatch:
         return not self.groups
 
     @property
+    def is_in_tail(self) -> bool:
+        """Whether 90 % of its samples have ended."""
+        return self.ended >= TAIL_SHARE * self._sizes[0]
+
+    @property
     def is_logged(self) -> bool:
         """Whether the tokens of its samples belong into the token log."""
         return not self.delivery.is_over
@@ -92,6 +99,8 @@ class LiveBatch:
         sample.finished_s = now_s - sample.asked_s
         sample.join()
         self.ended += 1
+        if self.tail_began_s is None and self.is_in_tail:
+            self.tail_began_s = now_s
         return sample
 
     def end_turn(self, action: EndTurn, now_s: float) -> None:
@@ -225,7 +234,7 @@ class LiveBatch:
             groups=groups,
             emitted=groups - len(self.groups),
             tokens=running + self._emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
-            tail=self.ended >= TAIL_SHARE * samples,
+            tail=self.is_in_tail,
             seconds=now_s - self.submitted_s,
         )
 

@@ -5,7 +5,7 @@ of each group's end. Called by `Rollouts` alone.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -142,7 +142,8 @@ class LiveBatches:
         batch.end_turn(action, self._now())
         batch.answer(action.sample_id, self._prompts)
 
-    def emit(self, action: EmitGroup) -> None:
+    def emit(self, action: EmitGroup) -> LiveBatch | None:
+        """Hand out a group. Returns its batch if that is over now."""
         batch = self._home.pop(action.group_id)
         group = batch.emit(action.group_id)
         batch.hand_out(group, self._prompts)
@@ -150,6 +151,11 @@ class LiveBatches:
             self._context.end(group.ref)
         if batch.over:
             self.drop(batch)
+            return batch
+        return None
+
+    def all(self) -> Collection[LiveBatch]:
+        return self._batches.values()
 
     def fail(self, reason: str) -> None:
         """End all of them with a reason."""

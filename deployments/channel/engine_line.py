@@ -29,8 +29,8 @@ SILENT_S = 120.0
 """Ray takes a host that is cut off for lost after 73 s; until then a line may heal."""
 
 IDLE_SILENT_S = 3.0
-"""The same while no chunk runs: nothing is lost then, and the coordinator may have ended with the service. Serve stops
-a replica once this line has ended."""
+"""The same after the first pulse and while no chunk runs, or three reports if that is longer: nothing is
+lost then, and the coordinator may have ended with the service. Serve stops a replica once this line has ended."""
 
 REPORT_S = 0.5
 """Seconds between reports before the first pulse."""
@@ -56,6 +56,7 @@ class EngineLine:
         self._chunks: dict[str, asyncio.Task] = {}
         self._others: set[asyncio.Task] = set()
         self._due, self._heard_s, self.closed = asyncio.Event(), self._now(), False
+        self._was_pulsed = False
         self._holder = 0
         self._socket = dial(self._take)
 
@@ -77,7 +78,9 @@ class EngineLine:
                 self.close()
 
     def _is_left(self) -> bool:
-        return self._now() > self._heard_s + (SILENT_S if self._chunks else IDLE_SILENT_S)
+        idle_s = max(IDLE_SILENT_S, 3 * self._report_s)  # reports are rare in a large fleet, whose coordinator is busy
+        is_idle = self._was_pulsed and not self._chunks  # 2,000 lines take seconds to open
+        return self._now() > self._heard_s + (idle_s if is_idle else SILENT_S)
 
     def report(self) -> None:
         """Report at once: something has changed that the coordinator waits for."""
@@ -110,7 +113,7 @@ class EngineLine:
                 self._others.add(task)
                 task.add_done_callback(self._others.discard)
             case Pulse(report_s):
-                self._report_s = report_s
+                self._report_s, self._was_pulsed = report_s, True
 
     async def _run(self, chunk: ChunkRequest) -> None:
         payload = await self._end_of(chunk)

@@ -26,6 +26,7 @@ from tailrace.deployments.messages.errors import (
     is_own_cancel,
     one_line,
 )
+from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkFailed, ChunkFinished, Event, ReplicaLeft
@@ -37,10 +38,12 @@ Write = Callable[[], None] | None
 
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version."""
+    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end."""
 
-    def __init__(self, engines: "EngineClient", now: Callable[[], float], digests: Mapping[int, str]):
-        self._engines, self._now, self._digests = engines, now, digests
+    def __init__(
+        self, engines: "EngineClient", now: Callable[[], float], digests: Mapping[int, str], totals: EndTotals
+    ):
+        self._engines, self._now, self._digests, self.totals = engines, now, digests, totals
         self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
@@ -58,7 +61,7 @@ class ChunkRunner:
             answer = self._engines.generate(start.replica_id, request)
             result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
             made_by = request.weights_digest, digest_of(request.adapter)
-            event, write = self._finished(start, sample, result, made_by)
+            event, write = self._finished(start, batch, sample, result, made_by)
             batch.spans.end_chunk(span, start, request, result)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
@@ -69,14 +72,16 @@ class ChunkRunner:
                 raise
             event, write = ChunkFailed(self._now(), start.chunk_id, one_line(error)), None
         if write is None:
+            self.totals.chunk_failed(lost=isinstance(event, ReplicaLeft))
             batch.spans.fail_chunk(span, start, type(event).__name__, event.error)
         span.end()
         return event, write
 
     def _finished(
-        self, start: StartChunk, sample: SampleRecord, result: ChunkResult, digests: tuple[str, str]
+        self, start: StartChunk, batch: LiveBatch, sample: SampleRecord, result: ChunkResult, digests: tuple[str, str]
     ) -> tuple[ChunkFinished, Write]:
         check_result(start, result, len(sample.prompt))
+        self.totals.chunk_came(result)
         drafts = result.drafts
         event = ChunkFinished(
             now=self._now(),
@@ -93,7 +98,7 @@ class ChunkRunner:
             pulled_tokens=result.pulled_tokens,
             computed_tokens=result.computed_tokens,
         )
-        return event, partial(sample.append, start.start, result, start.replica_id, *digests)
+        return event, partial(self.totals.write, batch, sample, start.start, result, start.replica_id, *digests)
 
     async def abort(self, action: AbortChunk) -> None:
         """Asks a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""

@@ -42,6 +42,7 @@ from tailrace.deployments.messages.rollout import (
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
+from tailrace.deployments.metrics.export import doors_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.deployments.token_mode import require_token_mode
@@ -56,8 +57,7 @@ from tailrace.policies.families.registry import Policies
 class Coordinator:
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. `every_group`: see
-    `Telemetry`. Raises TokenModeOff.
+    `pool`, `context`, `token_log_dir`: or None. `every_group`: see `Telemetry`. Raises TokenModeOff.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Coordinator:
         context: ContextConfig | None = None,
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
+        otlp_metrics: bool = False,
         every_group: bool = False,
     ):
         require_token_mode(allow_no_token)
@@ -85,7 +86,9 @@ class Coordinator:
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
         )
-        self._loops.append(asyncio.create_task(collect_garbage(lambda: self._rollouts.is_idle)))
+        doors = doors_of("coordinator", otlp_metrics, self._rollouts.figures)
+        others = collect_garbage(lambda: self._rollouts.is_idle), doors.export()
+        self._loops += map(asyncio.get_running_loop().create_task, others)
 
     def _start(
         self,
@@ -140,9 +143,7 @@ class Coordinator:
     async def rollout(
         self, message: RolloutBatch, driver: str, have: list[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
-        async with aclosing(
-            self._rollouts.rollout(message, driver, have)
-        ) as items:  # a stream that ends, ends there too
+        async with aclosing(self._rollouts.rollout(message, driver, have)) as items:  # its end is the end there too
             async for item in items:
                 yield item
 

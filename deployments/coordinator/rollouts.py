@@ -45,6 +45,8 @@ from tailrace.deployments.messages.rollout import (
     WeightsLoaded,
 )
 from tailrace.deployments.messages.status import SampleDetail, SampleStatus, ServiceStatus
+from tailrace.deployments.metrics.books import Books, BooksView
+from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
@@ -97,7 +99,9 @@ class Rollouts:
         self._prompts = prompts
         self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
         self.adapters = AdapterLoads(engines, prompts.model)
-        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests)
+        self.totals = EndTotals(self.now)
+        self.figures = Books(self.totals, self._books_for_figures).figures
+        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests, self.totals)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
@@ -254,6 +258,26 @@ class Rollouts:
             max_model_len=self._prompts.max_model_len,
             adapters=self.adapters.book.all(),
             contained=dict(self._contained + self._token_log.problems),
+        )
+
+    def count_by(self, totals: EndTotals) -> None:
+        """Count ends elsewhere from now on; for a benchmark that compares."""
+        self.totals = self._chunk_runner.totals = totals
+
+    def _books_for_figures(self) -> BooksView:
+        pool = self._kv_pool_manager
+        return BooksView(
+            now_s=self.now(),
+            counts=self._core.counts(),
+            waiting=self._core.queued(),
+            batches=self._batches.all(),
+            table=self._core.replicas,
+            wanted=self.replica_target.wanted,
+            reports=self._registry.reports,
+            pool=pool.view() if pool else None,
+            contained=self._contained + self._token_log.problems,
+            held_bytes=sum(self.deliveries.held_bytes().values()),
+            weights_version=self._weights.version,
         )
 
     def cell_view(self, name: str) -> CellView:
@@ -433,6 +457,8 @@ class Rollouts:
         for event, write in inbox:
             if self._is_late(event):
                 continue
+            if isinstance(event, ev.ReplicaLeft) and not self._core.replicas.is_closing(event.replica_id):
+                self.totals.faults["replica_lost"] += 1
             counts = not isinstance(event, ev.ChunkFinished) or self._core.counts_tokens(event)
             try:
                 self._core.observe(event)
@@ -474,8 +500,10 @@ class Rollouts:
                     self._batches.end_turn(action)
                 case EndSample():
                     self._batches.end(action)
+                    self.totals.sample_ended(action.end)
                 case EmitGroup():
-                    self._batches.emit(action)
+                    if (over := self._batches.emit(action)) is not None:
+                        self.totals.batch_over(over)
                 case ReleaseKv() | Prefetch() if self._kv_pool_manager is not None:
                     self._act_on_pool(action)
 

@@ -435,6 +435,10 @@ class RolloutCore:
         waiting = self._buffer.unended - running - held
         return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
 
+    def queued(self) -> Counter[int]:
+        """Number of queued samples, by the priority of their batch. O(queued samples)."""
+        return self._waiting.by_priority()
+
 
 _HANDLERS = {
     ev.SamplesSubmitted: RolloutCore._submitted,

@@ -5,6 +5,7 @@ Keys of a lane are renewed when a sample of the group finishes. Grown keys of gr
 is about to be taken (see the contract in `policies.families.ordering`). Called by `RolloutCore` alone.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS, FitQueue
@@ -55,6 +56,10 @@ class WaitQueue:
 
     def __len__(self):
         return len(self._samples)
+
+    def by_priority(self) -> Counter[int]:
+        """Number of queued samples, by the priority of their batch."""
+        return Counter(sample.group.batch.priority for sample in self._samples.values())
 
     def samples(self) -> list[Sample]:
         """All waiting samples, in order of arrival."""

@@ -21,6 +21,9 @@ from tailrace.policies.families.registry import Policies
 
 pytestmark = pytest.mark.long
 
+LONG_TOKENS = 400
+"""Of a sample of a rollout in which surroundings change."""
+
 ONE_SLOT = {"max_running": 1, "cores": None}
 """Samples have to wait, so that there is time for KV to travel."""
 
@@ -77,11 +80,11 @@ def run(work):
     return asyncio.run(asyncio.wait_for(work, 300))
 
 
-async def roll(client: RolloutClient, name: str, policies: Policies) -> dict:
+async def roll(client: RolloutClient, name: str, policies: Policies, max_tokens: int = 160) -> dict:
     await client.set_policies(policies)
     await client.reset_caches()  # KV of an earlier turn must not be found where it was made,
     await client.drain_pool()  # nor lie already where this turn would bring it
-    groups = tuple(read_prompts(PROMPTS, {"samples": 1, "max_tokens": 160}))[:SAMPLES]
+    groups = tuple(read_prompts(PROMPTS, {"samples": 1, "max_tokens": max_tokens}))[:SAMPLES]
     batch = RolloutBatch(batch_id=name, groups=groups)
     return {group.prompt_id: group async for group in client.rollout(batch)}
 
@@ -154,12 +157,15 @@ async def store_leaves(client: RolloutClient, store) -> dict:
 async def surroundings_change(client: RolloutClient, shards, store) -> tuple[dict, dict, list[dict]]:
     """The groups of a rollout in which shards go 1, 3, 1 and a store leaves and comes back; the pool's status after the
     store has left, and those of the shards before they have ended."""
-    rolling = asyncio.ensure_future(roll(client, "changed", moving("off")))
+    rolling = asyncio.ensure_future(roll(client, "changed", moving("off"), LONG_TOKENS))
     while not ((await client.pool_status()).status or {}).get("keys"):
         await asyncio.sleep(0.1)
     while (await shards.at(0).status.remote())["groups"] < SAMPLES:  # of each group a token has come
         await asyncio.sleep(0.05)
     known = await shards.at(0).resize.remote(3, ShardSet(0, 1))
+    while not (await shards.at(0).status.remote())["counts"].get("handed_groups"):
+        assert not rolling.done(), "the rollout ended before a group was handed over"
+        await asyncio.sleep(0.1)
     status = await store_leaves(client, store)
     handles = [shards.at(number) for number in range(3)]
     await shards.at(0).resize.remote(1, known)
@@ -181,9 +187,8 @@ def test_shards_and_a_store_come_and_go_during_a_rollout(client, cluster):
     before = run(mounted(client))
     gone = before["store_nodes"][0]
     store = ray.get_actor(f"{master_name(args.pool, name)}-store-{gone['node_id']}", NAMESPACE)
-    plain = run(roll(client, "unchanged", moving("off")))
+    plain = run(roll(client, "unchanged", moving("off"), LONG_TOKENS))
     missed = run(reported(client))
-    # That groups are handed over is shown in small/test_context_shard.py; here it depends on when they end.
     groups, status, shards = run(surroundings_change(client, Shards(args.context, name), store))
     assert {n: [s.token_ids for s in g.samples] for n, g in plain.items()} == {
         n: [s.token_ids for s in g.samples] for n, g in groups.items()

@@ -20,6 +20,7 @@ from tailrace.app.cluster import service as service_of
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.trl.group_rewards import rewards_of
+from tailrace.policies.protocol.actions import SampleEnd
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PROMPTS = [f"Count to {number}:" for number in range(6)]
@@ -194,7 +195,7 @@ def test_a_reward_that_raises_ends_training_with_its_reason_and_cancels_what_is_
 def test_a_failed_sample_ends_training_with_its_reason(small_model, tmp_path):
     class Failing(AsyncStandIn):
         def _sample(self, batch, group, index):
-            update = {"finish_reason": "failed", "error": "gave up after 5 attempts"}
+            update = {"finish_reason": SampleEnd.FAILED, "error": "gave up after 5 attempts"}
             return super()._sample(batch, group, index).model_copy(update=update)
 
     with pytest.raises(Failed, match="sample 0 has no answer: gave up after 5 attempts"):

@@ -8,6 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tailrace import attach, rollout_function
 from tailrace.app.errors import BadInput
+from tailrace.policies.protocol.actions import SampleEnd
 
 PROMPTS = ["Count to three:", "Name a colour:", "Say a word:"]
 SAMPLES, TOKENS = 4, 6
@@ -123,7 +124,7 @@ def test_evaluation_has_keys_of_its_own(small_model, tmp_path):
 def test_a_failed_sample_ends_the_step_with_its_reason(small_model, tmp_path):
     class Failing(StandIn):
         def _sample(self, batch, group, index):
-            update = {"finish_reason": "failed", "error": "gave up after 5 attempts"}
+            update = {"finish_reason": SampleEnd.FAILED, "error": "gave up after 5 attempts"}
             return super()._sample(batch, group, index).model_copy(update=update)
 
     trainer = trainer_of(small_model, tmp_path)

@@ -15,6 +15,7 @@ from tailrace.app.train.group_trainer import GroupTrainer, parts
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
 from tailrace.app.train.task import TaskConfig, read_task
+from tailrace.policies.protocol.actions import SampleEnd
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +104,7 @@ def test_bounded_stays_within_its_staleness(small_model, tmp_path):
 def test_a_sample_without_an_answer_ends_the_run_with_its_reason(small_model, tmp_path, mode):
     class Failing(StandIn):
         def _sample(self, batch, group, index):
-            failed = {"finish_reason": "failed", "error": "gave up after 5 attempts"}
+            failed = {"finish_reason": SampleEnd.FAILED, "error": "gave up after 5 attempts"}
             return super()._sample(batch, group, index).model_copy(update=failed if batch.step == 1 else {})
 
     with pytest.raises(Failed, match=r"prompt \d sample 0 has no answer: gave up after 5 attempts"):

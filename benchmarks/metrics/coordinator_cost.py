@@ -1,0 +1,118 @@
+"""The cost of metrics for a coordinator with modelled engines: windows with and without, in turns, within one run.
+
+Processor time of the loop's thread for each chunk's end, so that a busy machine and uneven ends count little. Without:
+ends are not counted, and nothing is read. With: as in the service, all doors of it; the collector's answer is left out.
+Called by benchmarks/control_plane/fleet_coordinator.py.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from statistics import median
+from typing import NamedTuple
+
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
+
+from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.metrics.export import EXPORT_S, MetricsDoors
+from tailrace.deployments.metrics.meters import OtlpDoor
+from tailrace.deployments.metrics.metric import Figures
+from tailrace.deployments.metrics.ray_door import RayDoor
+from tailrace.deployments.metrics.registry import COORDINATOR
+from tailrace.deployments.metrics.totals import EndTotals
+
+WINDOW_S = 2 * EXPORT_S + 0.2
+"""Of one window: two exports."""
+
+
+class Dropped(MetricExporter):
+    """A collector that takes no time."""
+
+    def export(self, metrics_data, timeout_millis=10_000, **kwargs) -> MetricExportResult:
+        return MetricExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis=10_000) -> bool:
+        return True
+
+    def shutdown(self, timeout_millis=30_000, **kwargs) -> None:
+        pass
+
+
+class NoTotals(EndTotals):
+    """Counts nothing."""
+
+    def chunk_came(self, result) -> None:
+        pass
+
+    def write(self, batch, sample, start, result, replica_id, *digests) -> None:
+        sample.append(start, result, replica_id, *digests)
+
+    def sample_ended(self, end) -> None:
+        pass
+
+    def batch_over(self, batch) -> None:
+        pass
+
+
+class Window(NamedTuple):
+    """Of one window: seconds of the loop's thread and of the whole process, and ends of chunks."""
+
+    loop_s: float
+    process_s: float
+    ends: int
+
+
+class Read:
+    """Reads the figures, and times it."""
+
+    def __init__(self, rollouts: Rollouts):
+        self._rollouts, self.took_s = rollouts, []
+
+    def __call__(self) -> Figures:
+        began_s = time.thread_time()
+        figures = self._rollouts.figures()
+        self.took_s.append(time.thread_time() - began_s)
+        return figures
+
+
+async def metrics_cost(rollouts: Rollouts, engines, pairs: int) -> dict:
+    """Figures of `pairs` of windows. `engines`: `ended` is its number of chunks' ends."""
+    read, totals = Read(rollouts), (NoTotals(rollouts.now), rollouts.totals)
+    doors = MetricsDoors([OtlpDoor("tailrace-coordinator", COORDINATOR, Dropped()), RayDoor(COORDINATOR)], read)
+    windows: tuple[list[Window], list[Window]] = ([], [])
+    for pair in range(pairs):
+        for on in (pair % 2, 1 - pair % 2):  # so that growth of any kind falls on both
+            rollouts.count_by(totals[on])
+            export = asyncio.ensure_future(doors.export()) if on else None
+            windows[on].append(await _window(engines))
+            if export is not None:
+                export.cancel()
+                with suppress(asyncio.CancelledError):
+                    await export
+    rollouts.count_by(totals[1])
+    off, on = (_sums(some) for some in windows)
+    loop_share = off.loop_s / (pairs * WINDOW_S)
+    return {
+        "windows": 2 * pairs,
+        "chunk_ends": off.ends + on.ends,
+        "loop_off_us_a_chunk": round(1e6 * off.loop_s / off.ends, 1),
+        "loop_on_us_a_chunk": round(1e6 * on.loop_s / on.ends, 1),
+        "loop_cost": round(on.loop_s / on.ends / (off.loop_s / off.ends) - 1, 4),
+        "loop_cost_by_pair": [
+            round(with_.loop_s / with_.ends / (without.loop_s / without.ends) - 1, 3)
+            for without, with_ in zip(*windows, strict=True)
+        ],
+        "process_cost": round(on.process_s / on.ends / (off.process_s / off.ends) - 1, 4),
+        "read_ms": round(1e3 * median(read.took_s), 3),
+        "read_share_of_loop": round(median(read.took_s) / EXPORT_S / loop_share, 5),
+    }
+
+
+async def _window(engines) -> Window:
+    loop_s, process_s, ends = time.thread_time(), time.process_time(), engines.ended
+    await asyncio.sleep(WINDOW_S)
+    return Window(time.thread_time() - loop_s, time.process_time() - process_s, engines.ended - ends)
+
+
+def _sums(windows: list[Window]) -> Window:
+    return Window(*map(sum, zip(*windows, strict=True)))
