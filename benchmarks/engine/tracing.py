@@ -28,7 +28,7 @@ def measure(config: EngineConfig, chunk_tokens: int, rounds: int, say: Callable[
 
 def _measure(config: EngineConfig, chunk_tokens: int, rounds: int) -> dict:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to stdout, which belongs to the result
-    from tailrace.deployments.engine import chunk_trace
+    from tailrace.deployments.engine.chunk_trace import trace_chunk
     from tailrace.deployments.engine.stepper import Stepper
     from tailrace.deployments.engine.warmup import chunk_of
     from tailrace.deployments.telemetry import Telemetry, traceparent
@@ -48,7 +48,7 @@ def _measure(config: EngineConfig, chunk_tokens: int, rounds: int) -> dict:
             ended = stepper.step()
             steps_s.append(time.perf_counter() - step_s)
             for name, result in ended:
-                chunk_trace.trace_chunk(telemetry, "tracing", requests[name], result, time.time_ns())
+                trace_chunk(telemetry, "tracing", requests[name], result, time.time_ns())
                 chunks += 1
     telemetry.close()
     all_s, tracing_s = time.process_time() - began_s, cost.worked_s + cost.exported_s
