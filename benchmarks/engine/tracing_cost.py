@@ -25,10 +25,8 @@ EXPORTED = (OTLPSpanExporter, "export")
 WORKED = (
     (Telemetry, "span"),
     (Span, "end"),
-    (BatchSpans, "open_group"),
     (BatchSpans, "open_chunk"),
     (BatchSpans, "end_chunk"),
-    (BatchSpans, "close_group"),
     (live_batch, "traceparent"),
     (Span, "set_attributes"),
     (Span, "add_event"),
