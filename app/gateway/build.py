@@ -7,7 +7,9 @@ from ray import serve
 from ray.serve import Application
 
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.calls.otlp import otlp_wanted
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.metrics import exporting
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService
 
@@ -21,8 +23,10 @@ def build(args: GatewayConfig) -> Application:
     def service() -> GatewayService:
         return GatewayService(lambda role: RolloutClient(args.app_name, resume_s=RESUME_S, role=role), args)
 
+    otlp = otlp_wanted("METRICS")
+
     @serve.deployment(name="Gateway", max_ongoing_requests=args.max_open + 100, ray_actor_options={"num_cpus": 0})
-    @serve.ingress(lambda: make_app(service(), args))
+    @serve.ingress(lambda: make_app(service(), args, exporting(otlp)))
     class Gateway:
         """One replica of the gateway."""
 

@@ -1,18 +1,29 @@
-"""Figures of one gateway replica for Prometheus, `GET /metrics`: requests, refusals, open requests, seconds.
+"""Figures of one gateway replica: requests, refusals, open requests, seconds; `GET /metrics` shows them.
 
 Invariant: labels are routes of the application, statuses and a few reasons, so that no caller can make series. Each
 replica counts for itself, under a name of its own. The outermost ASGI middleware, so that refusals at the doors count.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from secrets import token_hex
 
 from fastapi import FastAPI, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
-SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-"""From a status to a long answer of an agent."""
+from tailrace.deployments.metrics.export import doors_of
+from tailrace.deployments.metrics.metric import Distribution, Figures
+from tailrace.deployments.metrics.registry import (
+    GATEWAY,
+    HTTP_OPEN,
+    HTTP_REFUSED,
+    HTTP_REQUESTS,
+    HTTP_SECONDS,
+)
+from tailrace.deployments.metrics.text import prometheus_text
 
 NO_ROUTE = "none"
 """Label of a request that has come to no route."""
@@ -29,38 +40,35 @@ def reason_of(status: int, route: str) -> str | None:
 
 
 class GatewayMetrics:
-    """The figures of one process. `replica`: their label."""
+    """The figures of one process. `replica`: their label on the page."""
 
     def __init__(self) -> None:
-        self.registry, self.replica = CollectorRegistry(), token_hex(4)
-        self._requests = Counter(
-            "tailrace_gateway_requests",
-            "Answered requests; status 0: the client had left",
-            ("replica", "route", "status"),
-            registry=self.registry,
-        )
-        self._refused = Counter(
-            "tailrace_gateway_refused", "Refused requests, by reason", ("replica", "reason"), registry=self.registry
-        )
-        self._seconds = Histogram(
-            "tailrace_gateway_request_seconds",
-            "From a request to the end of its answer",
-            ("replica", "route"),
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        opened = Gauge("tailrace_gateway_open_requests", "Requests in progress", ("replica",), registry=self.registry)
-        self._open = opened.labels(self.replica)
+        self.replica = token_hex(4)
+        self._open = 0
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._refused = Counter({(reason,): 0 for reason in HTTP_REFUSED.labels["reason"]})
+        self._seconds: dict[tuple[str], Distribution] = {}
 
     def begin(self) -> None:
-        self._open.inc()
+        self._open += 1
 
     def end(self, route: str, status: int, seconds: float) -> None:
-        self._open.dec()
-        self._requests.labels(self.replica, route, str(status)).inc()
-        self._seconds.labels(self.replica, route).observe(seconds)
+        self._open -= 1
+        self._requests[route, str(status)] += 1
+        self._seconds.setdefault((route,), Distribution(HTTP_SECONDS.bounds)).add(seconds)
         if (reason := reason_of(status, route)) is not None:
-            self._refused.labels(self.replica, reason).inc()
+            self._refused[reason,] += 1
+
+    def figures(self) -> Figures:
+        return {
+            HTTP_REQUESTS.name: dict(self._requests),
+            HTTP_REFUSED.name: dict(self._refused),
+            HTTP_SECONDS.name: {route: found.copy() for route, found in self._seconds.items()},
+            HTTP_OPEN.name: {(): self._open},
+        }
+
+    def page(self) -> bytes:
+        return prometheus_text(GATEWAY, self.figures(), {"replica": self.replica})
 
 
 class Metered:
@@ -91,10 +99,23 @@ class Metered:
 
 def add_metrics(app: FastAPI) -> None:
     """The route, and the middleware; to be added last, so that it sees all others' refusals."""
-    metrics = GatewayMetrics()
+    metrics = app.state.metrics = GatewayMetrics()
     app.add_middleware(Metered, metrics=metrics)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Figures of this replica, in Prometheus's text format."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+def exporting(otlp: bool) -> Callable:
+    """The lifespan of an application whose figures go to Ray's endpoint, and to a collector if `otlp`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        doors = doors_of("gateway", otlp, app.state.metrics.figures)
+        task = asyncio.get_running_loop().create_task(doors.export())
+        yield
+        task.cancel()
+
+    return lifespan

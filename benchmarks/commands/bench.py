@@ -14,6 +14,7 @@ from benchmarks.commands.decoupled import command as decoupled
 from benchmarks.commands.fleet import command as fleet
 from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
+from benchmarks.commands.metrics import command as metrics
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
@@ -56,6 +57,7 @@ command.add_command(control)
 command.add_command(fleet)
 command.add_command(http)
 command.add_command(ladder, "ladder")
+command.add_command(metrics)
 command.add_command(processes)
 command.add_command(results)
 command.add_command(tail)

@@ -20,7 +20,7 @@ from benchmarks.control_plane.fleet_load import MAX_TOKENS, Age, Piece, piece
 from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.channel.engine_line import EngineLine
 from tailrace.deployments.channel.sockets import DialledSocket
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
 from tailrace.policies.protocol.events import ChunkEnd
 
 BLOCK_TOKENS = 16
@@ -29,6 +29,9 @@ NODE_REPLICAS = 2
 
 TOKENS = np.arange(MAX_TOKENS, dtype=np.int32) + 100_000
 LOGPROBS = -np.linspace(0.01, 3.0, MAX_TOKENS, dtype=np.float32)
+
+
+NO_LATER_STEPS = (0,) * (len(STEP_BOUNDS_S) - 3)
 
 
 @dataclass(slots=True)
@@ -66,7 +69,6 @@ class ModelledEngine:
             "node_id": f"node-{int(replica_id[1:]) // NODE_REPLICAS}",
             "started_at": time.time(),
             "methods": ("index",),
-            "work": {"steps": 0, "step_us": 0, "tokens": 0, "verifications": 0},
         }
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
@@ -91,7 +93,11 @@ class ModelledEngine:
         self.reports += 1
         now_s, rate = self._loop.time(), self._tokens_per_s
         running = {chunk_id: chunk.tokens(now_s, rate) for chunk_id, chunk in self._chunks.items()}
-        return EngineStats(**self._constant, observed_at=time.time(), running=running)
+        steps = int(now_s * rate)
+        tokens = steps * len(running)
+        work = {"steps": steps, "step_us": int(now_s * 1e6), "tokens": tokens, "verifications": tokens}
+        counts = (0, 0, 0, steps, *NO_LATER_STEPS)
+        return EngineStats(**self._constant, observed_at=time.time(), running=running, work=work, step_counts=counts)
 
     def _arm(self) -> None:
         """One timer, for the next end."""
@@ -160,7 +166,7 @@ class EngineHost:
         hold.add_done_callback(self._holds.discard)
 
     def _count(self) -> None:
-        """Reports and processor seconds so far, how late chunks' ends were since the last count, and lines that ended."""
+        """Reports and processor seconds so far, how late chunks' ends were since the last count, lines that ended."""
         reports = sum(engine.reports for engine in self._engines.values())
         left = sum(engine.line is not None for engine in self._engines.values()) - len(self._holds)
         self._pipe.send((reports, time.process_time(), self._late_s.tolist(), left))

@@ -5,7 +5,10 @@ A refused chunk changes nothing. Tokens are collected after each step, so an abo
 """
 
 import time
+from bisect import bisect_left
 from collections import Counter
+
+import numpy as np
 
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
@@ -16,7 +19,7 @@ from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, t
 from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.weight_calls import WeightCalls
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
@@ -80,11 +83,13 @@ class Stepper(WeightCalls):
         self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
         self._redraws = Redraws(self._engine, self._requests, pool is not None, self._forget, self._replace)
         self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
+        self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
         warmup.warm_up(self)
         if self._drafts is not None:
             warmup.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
         self.reset_cache()
         self._work = Counter(dict.fromkeys(self._work, 0))
+        self._step_counts = [0] * len(self._step_counts)
 
     def draft_for_all(self, token_ids: list[int]) -> None:
         """Sets this draft for the next step on every chunk that decodes."""
@@ -151,6 +156,7 @@ class Stepper(WeightCalls):
         ended_s = time.monotonic()
         self._redraws.after_step()
         self._work.update(steps=1, step_us=int((ended_s - began_s) * 1e6))
+        self._step_counts[bisect_left(STEP_BOUNDS_S, ended_s - began_s)] += 1
         for running in self._running.values():
             if running.scheduled_s is None and running.request.num_computed_tokens > 0:
                 running.scheduled_s = began_s
@@ -257,6 +263,11 @@ class Stepper(WeightCalls):
         """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
 
+    def peek(self, chunk_id: str) -> np.ndarray:
+        """Returns the tokens that a chunk has made so far, int32; none if it does not run."""
+        running = self._running.get(chunk_id)
+        return np.array(running.token_ids if running else (), np.int32)
+
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""
         link, drafts = self._link, self._drafts
@@ -269,6 +280,7 @@ class Stepper(WeightCalls):
             adapters=self.adapters.known(),
             observed_at=time.time(),
             steps=self._work["steps"],
+            step_counts=tuple(self._step_counts),
             running=tokens | (link.held_tokens() if link else {}),
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in self._running.values()),
             speeds=self._speeds.report(),

@@ -19,6 +19,9 @@ from tailrace.policies.protocol.events import ChunkEnd
 TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Parts of an engine's memory that sleep, by vLLM's names."""
 
+STEP_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Of the buckets into which an engine counts its steps: from a small model's decode to a prefill on a CPU."""
+
 SampleKey = Annotated[int, "unsigned, 64 bits"]
 
 
@@ -137,6 +140,7 @@ class EngineStats:
     # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
     work: dict[str, int] = field(default_factory=dict)
     step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost
+    step_counts: tuple[int, ...] = ()  # steps by duration, by STEP_BOUNDS_S, the last ones above all
     max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
     adapters: tuple[Adapter, ...] = ()  # the last one of each name that it has heard of, loaded or not
 

@@ -5,7 +5,9 @@ Keys of a lane are renewed when a sample of the group finishes. Grown keys of gr
 is about to be taken (see the contract in `policies.families.ordering`). Called by `RolloutCore` alone.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS, FitQueue
 from tailrace.policies.core.request_buffer import Batch, Group, Sample
@@ -14,6 +16,8 @@ from tailrace.policies.families.ordering import OracleLongestFirst, Ordering
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import IllegalEvent
 from tailrace.policies.protocol.views import GroupView, SampleView
+
+PRIORITY = attrgetter("group.batch.priority")
 
 
 class WaitQueue:
@@ -55,6 +59,10 @@ class WaitQueue:
 
     def __len__(self):
         return len(self._samples)
+
+    def by_priority(self) -> Counter[int]:
+        """Number of queued samples, by the priority of their batch."""
+        return Counter(map(PRIORITY, self._samples.values()))
 
     def samples(self) -> list[Sample]:
         """All waiting samples, in order of arrival."""

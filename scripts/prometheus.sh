@@ -1,0 +1,11 @@
+#!/bin/bash
+# Debian's Prometheus and promtool, unpacked below .prometheus: not installed, so that no service of the system starts.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -x .prometheus/usr/bin/promtool ] && exit 0
+mkdir -p .prometheus
+cd .prometheus
+apt-get download -qq prometheus
+dpkg -x prometheus_*.deb .
+rm prometheus_*.deb
+usr/bin/promtool --version | head -1

@@ -1,0 +1,121 @@
+"""Metrics of a real service: Ray's page, which opens no port of ours; and every panel's query, in a real Prometheus."""
+
+import asyncio
+import os
+import time
+from itertools import count
+from math import isnan
+
+import httpx
+import psutil
+import pytest
+import ray
+from gateway_service import caller, gateway
+from prometheus import configuration, firing, panels, shown
+from prometheus import running as prometheus
+from prometheus_client.parser import text_string_to_metric_families
+from test_ports import documented, listening, open_sockets
+from waiting import until
+
+from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.deployments.metrics.registry import COORDINATOR, GATEWAY, POOL_CAPACITY, REGISTRY, REPLICAS
+from tailrace.policies.families.registry import Policies
+
+RAYS = {"RAY_enable_metrics_collection": "true", "RAY_metrics_report_interval_ms": "5000"}
+LOAD_S = 60.0
+WINDOW = "1m"
+"""Of rates: 6 looks at the books."""
+
+
+@pytest.fixture(scope="module")
+def before():
+    return open_sockets()
+
+
+@pytest.fixture(scope="module")
+def running(tiny_model, tmp_path_factory, before):
+    """The address of a gateway, and a client; Ray collects metrics."""
+    ours = {name: os.environ.get(name) for name in RAYS}
+    os.environ.update(RAYS)
+    with gateway(tiny_model, tmp_path_factory.mktemp("metrics")) as found:
+        asyncio.run(found[1].set_policies(Policies(chunking={"type": "fixed", "chunk_tokens": 48})))
+        yield found
+    for name, value in ours.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def page_port() -> int:
+    (node,) = ray.nodes()
+    return node["MetricsExportPort"]
+
+
+async def roll(client, number: int) -> int:
+    """One batch: many short chunks, so that samples move. Returns its samples."""
+    groups = tuple(
+        PromptGroup(prompt_id=f"p{number}-{index}", text="Count from one to ten. " * 8, samples=6, max_tokens=200)
+        for index in range(4)
+    )
+    message = RolloutBatch(batch_id=f"b{number}", groups=groups, step=number, priority=number % 3 - 1)
+    return sum([len(group.samples) async for group in client.rollout(message)])
+
+
+def load(client, url: str, seconds: float) -> int:
+    """Batches, requests and loads of weights for a while. Returns the samples of the batches."""
+    until_s, samples, first = time.monotonic() + seconds, 0, int(time.time())
+    with caller(url, "evaluator") as http:
+        for number in count(first):
+            samples += asyncio.run(roll(client, number))
+            http.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 8})
+            assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+            if time.monotonic() > until_s:
+                return samples
+    raise AssertionError("a count never ends")
+
+
+def page() -> dict:
+    """Families of Ray's page by name."""
+    text = httpx.get(f"http://127.0.0.1:{page_port()}/metrics", timeout=30).text
+    return {one.name: one for one in text_string_to_metric_families(text) if one.name.startswith("ray_tailrace_")}
+
+
+def test_ray_s_page_has_every_series_and_opens_no_port_of_ours(running, before):
+    url, client = running
+    samples = load(client, url, 1.0)
+    ended = "ray_tailrace_samples_ended_total"
+    until(lambda: ended in (found := page()) and sum(one.value for one in found[ended].samples) >= samples)
+    found = page()
+    known = {f"ray_{name}" for metric in COORDINATOR + GATEWAY for name, _ in metric.all_series()}
+    assert set(found) == known, set(found) ^ known
+    for family in found.values():
+        assert {one.name for one in family.samples} == {family.name}, "Ray adds nothing to a gauge's name"
+        assert not {"sample_id", "batch_id", "replica_id"} & {*family.samples[0].labels}
+    states = {one.labels["state"]: one.value for one in found["ray_tailrace_replicas"].samples}
+    assert set(states) == {*REPLICAS.labels["state"]} and sum(states.values()) == 2
+    (buckets,) = [f"ray_{metric.name}_bucket" for metric in REGISTRY if metric.name == "tailrace_step_seconds"]
+    counts = sorted((float(one.labels["le"]), one.value) for one in found[buckets].samples)
+    assert [value for _, value in counts] == sorted(value for _, value in counts) and counts[-1][1] > 0
+
+    sockets, table = listening(psutil.Process(), before), documented()
+    for role in ("coordinator", "dashboard agent"):
+        (numbers,) = sockets[role]
+        more = role == "dashboard agent"  # the page itself
+        assert (numbers.on_node, numbers.on_all) == (int(table[role][0]) + more, 0), f"{role}: {numbers}"
+
+
+def test_every_panel_s_query_has_values_in_a_real_prometheus(running, tiny_model, tmp_path):
+    url, client = running
+    config = configuration([f"127.0.0.1:{page_port()}"], tmp_path, "2s")
+    with prometheus(tmp_path, config) as address:
+        assert load(client, url, LOAD_S / 2)
+        version = client.status_blocking().weights_version + 1
+        assert asyncio.run(client.update_weights(version, str(tiny_model))).version == version
+        assert load(client, url, LOAD_S / 2)
+        time.sleep(20.0)  # the last export, Ray's report of it, and a scrape
+        found, alerts = panels(address, WINDOW), firing(address)
+    print(shown(found))
+    assert [key for key, values in found.items() if all(map(isnan, values.values()))] == []
+    by_title = {title: values for (title, _), values in found.items()}
+    assert sum(by_title["tailrace_tokens"].values()) > 0 and sum(by_title["tailrace_chunks"].values()) > 0
+    assert 0 < by_title["Tail share"][""] < 1 and 0 < by_title["Replicas at work"][""] <= 1
+    assert by_title["tailrace_weights_version"][""] == version
+    assert set(by_title[POOL_CAPACITY.name]) == {"memory", "ssd"} and alerts == []
