@@ -24,7 +24,8 @@ demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
 	$(PY) -m tailrace rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
 
 test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
-	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then $(MAKE) -s .venv-browser/.made; fi
+	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
+	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
 	@$(PY) -m pytest -m "live or gpu"
 

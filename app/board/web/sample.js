@@ -13,7 +13,7 @@ async function refresh_sample() {
   const id = shown, answer = await fetch("/board/sample?id=" + encodeURIComponent(id)).catch(() => null);
   if (id !== shown || answer === null) return;
   if (answer.status !== 200) {
-    byId("sample-said").textContent = "it has ended, and is not known any more";
+    byId("sample-said").textContent = answer.status === 204 ? "it has ended, and is not known any more" : `the service does not answer (${answer.status})`;
     return;
   }
   const one = await answer.json();
@@ -50,7 +50,7 @@ function show_text(one) {
   text.hidden = false;
   byId("text-said").textContent = `${count(one.drafted_tokens)} drafted tokens, ${count(one.accepted_tokens)} accepted; context computed ${count(one.computed_tokens)}, found ${count(one.cached_tokens)}; ` +
     "weights " + one.segments.map((part) => `${part.weights_version} from ${count(part.start)}`).join(", ");
-  text.textContent = one.text;
+  text.textContent = (one.text_tokens >= 2000 && one.text_tokens < one.tokens ? "… " : "") + one.text;
   if (follows) text.scrollTop = text.scrollHeight;
 }
 byId("close").addEventListener("click", () => byId("sample").close());
