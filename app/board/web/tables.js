@@ -27,7 +27,8 @@ function rates_of(name, one) { // tokens a second, tokens a step, and the accept
 function show_header() {
   const service = state.service || {};
   const weights = service.weights === undefined ? "" : `, weights ${service.weights}` + (service.digest ? ` (${service.digest})` : "");
-  byId("model").textContent = (service.model || "") + weights;
+  byId("model").textContent = (service.model || "").replace(/\/+$/, "").split("/").pop() + weights;
+  byId("model").title = service.model || "";
   byId("troubles").replaceChildren(...troubles(service).map((line) => element("li", {}, line)));
   const ready = rows("replicas").filter(([, one]) => one.state === "ready").length;
   const last = last_moment();
