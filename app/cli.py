@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "Benchmarks of a checkout: `bench --help` lists them.",
     "board": "Serve a page that shows a running service as it changes.",
     "compare": "Compare two simulations, system by system.",
+    "demo": "Roll out the same prompts by static groups and by Tailrace.",
     "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
     "drafts": "Inspect what drafts are made from.",
     "fuzz": "Run the live shell under random faults, on a virtual clock.",

@@ -6,6 +6,7 @@ of each group's end. Called by `Rollouts` alone.
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -102,20 +103,20 @@ class LiveBatches:
 
     def add(self, batch: LiveBatch) -> None:
         """The core has taken it."""
-        batch.open_spans(self._telemetry)
+        batch.open_spans(self._telemetry, Path(self._prompts.model).name)
         self._batches[batch.core_id] = batch
         self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
 
     def add_sample(self, batch: LiveBatch, group_id: str, sample_id: str) -> None:
         """The core has taken one more sample of a batch that is here, in a new group or in one that is known."""
         if group_id not in self._home:
-            batch.open_group_span(self._telemetry, group_id)
+            batch.open_group_span(group_id)
         self._home[group_id] = self._home[sample_id] = batch
 
     def drop(self, batch: LiveBatch) -> None:
         """Forget a batch whose groups have all been handed out, if it is here."""
         if self._batches.pop(batch.core_id, None) is not None:
-            batch.span.end()
+            batch.spans.close()
 
     def of(self, name: str) -> LiveBatch:
         """The submission of a sample that has not ended, or of a group, by its id."""

@@ -58,7 +58,8 @@ from tailrace.policies.families.registry import Policies
 class Coordinator(WatchCalls):
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. Raises TokenModeOff.
+    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. `every_group`: see
+    `Telemetry`. Raises TokenModeOff.
     """
 
     def __init__(
@@ -72,14 +73,16 @@ class Coordinator(WatchCalls):
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
         otlp_metrics: bool = False,
+        every_group: bool = False,
     ):
         require_token_mode(allow_no_token)
         keep_serve_port_on_node()
-        app_name, nonce = serve.get_replica_context().app_name, token_hex(3)
+        here, nonce = serve.get_replica_context(), token_hex(3)
+        app_name, name = here.app_name, here.replica_id.unique_id
         self._start(
             engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
             prompts=Prompts(model, max_model_len),
-            telemetry=Telemetry("tailrace-coordinator", otlp),
+            telemetry=Telemetry("tailrace-coordinator", otlp, instance=name, every_group=every_group),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),

@@ -110,14 +110,7 @@ class Rollouts:
         self.adapters = AdapterLoads(engines, prompts.model)
         self.totals, self._acceptance, self._trails = EndTotals(self.now), Acceptance(), Trails(self.now)
         self.figures = Books(self.totals, self._books_for_figures).figures
-        self._chunk_runner = ChunkRunner(
-            engines=engines,
-            telemetry=telemetry,
-            now=self.now,
-            digests=self._weights.digests,
-            totals=self.totals,
-            acceptance=self._acceptance,
-        )
+        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests, self.totals, self._acceptance)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
