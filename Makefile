@@ -20,9 +20,9 @@ setup: ## system libraries (as root), .venv, pinned packages, demo model
 	@PYTHON=$(PYTHON) scripts/setup.sh
 
 demo: ## the same prompts by static groups and by Tailrace, side by side, with a page to open
-	@echo "demo: about 10 minutes from a fresh clone on two cores, 4 of them after set-up"
+	@echo "demo: about 10 minutes from a fresh clone on two idle cores, 4 of them after set-up"
 	@$(MAKE) --no-print-directory setup
-	@$(PY) -m tailrace demo --out out/demo
+	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) -m tailrace demo --out out/demo
 
 test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
 	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
