@@ -5,7 +5,7 @@ Invariant: none is built on a cluster whose calls need no token, unless the conf
 
 from ray.serve import Application
 
-from tailrace.app.calls.otlp import otlp_wanted
+from tailrace.app.calls.otlp import otlp_wanted, sampler_named
 from tailrace.app.config import AppArgs, ServeFile
 from tailrace.app.model import resolve_model
 from tailrace.deployments.coordinator.coordinator import Coordinator
@@ -49,4 +49,5 @@ def _bind(args: AppArgs, coordinator, engine, drafter) -> Application:
         token_log_dir=args.token_log_dir,
         otlp_metrics=otlp_wanted("METRICS"),
         allow_no_token=args.allow_no_token,
+        every_group=sampler_named(),
     )

@@ -1,20 +1,24 @@
 """Tracing: one private OpenTelemetry provider per process, and a shelf of finished spans to look at.
 
 Invariant: a span is recorded only when its trace is sampled (the parent's flag) and somebody wants it, that
-is an OTLP collector or the shelf; anything else costs one dictionary look-up. The shelf is bounded.
+is an OTLP collector or the shelf; anything else costs one dictionary look-up. The shelf is bounded. The root of a trace
+is sampled as OTEL_TRACES_SAMPLER says, or because its spans are kept; all below it follow.
 Called by the coordinator, the engine replicas and the client; the context travels as a W3C `traceparent` in
 our own messages, which works across actors, threads and vLLM alike.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any
+from uuid import uuid4
 
-from opentelemetry import trace
+from opentelemetry import context, trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, Span, SpanContext
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 # About 1 KiB per span as a dict: 200 MiB or less, and a step of 16,384 samples in 10 chunks each fits.
@@ -23,7 +27,10 @@ SHELF_SPANS = 200_000
 MAX_TRACES = 1_000
 """Traces on the shelf. One without spans, or with late ones after it was taken, would stay for ever."""
 
+SCOPE = "tailrace"
+
 _W3C = TraceContextTextMapPropagator()
+_KEPT = context.create_key("tailrace-kept")
 
 
 def parse_traceparent(traceparent: str) -> SpanContext:
@@ -37,7 +44,7 @@ def parse_traceparent(traceparent: str) -> SpanContext:
 def traceparent(span: Span) -> str | None:
     """The W3C `traceparent` of a span, for its children in other processes; None when tracing is off."""
     carrier: dict[str, str] = {}
-    _W3C.inject(carrier, trace.set_span_in_context(span))
+    _W3C.inject(carrier, trace.set_span_in_context(span, context.Context()))
     return carrier.get("traceparent")
 
 
@@ -46,14 +53,15 @@ def trace_id_of(name: str) -> str:
     return name.lower() if len(name) == 32 else f"{parse_traceparent(name).trace_id:032x}"
 
 
-def as_dict(span: ReadableSpan, service: str) -> dict[str, Any]:
+def as_dict(span: ReadableSpan) -> dict[str, Any]:
     """A finished span as plain JSON types; times are unix nanoseconds, ids are hex."""
-    context = span.get_span_context()
+    own = span.get_span_context()
     return {
-        "trace_id": f"{context.trace_id:032x}",
-        "span_id": f"{context.span_id:016x}",
+        "trace_id": f"{own.trace_id:032x}",
+        "span_id": f"{own.span_id:016x}",
         "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
         "name": span.name,
+        "kind": span.kind.name.lower(),
         "start_unix_ns": span.start_time,
         "end_unix_ns": span.end_time,
         "attributes": _plain(span.attributes),
@@ -61,8 +69,17 @@ def as_dict(span: ReadableSpan, service: str) -> dict[str, Any]:
             {"name": event.name, "unix_ns": event.timestamp, "attributes": _plain(event.attributes)}
             for event in span.events
         ],
+        "links": [
+            {
+                "trace_id": f"{link.context.trace_id:032x}",
+                "span_id": f"{link.context.span_id:016x}",
+                "attributes": _plain(link.attributes),
+            }
+            for link in span.links
+        ],
         "status": span.status.status_code.name.lower(),
-        "service": service,
+        "status_message": span.status.description or "",
+        "resource": _plain(span.resource.attributes),
     }
 
 
@@ -73,8 +90,7 @@ def _plain(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
 class Shelf(SpanProcessor):
     """Finished spans of the traces that were asked for; the oldest trace goes first when there are too many."""
 
-    def __init__(self, service: str, most_spans: int):
-        self.service = service
+    def __init__(self, most_spans: int):
         self.most_spans = most_spans
         self.dropped_spans = 0
         self._traces: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
@@ -100,7 +116,7 @@ class Shelf(SpanProcessor):
             if self._spans >= self.most_spans:
                 self.dropped_spans += 1
                 return
-            self._traces[trace_id].append(as_dict(span, self.service))
+            self._traces[trace_id].append(as_dict(span))
             self._spans += 1
 
     def _drop_oldest(self, other_than: str) -> None:
@@ -116,20 +132,60 @@ class Shelf(SpanProcessor):
             return spans
 
 
-class Telemetry:
-    """Makes spans for one service. `otlp`: export them too; the exporter itself reads the OTEL_* variables."""
+class KeptSampler(Sampler):
+    """Samples spans that are kept; of the others those of `standard`, the sampler of the OTEL_* variables."""
 
-    def __init__(self, service: str, otlp: bool = False, most_spans: int = SHELF_SPANS):
-        self._otlp = otlp
-        self._shelf = Shelf(service, most_spans)
-        self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=otlp)
+    def __init__(self, standard: Sampler):
+        self._standard = standard
+
+    def should_sample(
+        self, parent_context, trace_id, name, kind=None, attributes=None, links=None, trace_state=None
+    ) -> SamplingResult:
+        if parent_context is not None and context.get_value(_KEPT, parent_context):
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, trace_state)
+        about = trace_id, name, kind, attributes, links, trace_state
+        return self._standard.should_sample(parent_context, *about)
+
+    def get_description(self) -> str:
+        return f"KeptSampler({self._standard.get_description()})"
+
+
+def resource_of(service: str, instance: str) -> Resource:
+    """By OpenTelemetry's names; OTEL_RESOURCE_ATTRIBUTES may add others."""
+    try:
+        release = {"service.version": version("tailrace")}
+    except PackageNotFoundError:  # a checkout that was never installed
+        release = {}
+    about = {"service.namespace": SCOPE, "service.name": service, "service.instance.id": instance}
+    return Resource.create(about | release)
+
+
+class Telemetry:
+    """Makes spans for one service. `otlp`: export them too; the exporter itself reads the OTEL_* variables.
+
+    `instance`: names this process among those of the service, or a name of chance. `every_group`: all groups of a
+    sampled batch have spans, see `batches/batch_spans.py`.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        otlp: bool = False,
+        most_spans: int = SHELF_SPANS,
+        instance: str = "",
+        every_group: bool = True,
+    ):
+        self._otlp, self.every_group = otlp, every_group
+        self._shelf = Shelf(most_spans)
+        self._provider = TracerProvider(resource=resource_of(service, instance or str(uuid4())), shutdown_on_exit=otlp)
+        self._provider.sampler = KeptSampler(self._provider.sampler)
         self._provider.add_span_processor(self._shelf)
         if otlp:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self._tracer = self._provider.get_tracer("tailrace")
+        self._tracer = self._provider.get_tracer(SCOPE)
 
     @property
     def dropped_spans(self) -> int:
@@ -151,29 +207,34 @@ class Telemetry:
         start_ns: int | None = None,
         attributes: Mapping[str, Any] | None = None,
         keep: bool = False,
+        kind: SpanKind = SpanKind.INTERNAL,
+        links: Sequence[Link] = (),
     ) -> Span:
         """A started span; the caller ends it. Without a traceparent it begins a trace.
 
         `keep` shelves the trace. A span without a reader does not record, but still passes its context on.
         """
+        made = {"attributes": attributes, "start_time": start_ns, "kind": kind, "links": links}
         if traceparent is None:
             if not (keep or self._otlp):
                 return INVALID_SPAN
-            nowhere = trace.set_span_in_context(INVALID_SPAN)  # not below whatever span is current here
-            span = self._tracer.start_span(name, nowhere, attributes=attributes, start_time=start_ns)
+            span = self._tracer.start_span(name, _below(INVALID_SPAN, keep), **made)
             if keep:
                 self._shelf.keep(f"{span.get_span_context().trace_id:032x}")
             return span
         parent = parse_traceparent(traceparent)
         if keep:
             self._shelf.keep(f"{parent.trace_id:032x}")
-        around = NonRecordingSpan(parent)
-        if not parent.trace_flags.sampled or not (self._otlp or self._shelf.keeps(f"{parent.trace_id:032x}")):
+        around, kept = NonRecordingSpan(parent), self._shelf.keeps(f"{parent.trace_id:032x}")
+        if not parent.trace_flags.sampled or not (self._otlp or kept):
             return around
-        return self._tracer.start_span(
-            name, trace.set_span_in_context(around), attributes=attributes, start_time=start_ns
-        )
+        return self._tracer.start_span(name, _below(around, kept), **made)
 
     def close(self) -> None:
         """Send waiting spans to the collector."""
         self._provider.shutdown()
+
+
+def _below(span: Span, kept: bool) -> context.Context:
+    """The context of a child of `span`, and not of whatever span is current here."""
+    return trace.set_span_in_context(span, context.Context({_KEPT: True} if kept else {}))

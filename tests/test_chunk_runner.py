@@ -56,12 +56,12 @@ def batch() -> LiveBatch:
         message=message, core_id="b", delivery=None, prepared=[Prepared(group, (1, 2, 3), 8, "key")], past={},
         submitted_s=10.0,
     )  # fmt: skip
-    made.open_spans(Telemetry("test"))
+    made.open_spans(Telemetry("test"), "model")
     return made
 
 
 def run(answer, of: LiveBatch | None = None):
-    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
     return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
 
 
@@ -70,7 +70,7 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     event, write = run(RESULT, of)
     assert event == ChunkFinished(
         now=NOW_S, chunk_id=START.chunk_id, new_tokens=2, end=ChunkEnd.LENGTH, weights_version=3, stored_tokens=4,
-        drafted_tokens=7, accepted_tokens=1,
+        drafted_tokens=7, accepted_tokens=1, computed_tokens=3,
     )  # fmt: skip
     sample = of.samples["b/p#0"]
     assert sample.tokens == 0 and sample.started_s == 2.5
@@ -112,7 +112,7 @@ def test_a_cancelled_call_stays_cancelled():
             await asyncio.sleep(60.0)
 
     async def cancelled():
-        runner = ChunkRunner(Slow(), Telemetry("test"), lambda: NOW_S, {}, EndTotals(lambda: NOW_S))
+        runner = ChunkRunner(Slow(), lambda: NOW_S, {}, EndTotals(lambda: NOW_S))
         running = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         await asyncio.sleep(0)
         running.cancel()
@@ -154,7 +154,7 @@ def test_the_segment_names_the_content_of_the_weights():
 
 @pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
 def test_an_abort_that_comes_too_late_is_no_error(answer):
-    runner = ChunkRunner(Script(answer), Telemetry("test"), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
     assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None
 
 
@@ -170,7 +170,7 @@ def watched(reports, step_s=4.0) -> tuple[list, int]:
 
     async def play():
         clock = [0.0]
-        runner = ChunkRunner(Silent(), Telemetry("test"), lambda: clock[0], {3: "digest"}, EndTotals(lambda: NOW_S))
+        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"}, EndTotals(lambda: NOW_S))
         run = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         for report in reports:
             await asyncio.sleep(0)

@@ -26,7 +26,10 @@ def test_a_kept_trace_spans_services_and_is_plain_json():
 
     (outer,), (inner,) = client.take(header), engine.take(trace_id_of(header))
     assert inner["trace_id"] == outer["trace_id"] and inner["parent_id"] == outer["span_id"]
-    assert outer["parent_id"] is None and (outer["service"], inner["service"]) == ("client", "engine")
+    assert outer["parent_id"] is None and [one["resource"]["service.name"] for one in (outer, inner)] == [
+        "client",
+        "engine",
+    ]
     assert (inner["start_unix_ns"], inner["end_unix_ns"]) == (1_000, 3_000)
     assert inner["events"] == [{"name": "decode", "unix_ns": 2_000, "attributes": {}}]
     assert json.loads(json.dumps([inner, outer])) == [inner, outer]

@@ -128,7 +128,7 @@ def test_the_first_of_a_race_to_end_has_won_and_the_sample_goes_on_where_it_did(
     assert roles == [(0, "generate"), (0, "lost"), (2, "won"), (1, "lost"), (2, "generate")]
     copying = [band for band in bands(taken) if band.role == "race"]
     assert {(band.replica, round(band.end_s - band.begin_s, 3)) for band in copying} == {(2, 8.0), (1, 7.1)}
-    assert "+c (suffix, won)" in longest(taken)[1][7]
+    assert "+c (suffix, won)" in longest(taken)[1][8]
 
 
 def test_an_undecided_race_has_no_winner_and_a_copy_may_take_over_from_a_lost_replica():

@@ -30,7 +30,7 @@ DIGESTS = ("start", "one", "two")
 class Words:
     """Prompts whose text is their token ids."""
 
-    tokenizer_name = ""
+    tokenizer_name, model = "", "words"
 
     def prepare(self, message):
         return [Prepared(group, group.token_ids, group.max_tokens, group.prompt_id) for group in message.groups]

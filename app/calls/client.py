@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from uuid import uuid4
 
+from opentelemetry.trace import SpanKind
+
 from tailrace.app.calls.adapter_calls import AdapterCalls
 from tailrace.app.calls.blocking import blocking, blocking_iterator
 from tailrace.app.calls.otlp import otlp_wanted
@@ -77,8 +79,15 @@ class RolloutClient(StatusCalls, SessionCalls, WeightsCalls, AdapterCalls):
         Continues after the coordinator was lost: missing groups are made again, with the same tokens. A batch
         is never rolled out under a lower weights version than this client's last update.
         """
-        attributes = {"batch_id": batch.batch_id, "groups": len(batch.groups), "step": batch.step}
-        span = self._telemetry.span("driver", batch.traceparent, attributes=attributes, keep=batch.keep_trace)
+        attributes = {"id": batch.batch_id, "groups": len(batch.groups)}
+        attributes = {f"tailrace.batch.{name}": value for name, value in attributes.items()}
+        span = self._telemetry.span(
+            "driver",
+            batch.traceparent,
+            attributes={**attributes, "tailrace.step": batch.step},
+            keep=batch.keep_trace,
+            kind=SpanKind.CLIENT,
+        )
         if batch.keep_trace:
             self._traces[batch.batch_id] = f"{span.get_span_context().trace_id:032x}"
             if len(self._traces) > MAX_TRACES:

@@ -1,4 +1,4 @@
-"""Whether traces and metrics are exported: by the standard variables of OpenTelemetry."""
+"""Which traces and metrics are exported: by the standard variables of OpenTelemetry."""
 
 import os
 
@@ -8,3 +8,8 @@ def otlp_wanted(signal: str = "TRACES") -> bool:
     return any(
         os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
     )
+
+
+def sampler_named() -> bool:
+    """Whether they name a sampler: then it alone decides, and every group of a sampled batch has spans."""
+    return bool(os.environ.get("OTEL_TRACES_SAMPLER"))

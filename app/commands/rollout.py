@@ -11,6 +11,7 @@ import click
 from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.otlp_json import traces_data
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.files.results import ResultsFile
 from tailrace.app.summary import summarise, table
@@ -31,7 +32,7 @@ from tailrace.policies.protocol.actions import SampleEnd
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
 @allow_code_option
 @click.option("--address", default=None, help="A running cluster (auto, host:port); else a local one is made.")
-@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Write the run's spans there, JSONL.")
+@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Write the run's spans there, OTLP JSON.")
 @click.option("--journal", type=click.Path(path_type=Path), default=None, help="Write the core's events and actions.")
 @click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object, the last line of stdout.")
 def command(prompts, out, samples, max_tokens, config, address, trace, journal, as_json, seed, step, **sampling):
@@ -49,7 +50,7 @@ def command(prompts, out, samples, max_tokens, config, address, trace, journal, 
             click.echo(f"{len(wanted) - len(missing)} of {len(wanted)} groups are in {out} already", err=True)
         groups, spans = _run(file, address, missing, results, seed, step, trace is not None, journal)
     if trace is not None:
-        trace.write_text("".join(json.dumps(span) + "\n" for span in spans))
+        trace.write_text(json.dumps(traces_data(spans)) + "\n", encoding="utf-8")
     _report(groups, len(wanted) - len(missing), out, as_json)
 
 

@@ -140,6 +140,10 @@ class SimulatedStepper:
         for name in list(self._blocks)[: max(0, len(self._blocks) - self._constant["kv_capacity_blocks"])]:
             del self._blocks[name]
 
+    def peek(self, chunk_id: str) -> np.ndarray:
+        running = self._running.get(chunk_id)
+        return np.array(running.tokens if running else (), np.int32)
+
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         if chunk_id in self._running:
             self._finish(chunk_id, ChunkEnd.ABORTED)

@@ -33,16 +33,22 @@ def last_of(points: Sequence[tuple[float, float]], low: float) -> list[tuple[flo
 def acceptance(spans: Sequence[Span], horizon_s: float, looks: int = LOOKS) -> list[tuple[float, float]]:
     """Tokens per verification in each of `looks` equal stretches of 0 to horizon_s, at their middles. A span's tokens
     and verifications are spread evenly over its time; stretches without a verification have no point."""
-    counted = [span for span in spans if span.verifications > 0 and span.end_s > span.begin_s]
+    counted = [span for span in spans if span.verifications > 0]
+    return ratio_over_time([(s.begin_s, s.end_s, s.tokens, s.verifications) for s in counted], horizon_s, looks)
+
+
+def ratio_over_time(
+    counts: Sequence[tuple[float, float, float, float]], horizon_s: float, looks: int = LOOKS
+) -> list[tuple[float, float]]:
+    """Of (begin_s, end_s, part, whole) each: part over whole in `looks` equal stretches of 0 to horizon_s, at their
+    middles. Both are spread evenly over the time; stretches with nothing of the whole have no point."""
+    counted = [one for one in counts if one[1] > one[0]]
     if not counted or not horizon_s:
         return []
-    begin, end, tokens, verifications = (
-        np.array([getattr(span, field) for span in counted], dtype=float)
-        for field in ("begin_s", "end_s", "tokens", "verifications")
-    )
+    begin, end, part, whole = np.array(counted, dtype=float).T
     edges = np.linspace(0.0, horizon_s, looks + 1)
     done = [np.clip((edge - begin) / (end - begin), 0.0, 1.0) for edge in edges]
-    made, verified = (np.diff([share @ weights for share in done]) for weights in (tokens, verifications))
+    made, of = (np.diff([share @ weights for share in done]) for weights in (part, whole))
     middles = (edges[1:] + edges[:-1]) / 2
-    enough = verified > 1e-9 * verifications.sum()
-    return [(float(x), float(a / b)) for x, a, b in zip(middles[enough], made[enough], verified[enough], strict=True)]
+    enough = of > 1e-9 * whole.sum()
+    return [(float(x), float(a / b)) for x, a, b in zip(middles[enough], made[enough], of[enough], strict=True)]

@@ -33,13 +33,21 @@ def page(title: str, runs: Mapping[str, SimulatedRun], comparison: dict | None, 
         f"<h1>{escape(title)}</h1>",
         _about(runs, comparison),
         _headline(comparison),
-        *(f"<p>{escape(note)}</p>" for note in notes),
         table(rows(comparison)),
         _ratio_bars(comparison, colours),
         _timelines(runs, shown) if shown else "<h2>Replicas</h2><p class=soft>No spans were recorded.</p>",
         _curves(runs, colours),
+        _folded(notes),
     ]
     return document(title, "\n".join(body), timelines(runs, shown) if shown else None)
+
+
+def _folded(notes: Sequence[str]) -> str:
+    """Open at a click: a reader comes for the pictures."""
+    if not notes:
+        return ""
+    lines = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"<h2>Notes</h2><details><summary>Assumptions of the model: {len(notes)}</summary>{lines}</details>"
 
 
 def _about(runs: Mapping[str, SimulatedRun], comparison: dict) -> str:

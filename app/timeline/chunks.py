@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tailrace.app.simulator.types import Span
+from tailrace.app.simulator.types import Ended, Span
 
 OWNER = "owner"
 """The draft method of a runner that no copy names one for: it continues as it did before the race."""
+
+
+COUNTS = ("verifications", "drafted_tokens", "accepted_tokens", "pulled_tokens", "computed_tokens")
+"""Of a chunk's end; 0 in journals of cores that did not write them down."""
 
 
 class ReplicaLifetime(NamedTuple):
@@ -50,6 +54,19 @@ class RecordedChunk:
     end: str = "running"
     error: str = ""
     won: bool | None = None
+    weights_version: int = 0
+    verifications: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    pulled_tokens: int = 0
+    computed_tokens: int = 0
+    expected_tokens: int = 0  # of the whole answer, as estimated at its start
+
+    def count(self, event) -> None:
+        """Note the counts of its `ChunkFinished`."""
+        self.new_tokens = event.new_tokens
+        for name in COUNTS:
+            setattr(self, name, getattr(event, name, 0))
 
     @property
     def is_copy(self) -> bool:
@@ -73,6 +90,7 @@ class RecordedChunk:
             begin_s=begin_s,
             end_s=end_s,
             tokens=tokens,
+            verifications=0 if role == "prefill" else self.verifications,
             note=self._note(),
         )
 
@@ -124,8 +142,26 @@ class RecordedSample:
     moves: int = 0
     ended_s: float | None = None
     end: str = ""
+    max_tokens: int = 0  # of its first turn
 
     @property
     def tokens(self) -> int:
         """Answer tokens that are known of; copies make the same ones."""
         return max((chunk.start + chunk.new_tokens for chunk in self.chunks), default=0)
+
+    def as_ended(self, sample_id: str) -> Ended:
+        """Its drafts are those of all its chunks, copies included."""
+        return Ended(
+            sample_id=sample_id,
+            step=self.batch,
+            tokens=self.tokens,
+            submitted_s=self.submitted_s,
+            ended_s=self.ended_s,
+            chunks=len(self.chunks),
+            moves=self.moves,
+            preemptions=0,
+            recomputed_tokens=0,
+            verifications=sum(chunk.verifications for chunk in self.chunks),
+            drafted=sum(chunk.drafted_tokens for chunk in self.chunks),
+            accepted=sum(chunk.accepted_tokens for chunk in self.chunks),
+        )

@@ -20,6 +20,11 @@ class Entry(NamedTuple):
     fields: SimpleNamespace
 
 
+def _header(data: dict) -> SimpleNamespace:
+    began_at = int(data.get("weights_version", 0))
+    return SimpleNamespace(format=data["journal"], dropped=int(data["dropped"]), weights_version=began_at)
+
+
 def entries(lines: Iterable[str]) -> Iterator[Entry]:
     """First the header, as an entry of kind `journal`. Raises ValueError that names the line."""
     number = 0
@@ -27,7 +32,7 @@ def entries(lines: Iterable[str]) -> Iterator[Entry]:
         try:
             data = json.loads(text)
             if number == 1:
-                yield Entry(1, 0.0, "journal", SimpleNamespace(format=data["journal"], dropped=int(data["dropped"])))
+                yield Entry(1, 0.0, "journal", _header(data))
                 continue
             ((kind, fields),) = ((name, value) for name, value in data.items() if name != "actions")
             now = float(fields["now"])

@@ -4,12 +4,13 @@ Called by `tailrace timeline` and by the page.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from math import inf
 
 from tailrace.app.report.span_columns import Band
 from tailrace.app.simulator.report import busy_seconds, number, summary
 from tailrace.app.simulator.types import Span
-from tailrace.app.timeline.chunks import OWNER, RecordedSample
+from tailrace.app.timeline.chunks import COUNTS, OWNER, RecordedChunk, RecordedSample
 from tailrace.app.timeline.record import Record
 from tailrace.app.timeline.replica_states import ROLES, role_seconds
 
@@ -26,11 +27,14 @@ MOST_STAYS = 8
 def figures(record: Record, bands: list[Band]) -> dict:
     """`replica_s`: replica-seconds up, from the first submission to the end of the last sample. `busy_share`: of that,
     when a chunk ran, whether it had made a token or not. `role_s`: replica-seconds by role. `wins`: races won by draft
-    method; `owner`: by the chunk that was copied, where it names no method."""
+    method; `owner`: by the chunk that was copied, where it names no method. `weights`: the versions, with the seconds
+    at which they came. Tokens of drafts and KV are those of all chunks, see `tokens_of`."""
     said = summary(record.run)
     replicas = of_replicas(record, bands)
     return {
         **{key: said[key] for key in TAKEN},
+        **tokens_of(record.chunks),
+        "weights": [{"at_s": round(at_s, 3), "version": version} for at_s, version in record.weights],
         "role_s": {role: round(sum(one[role] for one in replicas.values()), 3) for role in ROLES},
         "replicas": replicas,
         "races": [race.as_json(record.names) for race in record.races],
@@ -41,20 +45,40 @@ def figures(record: Record, bands: list[Band]) -> dict:
 
 
 def of_replicas(record: Record, bands: list[Band]) -> dict[str, dict]:
-    """By id: up_s, busy_share (None: never up), tokens made there, and seconds in each role."""
+    """By id: up_s, busy_share (None: never up), tokens made there, its drafts and KV, and seconds in each role."""
     seconds = role_seconds(bands)
-    spans, tokens = [[] for _ in record.names], Counter()
+    spans, chunks = [[] for _ in record.names], [[] for _ in record.names]
     for span in record.run.spans:
         spans[span.replica].append(span)
     for chunk in record.chunks:
-        tokens[chunk.replica] += chunk.new_tokens
+        chunks[chunk.replica].append(chunk)
     found = {}
     for index, name in enumerate(record.names):
         up_s = sum(lifetime.end_s - lifetime.begin_s for lifetime in record.lifetimes[index])
         share = round(busy_seconds(spans[index]) / up_s, 4) if up_s else None
         roles = {role: round(seconds[index, role], 3) for role in ROLES}
-        found[name] = {"up_s": round(up_s, 3), "busy_share": share, "tokens": tokens[index], **roles}
+        made = {"tokens": sum(chunk.new_tokens for chunk in chunks[index]), **tokens_of(chunks[index])}
+        found[name] = {"up_s": round(up_s, 3), "busy_share": share, **made, **roles}
     return found
+
+
+def tokens_of(chunks: Sequence[RecordedChunk]) -> dict:
+    """Draft tokens and the share of them that was accepted; tokens made in an engine step, the acceptance length; and
+    context tokens whose KV came from the pool, or was computed. None where the journal holds no count of steps."""
+    sums = {name: sum(getattr(chunk, name) for chunk in chunks) for name in COUNTS}
+    verified = sum(chunk.new_tokens for chunk in chunks if chunk.verifications)
+    return {
+        "drafted_tokens": sums["drafted_tokens"],
+        "accepted_tokens": sums["accepted_tokens"],
+        "accepted_share": _share(sums["accepted_tokens"], sums["drafted_tokens"]),
+        "acceptance_length": _share(verified, sums["verifications"]),
+        "pulled_tokens": sums["pulled_tokens"],
+        "computed_tokens": sums["computed_tokens"],
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
 
 
 def wins(record: Record) -> dict[str, int]:
@@ -70,7 +94,7 @@ def unended(record: Record) -> int:
 
 def longest(record: Record) -> list[list[str]]:
     """The samples with the max tokens, as a table with its heads."""
-    table = [["sample", "tokens", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
+    table = [["sample", "tokens", "a step", "first runs s", "ends s", "waits s", "chunks", "moves", "ran on", "end"]]
     ordered = sorted(record.samples.items(), key=lambda item: (-item[1].tokens, -(item[1].ended_s or inf), item[0]))
     for sample_id, sample in ordered[:LONGEST]:
         ran_s = busy_seconds(
@@ -82,8 +106,9 @@ def longest(record: Record) -> list[list[str]]:
         end_s = sample.ended_s if sample.ended_s is not None else record.run.makespan_s
         first_s = min((chunk.begin_s for chunk in sample.chunks), default=end_s)
         seconds = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s))
-        cells = [number(sample.tokens), *map(number, seconds), number(len(sample.chunks)), number(sample.moves)]
-        table.append([sample_id, *cells, _ran_on(record, sample), sample.end or "runs on"])
+        length = tokens_of(sample.chunks)["acceptance_length"]
+        cells = [sample.tokens, length, *seconds, len(sample.chunks), sample.moves]
+        table.append([sample_id, *map(number, cells), _ran_on(record, sample), sample.end or "runs on"])
     return table
 
 

@@ -5,8 +5,9 @@ like a simulated one. `tailrace timeline RUN --out x.html` writes it.
 """
 
 from html import escape
+from itertools import accumulate
 
-from tailrace.app.report.curves import over_moments
+from tailrace.app.report.curves import acceptance, over_moments, ratio_over_time
 from tailrace.app.report.document import document, figure, interactive, legend, panel, table
 from tailrace.app.report.span_columns import BANDS, Band, Rows, drawable, held_share, timelines
 from tailrace.app.report.svg_charts import curves
@@ -21,6 +22,9 @@ ROW = (
 )
 MOST_SPANS = 300_000
 """Of 23 bytes each: 9.2 MB of base64. 16,384 samples in 18 chunks each."""
+
+Series = dict[str, list[tuple[float, float]]]
+"""Points over the seconds of the run, by name."""
 
 MOST_RACES, MOST_REPLICAS = 20, 64
 """Rows of tables."""
@@ -40,7 +44,7 @@ def page(title: str, record: Record, bands: list[Band], said: dict) -> str:
         *(f"<p>{escape(note)}</p>" for note in notes(record, said)),
         _replicas(record, bands, shown),
         _over_time(record),
-        f"<h2>The longest samples</h2>{table(longest(record), left=(7, 8))}",
+        f"<h2>The longest samples</h2>{table(longest(record), left=(8, 9))}",
         _races(said),
         f"<h2>Activity of each replica</h2>{_roles(said)}",
     ]
@@ -83,7 +87,20 @@ def _headline(said: dict) -> str:
     if said["races"]:
         won = ", ".join(f"{escape(method)} {count}" for method, count in said["wins"].items())
         words.append(f"races: {len(said['races']):,}" + (f", won by {won}" if won else ""))
+    words += drafts_and_kv(said)
     return f"<p class=headline>{'; '.join(words)}</p>"
+
+
+def drafts_and_kv(said: dict) -> list[str]:
+    """Of a run or a replica, in words; the journal may hold neither."""
+    words = []
+    if said["drafted_tokens"]:
+        words.append(f"{percent(said['accepted_share'])} of {said['drafted_tokens']:,} draft tokens accepted")
+    if said["acceptance_length"]:
+        words.append(f"{number(said['acceptance_length'])} tokens in an engine step")
+    if said["pulled_tokens"]:
+        words.append(f"KV of {said['pulled_tokens']:,} context tokens pulled, of {said['computed_tokens']:,} computed")
+    return words
 
 
 def _replicas(record: Record, bands: list[Band], shown: dict) -> str:
@@ -109,14 +126,49 @@ def _over_time(record: Record) -> str:
     if record.asked:
         wanted = [(at_s, replicas) for at_s, replicas, _ in record.asked if at_s <= run.makespan_s]
         up["asked for"] = [*wanted, (run.makespan_s, wanted[-1][1])] if wanted else []
+    shown = [
+        ("Samples", "", "samples", 1, samples),
+        ("Replicas", "", "replicas", 4, up),
+        ("Acceptance length", "Tokens made in an engine step.", "tokens", 1, lengths(record)),
+        ("Drafts", "Of the draft tokens of chunks that ran at the time.", "share", 0, drafts(record)),
+        ("KV of contexts", "When the chunk that needed it began; so far.", "tokens", 1, kv(record)),
+    ]
+    marks = [(at_s, f"weights {version}") for at_s, version in record.weights[1:]]
     charts = []
-    for heading, label, least_high, series in (("Samples", "samples", 1, samples), ("Replicas", "replicas", 4, up)):
-        high = max([least_high, *(value for points in series.values() for _, value in points)])
+    for heading, caption, label, lowest_high, series in shown:
+        if not any(series.values()):
+            continue
+        high = max([lowest_high, *(value for points in series.values() for _, value in points)])
         colours = dict(zip(series, ("s1", "s2"), strict=False))
         key = legend([(colours[name], name) for name in series])
-        drawn = curves(x, (0.0, 1.05 * high, label), series, colours, stepped=True, shaded=shaded)
-        charts.append(figure(heading, "", key + drawn))
-    return f"<h2>Over time</h2><div class=charts>{''.join(charts)}</div>"
+        reach = (0.0, 1.05 * high, label)
+        how = {"share": label == "share", "stepped": heading in ("Samples", "Replicas", "KV of contexts")}
+        drawn = curves(x, reach, series, colours, shaded=shaded, marks=marks, **how)
+        charts.append(figure(heading, caption, key + drawn))
+    said = f"<p class=soft>Lines across: {', '.join(said for _, said in marks)}.</p>" if marks else ""
+    return f"<h2>Over time</h2>{said}<div class=charts>{''.join(charts)}</div>"
+
+
+def lengths(record: Record) -> Series:
+    """Tokens of a sample that an engine step makes; nothing if the journal does not hold steps."""
+    return {"a step": acceptance(record.run.spans, record.run.makespan_s)}
+
+
+def drafts(record: Record) -> Series:
+    """The share of draft tokens that was accepted."""
+    spread = [(c.begin_s, c.end_s, c.accepted_tokens, c.drafted_tokens) for c in record.chunks if c.drafted_tokens]
+    return {"accepted": ratio_over_time(spread, record.run.makespan_s)}
+
+
+def kv(record: Record) -> Series:
+    """Context tokens so far whose KV was pulled from the pool, and whose was computed."""
+    chunks = sorted(record.chunks, key=lambda chunk: chunk.begin_s)
+    found = {}
+    for name, count in (("pulled from the pool", "pulled_tokens"), ("computed", "computed_tokens")):
+        sums = list(accumulate(getattr(chunk, count) for chunk in chunks))
+        points = [(chunk.begin_s, total) for chunk, total in zip(chunks, sums, strict=True)]
+        found[name] = [(0.0, 0), *points, (record.run.makespan_s, sums[-1])] if sums and sums[-1] else []
+    return found
 
 
 def _races(said: dict) -> str:
@@ -136,12 +188,15 @@ def _races(said: dict) -> str:
 
 def _roles(said: dict) -> str:
     """The replicas that were up longest, if there are many."""
-    rows = [["replica", "up s", "busy", "tokens", *(f"{WORDS[role]} s" for role in ROLES)]]
+    made = ("tokens", "drafted", "accepted", "a step", "KV pulled", "computed")
+    rows = [["replica", "up s", "busy", *made, *(f"{WORDS[role]} s" for role in ROLES)]]
     ordered = sorted(said["replicas"].items(), key=lambda item: -item[1]["up_s"])
     kept = dict(ordered[:MOST_REPLICAS])
     for name, one in said["replicas"].items():
         if name in kept:
             cells = [number(one["up_s"]), percent(one["busy_share"]), f"{one['tokens']:,}"]
+            cells += [f"{one['drafted_tokens']:,}", percent(one["accepted_share"]), number(one["acceptance_length"])]
+            cells += [f"{one['pulled_tokens']:,}", f"{one['computed_tokens']:,}"]
             rows.append([name, *cells, *(number(one[role]) for role in ROLES)])
     more = len(ordered) - len(kept)
     return table(rows) + (f"<p class=soft>{more:,} more are in the JSON.</p>" if more else "")

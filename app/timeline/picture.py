@@ -9,12 +9,12 @@ from pathlib import Path
 
 from tailrace.app.report.curves import over_moments
 from tailrace.app.report.figures import new_figure, save
-from tailrace.app.report.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
 from tailrace.app.report.span_columns import Band, drawable
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.report import number, percent, summary, tails
 from tailrace.app.simulator.types import Span
-from tailrace.app.timeline.page import MOST_SPANS, rows_of
+from tailrace.app.style.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
+from tailrace.app.timeline.page import MOST_SPANS, drafts, kv, lengths, rows_of
 from tailrace.app.timeline.record import Record
 from tailrace.app.timeline.replica_states import WORDS
 
@@ -33,13 +33,17 @@ def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> No
     spans = drawable({"run": record.run}, MOST_SPANS)["run"]
     lanes = lanes_of(spans)
     tall = min(14.0, max(2.0, rows * max(0.5, 0.08 * max(lanes, default=0))))
-    figure, (above, below) = new_figure(14, tall + 3.4, 2, 1, sharex=True, height_ratios=(tall, 1.8))
+    figure, (above, below, last) = new_figure(14, tall + 5.2, 3, 1, sharex=True, height_ratios=(tall, 1.8, 1.8))
     _rows(above, record, bands)
     _spans(above, record, list(bands), spans, lanes)
     _curves(below, record)
-    for axes in (above, below):
+    _drafts_and_kv(last, record)
+    for axes in (above, below, last):
         for begin_s, end_s in tails(record.run.ended):
             axes.axvspan(begin_s, end_s, color=TAIL, linewidth=0, zorder=0.5)
+        for at_s, version in record.weights[1:]:
+            axes.axvline(at_s, color="black", linewidth=1)
+            axes.annotate(f"weights {version}", (at_s, 1), xycoords=("data", "axes fraction"), fontsize=7, va="top")
     said = summary(record.run)
     above.set_title(
         f"{title}: {number(said['makespan_s'])} s, tail {number(said['tail_s'])} s ({percent(said['tail_share'])}, "
@@ -127,7 +131,7 @@ def _curves(axes, record: Record) -> None:
     for field, colour in (("running", SERIES[1]), ("waiting", SERIES[2])):
         points = over_moments(record.run, field)
         axes.step(*zip(*points, strict=True), where="post", color=colour, label=f"samples {field}", linewidth=1.3)
-    axes.set(xlabel="seconds", ylabel="samples", ylim=(0, None))
+    axes.set(ylabel="samples", ylim=(0, None))
     up = axes.twinx()
     up.step(
         *zip(*over_moments(record.run, "replicas"), strict=True), where="post", color=REFERENCE, label="replicas up"
@@ -138,5 +142,26 @@ def _curves(axes, record: Record) -> None:
     most = max(moment.replicas for moment in record.run.moments)
     up.set(ylabel="replicas", ylim=(0, max(4, 1.1 * most)))
     up.yaxis.get_major_locator().set_params(integer=True)
-    handles = [*axes.get_lines(), *up.get_lines()]
+    _name_lines(axes, up)
+
+
+def _drafts_and_kv(axes, record: Record) -> None:
+    """Tokens of a step where the journal holds steps, or else the share of accepted drafts; and KV so far."""
+    found = lengths(record)["a step"]
+    share = [] if found else drafts(record)["accepted"]
+    for points, said in ((found, "tokens in an engine step"), (share, "draft tokens accepted, share")):
+        if points:
+            axes.plot(*zip(*points, strict=True), color=SERIES[1], label=said, linewidth=1.3)
+    axes.set(xlabel="seconds", ylabel="drafts", ylim=(0, None))
+    tokens = axes.twinx()
+    for (said, points), style in zip(kv(record).items(), ("-", ":"), strict=True):
+        if points:
+            xs, ys = zip(*points, strict=True)
+            tokens.step(xs, ys, where="post", color=REFERENCE, linestyle=style, label=f"KV tokens {said}, so far")
+    tokens.set(ylabel="context tokens", ylim=(0, None))
+    _name_lines(axes, tokens)
+
+
+def _name_lines(axes, other) -> None:
+    handles = [line for line in (*axes.get_lines(), *other.get_lines()) if not line.get_label().startswith("_")]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.04, 1.0), fontsize=8, frameon=False)

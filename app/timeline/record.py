@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tailrace.app.simulator.types import Ended, Moment, SimulatedRun
+from tailrace.app.simulator.types import Moment, SimulatedRun
 from tailrace.app.timeline.chunks import RecordedChunk, RecordedRace, RecordedSample, ReplicaLifetime
 from tailrace.app.timeline.entries import Entry, entries
 from tailrace.app.timeline.replica_lifetimes import ReplicaLifetimes
@@ -19,7 +19,8 @@ from tailrace.app.timeline.replica_lifetimes import ReplicaLifetimes
 class Record:
     """A run as it went. Replicas are numbers: places in `names` and `lifetimes`, in the order of joining.
 
-    `asked`: (seconds, replicas that there should be, why). `dropped`: entries that the journal does not hold.
+    `asked`: (seconds, replicas that there should be, why). `weights`: (seconds, version), from the first submission.
+    `dropped`: entries that the journal does not hold.
     """
 
     run: SimulatedRun
@@ -29,6 +30,7 @@ class Record:
     chunks: tuple[RecordedChunk, ...]
     races: tuple[RecordedRace, ...]
     asked: tuple[tuple[float, int, str], ...]
+    weights: tuple[tuple[float, int], ...]
     dropped: int
 
 
@@ -59,6 +61,7 @@ class _Reading:
         self._races: dict[str, RecordedRace] = {}
         self._chunks_of: Counter = Counter()  # running, by sample that has not ended
         self._unended = 0
+        self._weights: list[tuple[float, int]] = []
         self._moments: list[Moment] = []
 
     def take(self, entry: Entry) -> None:
@@ -83,6 +86,7 @@ class _Reading:
 
     def _header(self, header) -> None:
         self._dropped = header.dropped
+        self._weights.append((0.0, header.weights_version))
 
     def _joined(self, event) -> None:
         self._lifetimes.join(event.replica_id, self._now)
@@ -96,6 +100,9 @@ class _Reading:
     def _set_replicas(self, action) -> None:
         self._lifetimes.asked.append((self._now, action.replicas, action.reason))
 
+    def _changed_weights(self, event) -> None:
+        self._weights = [one for one in self._weights if one[0] < self._now] + [(self._now, event.version)]
+
     # ---- samples and their chunks ----------------------------------------------------------------
 
     def _submitted(self, event) -> None:
@@ -105,7 +112,7 @@ class _Reading:
         for group in event.groups:
             name = group["group_id"]
             for _ in range(group["samples"]):  # an open group's come in several events
-                sample = RecordedSample(batch, group["prompt_tokens"], self._now)
+                sample = RecordedSample(batch, group["prompt_tokens"], self._now, max_tokens=group.get("max_tokens", 0))
                 self._samples[f"{name}#{self._sizes[name]}"] = sample
                 self._sizes[name] += 1
             self._unended += group["samples"]
@@ -125,6 +132,8 @@ class _Reading:
             context_tokens=sample.prompt_tokens + action.start,
             reason=action.reason,
             method=getattr(action, "method", None),
+            weights_version=getattr(action, "weights_version", 0),
+            expected_tokens=getattr(action, "expected_tokens", 0),
         )
         if raced in self._chunks:
             self._enter(chunk, self._chunks[raced])
@@ -174,7 +183,7 @@ class _Reading:
         chunk = self._running.get(event.chunk_id)
         if chunk is None:  # of a copy whose race was over
             return
-        chunk.new_tokens = event.new_tokens
+        chunk.count(event)
         self._stop(chunk, event.end, chunk.error)
         race = self._races.get(chunk.race)
         if race is not None and race.winner is None and (chunk is race.original or chunk.end != "aborted"):
@@ -233,6 +242,7 @@ class _Reading:
             chunks=chunks,
             races=tuple(self._races.values()),
             asked=tuple(self._lifetimes.asked),
+            weights=tuple(one for one in self._weights if one[0] <= until_s),
             dropped=self._dropped,
         )
 
@@ -244,7 +254,7 @@ class _Reading:
 
     def _run(self, chunks: tuple[RecordedChunk, ...], until_s: float) -> SimulatedRun:
         spans = tuple(span for chunk in chunks for span in chunk.spans())
-        ended = tuple(_ended_of(name, sample) for name, sample in self._samples.items() if sample.ended_s is not None)
+        ended = tuple(sample.as_ended(name) for name, sample in self._samples.items() if sample.ended_s is not None)
         moments = tuple(moment for moment in self._moments if moment.at_s <= until_s)
         return SimulatedRun(
             system="run",
@@ -259,23 +269,6 @@ class _Reading:
         )
 
 
-def _ended_of(sample_id: str, sample: RecordedSample) -> Ended:
-    return Ended(
-        sample_id=sample_id,
-        step=sample.batch,
-        tokens=sample.tokens,
-        submitted_s=sample.submitted_s,
-        ended_s=sample.ended_s,
-        chunks=len(sample.chunks),
-        moves=sample.moves,
-        preemptions=0,
-        recomputed_tokens=0,
-        verifications=0.0,
-        drafted=0.0,
-        accepted=0.0,
-    )
-
-
 _HANDLERS = {
     "journal": _Reading._header,
     "SamplesSubmitted": _Reading._submitted,
@@ -283,6 +276,7 @@ _HANDLERS = {
     "ReplicaJoined": _Reading._joined,
     "ReplicaLeft": _Reading._left,
     "SetReplicas": _Reading._set_replicas,
+    "WeightsChanged": _Reading._changed_weights,
     "StartChunk": _Reading._started,
     "ReplicaMeasured": _Reading._measured,
     "TokensStreamed": _Reading._streamed,

@@ -95,16 +95,16 @@ def certificate(crossed: list[GroupResult], fresh: list[GroupResult], spans: lis
             if at is not None and first is None:
                 first = {"prompt_id": group.prompt_id, "position": crossing(group) + at}
     hits = [span["attributes"] for span in first_chunks(spans)]
-    before = [span["attributes"] for span in spans if span["attributes"]["weights_version"] != NEW_VERSION]
-    stale = sum(hit["cached_tokens"] for hit in hits)
+    before = [span["attributes"] for span in spans if span["attributes"]["tailrace.weights.version"] != NEW_VERSION]
+    stale = sum(hit["tailrace.kv.cached_tokens"] for hit in hits)
     return {
         "identical": bool(theirs) and first is None and not stale,
         "samples": len(theirs),
         "tokens": sum(map(len, theirs.values())),
         "first_difference": first,
         "old_kv_hit_tokens": stale,
-        "old_kv_pulled_tokens": sum(hit["pulled_tokens"] for hit in hits),
-        "pulled_tokens_before": sum(chunk["pulled_tokens"] for chunk in before),
+        "old_kv_pulled_tokens": sum(hit["tailrace.kv.pulled_tokens"] for hit in hits),
+        "pulled_tokens_before": sum(chunk["tailrace.kv.pulled_tokens"] for chunk in before),
     }
 
 
@@ -112,12 +112,12 @@ def first_chunks(spans: list[dict], version: int = NEW_VERSION) -> list[dict]:
     """For every sample that made tokens under older weights and then `version`, its first engine call under that."""
     chunks: dict[str, list[dict]] = {}
     for span in spans:
-        chunks.setdefault(span["attributes"]["chunk_id"].rpartition(":")[0], []).append(span)
+        chunks.setdefault(span["attributes"]["tailrace.chunk.id"].rpartition(":")[0], []).append(span)
     found = []
     for of_sample in chunks.values():
-        of_sample.sort(key=lambda s: int(s["attributes"]["chunk_id"].rpartition(":")[2]))
-        made = [span for span in of_sample if span["attributes"]["new_tokens"]]
-        new = [span for span in made if span["attributes"]["weights_version"] == version]
+        of_sample.sort(key=lambda s: int(s["attributes"]["tailrace.chunk.id"].rpartition(":")[2]))
+        made = [span for span in of_sample if span["attributes"]["tailrace.chunk.new_tokens"]]
+        new = [span for span in made if span["attributes"]["tailrace.weights.version"] == version]
         if new and len(new) < len(made):
             found.append(new[0])
     return found

@@ -112,7 +112,7 @@ class ResultSource:
         prepared = await asyncio.to_thread(self._prompts.prepare, message)
         batch = LiveBatch(message, f"bench-{self._submissions}", delivery, prepared, {}, time.monotonic())
         self._submissions += 1
-        batch.open_spans(self._telemetry)
+        batch.open_spans(self._telemetry, "bench-results")
         task = asyncio.ensure_future(self._run(batch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from opentelemetry.trace import Span
 
+from tailrace.deployments.batches.batch_spans import BatchSpans
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.ledger import GroupRecord, SampleRecord, escaped
 from tailrace.deployments.batches.prompts import Prepared, Prompts
@@ -59,12 +60,11 @@ class LiveBatch:
         self._max_tokens = {spec.group_id: spec.max_tokens for spec in self.specs}
         self.samples = {f"{group_id}#{s.index}": s for group_id, group in self.groups.items() for s in group.samples}
         self._sizes = len(self.samples), len(self.groups)
-        self._emitted_tokens = 0
+        self.emitted_tokens = 0
         self.ended = 0
         self.tail_began_s: float | None = None  # None before the tail
         self.progress_s = submitted_s  # of the last chunk that was written; `EndTotals` alone writes it
-        self.span: Span | None = None
-        self.group_spans: dict[str, Span] = {}
+        self.spans: BatchSpans | None = None
 
     def submission(self, now_s: float) -> SamplesSubmitted:
         """Its event for the core."""
@@ -139,16 +139,15 @@ class LiveBatch:
         """Give the record of a group whose samples have ended, and forget it."""
         group = self.groups.pop(group_id)
         for number, sample in enumerate(group.samples):
-            self._emitted_tokens += sample.tokens
+            self.emitted_tokens += sample.tokens
             del self.samples[f"{group_id}#{number}"]
-        self.group_spans.pop(group_id).end()
+        self.spans.close_group(group_id, [f"{group_id}#{number}" for number in range(len(group.samples))])
         return group
 
     def fail(self, reason: str) -> None:
         """End the batch without its remaining groups; its driver gets the reason."""
         self._refuse(Rejected(reason=reason))
-        for span in (*self.group_spans.values(), self.span):
-            span.end()
+        self.spans.close()
 
     def _refuse(self, rejected: Rejected) -> None:
         self.delivery.put(rejected)
@@ -157,30 +156,18 @@ class LiveBatch:
         """By sample id; known only of samples that replay a trace."""
         return {name: len(sample.forced) for name, sample in self.samples.items() if sample.forced is not None}
 
-    def open_spans(self, telemetry: Telemetry) -> None:
-        """One span for the rollout, below the driver's, and one per group below that."""
-        message = self.message
-        self.span = telemetry.span(
-            "rollout", message.traceparent, keep=message.keep_trace, attributes={"batch_id": message.batch_id}
-        )
+    def open_spans(self, telemetry: Telemetry, model: str) -> None:
+        """Of the rollout, below the driver's, and of its groups. `model`: its name."""
+        self.spans = BatchSpans(telemetry, self.message, model)
         for group_id in self.groups:
-            self.open_group_span(telemetry, group_id)
+            self.open_group_span(group_id)
 
-    def open_group_span(self, telemetry: Telemetry, group_id: str) -> None:
-        attributes = {"prompt_id": self.groups[group_id].group.prompt_id}
-        self.group_spans[group_id] = telemetry.span("group", traceparent(self.span), attributes=attributes)
+    def open_group_span(self, group_id: str) -> None:
+        self.spans.open_group(group_id, self.groups[group_id].group.prompt_id)
 
-    def chunk_span(self, telemetry: Telemetry, start: StartChunk) -> Span:
-        group_id, _, index = start.sample_id.rpartition("#")
-        attributes = {
-            "chunk_id": start.chunk_id,
-            "sample_index": int(index),
-            "replica_id": start.replica_id,
-            "start": start.start,
-            "weights_version": start.weights_version,
-            "reason": start.reason,
-        } | ({"copy_of": start.copy_of, "method": start.method} if start.copy_of else {})
-        return telemetry.span("chunk", traceparent(self.group_spans[group_id]), attributes=attributes)
+    def chunk_span(self, start: StartChunk) -> Span:
+        record = self.groups[start.sample_id.rpartition("#")[0]]
+        return self.spans.open_chunk(start, record.group.sampling, record.adapter and record.adapter.name)
 
     def request(
         self, sample: SampleRecord, start: StartChunk, span: Span, drafting: Drafting, digests: Mapping[int, str]
@@ -235,6 +222,11 @@ class LiveBatch:
             return sample.max_tokens
         return self._max_tokens[start.sample_id.rpartition("#")[0]]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of samples and of groups, ended ones included."""
+        return self._sizes
+
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""
         prefix = f"{self.core_id}/"
@@ -246,7 +238,7 @@ class LiveBatch:
             ended=self.ended,
             groups=groups,
             emitted=groups - len(self.groups),
-            tokens=running + self._emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
+            tokens=running + self.emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
             tail=self.is_in_tail,
             seconds=now_s - self.submitted_s,
         )

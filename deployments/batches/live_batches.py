@@ -6,7 +6,10 @@ of each group's end. Called by `Rollouts` alone.
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.deliveries import Delivery
@@ -100,30 +103,30 @@ class LiveBatches:
 
     def add(self, batch: LiveBatch) -> None:
         """The core has taken it."""
-        batch.open_spans(self._telemetry)
+        batch.open_spans(self._telemetry, Path(self._prompts.model).name)
         self._batches[batch.core_id] = batch
         self._home.update(dict.fromkeys([*batch.samples, *batch.groups], batch))
 
     def add_sample(self, batch: LiveBatch, group_id: str, sample_id: str) -> None:
         """The core has taken one more sample of a batch that is here, in a new group or in one that is known."""
         if group_id not in self._home:
-            batch.open_group_span(self._telemetry, group_id)
+            batch.open_group_span(group_id)
         self._home[group_id] = self._home[sample_id] = batch
 
     def drop(self, batch: LiveBatch) -> None:
         """Forget a batch whose groups have all been handed out, if it is here."""
         if self._batches.pop(batch.core_id, None) is not None:
-            batch.span.end()
+            batch.spans.close()
 
     def of(self, name: str) -> LiveBatch:
         """The submission of a sample that has not ended, or of a group, by its id."""
         return self._home[name]
 
-    def detail(self, sample_id: str) -> SampleDetail | None:
-        """Of a sample that has not ended; None if there is none of that id."""
+    def detail(self, sample_id: str, more: np.ndarray | None = None) -> SampleDetail | None:
+        """Of a sample that has not ended; None if there is none of that id. `more`: tokens of its running chunk."""
         batch = self._home.get(sample_id)
         record = None if batch is None else batch.samples.get(sample_id)
-        return None if record is None else record.detail(sample_id, self._prompts)
+        return None if record is None else record.detail(sample_id, self._prompts, more)
 
     def core_ids(self, delivery: Delivery) -> list[str]:
         """Ids, in the core, of a delivery's submissions."""

@@ -11,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from opentelemetry.trace import INVALID_SPAN, StatusCode
+from opentelemetry.trace import INVALID_SPAN
 
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
+from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import (
@@ -27,7 +28,6 @@ from tailrace.deployments.messages.errors import (
     one_line,
 )
 from tailrace.deployments.metrics.totals import EndTotals
-from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkFailed, ChunkFinished, Event, ReplicaLeft
@@ -39,18 +39,19 @@ Write = Callable[[], None] | None
 
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end."""
+    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end;
+    `acceptance`: of all drafts."""
 
     def __init__(
         self,
         engines: "EngineClient",
-        telemetry: Telemetry,
         now: Callable[[], float],
         digests: Mapping[int, str],
         totals: EndTotals,
+        acceptance: Acceptance | None = None,
     ):
-        self._engines, self._telemetry, self._now, self._digests = engines, telemetry, now, digests
-        self.totals = totals
+        self._engines, self._now, self._digests = engines, now, digests
+        self.totals, self._acceptance = totals, acceptance or Acceptance()
         self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
@@ -60,7 +61,7 @@ class ChunkRunner:
         """
         span, write = INVALID_SPAN, None
         try:
-            span = batch.chunk_span(self._telemetry, start)
+            span = batch.chunk_span(start)
             sample = batch.samples[start.sample_id]
             if sample.started_s is None:
                 sample.started_s = self._now() - sample.asked_s
@@ -69,7 +70,7 @@ class ChunkRunner:
             result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
             made_by = request.weights_digest, digest_of(request.adapter)
             event, write = self._finished(start, batch, sample, result, made_by)
-            span.set_attribute("new_tokens", event.new_tokens)
+            batch.spans.end_chunk(span, start, request, result)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
         except ChunkError as error:
@@ -80,7 +81,7 @@ class ChunkRunner:
             event, write = ChunkFailed(self._now(), start.chunk_id, one_line(error)), None
         if write is None:
             self.totals.chunk_failed(lost=isinstance(event, ReplicaLeft))
-            span.set_status(StatusCode.ERROR, event.error)
+            batch.spans.fail_chunk(span, start, type(event).__name__, event.error)
         span.end()
         return event, write
 
@@ -90,6 +91,7 @@ class ChunkRunner:
         check_result(start, result, len(sample.prompt))
         self.totals.chunk_came(result)
         drafts = result.drafts
+        self._acceptance.add(drafts)
         event = ChunkFinished(
             now=self._now(),
             chunk_id=start.chunk_id,
@@ -101,6 +103,9 @@ class ChunkRunner:
             accepted_tokens=result.accepted_tokens,
             model_tested=drafts.model_tested if drafts else 0,
             model_accepted=drafts.model_accepted if drafts else 0,
+            verifications=result.verifications,
+            pulled_tokens=result.pulled_tokens,
+            computed_tokens=result.computed_tokens,
         )
         return event, partial(self.totals.write, batch, sample, start.start, result, start.replica_id, *digests)
 

@@ -29,6 +29,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role, admits
@@ -41,7 +42,7 @@ from tailrace.deployments.messages.rollout import (
     WeightsLoaded,
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged
 from tailrace.deployments.metrics.export import doors_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
@@ -54,10 +55,11 @@ from tailrace.policies.families.registry import Policies
 
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
-class Coordinator:
+class Coordinator(WatchCalls):
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. Raises TokenModeOff.
+    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. `every_group`: see
+    `Telemetry`. Raises TokenModeOff.
     """
 
     def __init__(
@@ -71,14 +73,16 @@ class Coordinator:
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
         otlp_metrics: bool = False,
+        every_group: bool = False,
     ):
         require_token_mode(allow_no_token)
         keep_serve_port_on_node()
-        app_name, nonce = serve.get_replica_context().app_name, token_hex(3)
+        here, nonce = serve.get_replica_context(), token_hex(3)
+        app_name, name = here.app_name, here.replica_id.unique_id
         self._start(
             engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
             prompts=Prompts(model, max_model_len),
-            telemetry=Telemetry("tailrace-coordinator", otlp),
+            telemetry=Telemetry("tailrace-coordinator", otlp, instance=name, every_group=every_group),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
@@ -204,18 +208,6 @@ class Coordinator:
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Their content by name; some megabytes."""
         return await asyncio.to_thread(tokenizer_files, Path(self._prompts.model))
-
-    @admits(Role.OBSERVER)
-    async def status(self) -> ServiceStatus:
-        return self._rollouts.status()
-
-    @admits(Role.OBSERVER)
-    async def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
-        return self._rollouts.longest_samples(count)
-
-    @admits(Role.EVALUATOR)
-    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        return self._rollouts.sample_detail(sample_id)
 
     @admits(Role.TRAINER)
     async def set_policies(self, policies: dict) -> Rejected | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -27,11 +28,11 @@ from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.discovery import watch
+from tailrace.deployments.engine.chunk_trace import trace_chunk
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.shared_features import with_features
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
-from tailrace.deployments.messages.drafts import DraftReport, by_source
 from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.staging.slots import is_memory, memory_source
@@ -98,7 +99,7 @@ class Engine:
             self._following = asyncio.get_running_loop().create_task(follow)
         self._weights_memory = WeightsMemory(None if endpoint is None else pool, here.app_name)
         self._started_at = time.time()
-        self._telemetry = Telemetry("tailrace-engine", otlp)
+        self._telemetry = Telemetry("tailrace-engine", otlp, instance=name)
         self._line: EngineLine | None = None
 
     def reconfigure(self, user_config: None, rank: ReplicaRank) -> None:
@@ -147,7 +148,7 @@ class Engine:
             if answer.cancelled():
                 self._runner.abort(chunk.chunk_id)
         if chunk.traceparent is not None:
-            self._trace(chunk, result, started_ns)
+            trace_chunk(self._telemetry, self._runner.stats().replica_id, chunk, result, started_ns)
         return result
 
     async def abort(self, chunk_id: str, keep_kv: bool = False) -> None:
@@ -233,6 +234,10 @@ class Engine:
             weight_transfer=self._config.weight_transfer,
         )
 
+    async def peek(self, chunk_id: str) -> np.ndarray:
+        """Returns the tokens, int32, that a chunk has made so far, once the present step has ended."""
+        return await asyncio.wrap_future(self._runner.peek(chunk_id))
+
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
         """Returns the spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""
         return self._telemetry.take(trace_id)
@@ -247,44 +252,3 @@ class Engine:
         if hasattr(self, "_telemetry"):
             self._runner.stop()
             self._telemetry.close()
-
-    def _trace(self, chunk: ChunkRequest, result: ChunkResult, started_ns: int) -> None:
-        stats = self._runner.stats()
-        span = self._telemetry.span("engine", chunk.traceparent, started_ns, keep=chunk.keep_trace)
-        if not span.is_recording():
-            return
-        span.set_attributes(
-            {
-                "replica_id": stats.replica_id,
-                "chunk_id": chunk.chunk_id,
-                "weights_version": result.weights_version,
-                "end": result.end.value,
-                "context_tokens": len(chunk.token_ids),
-                "new_tokens": len(result.token_ids),
-                "cached_tokens": result.cached_tokens,
-                "pulled_tokens": result.pulled_tokens,
-                "stored_tokens": result.stored_tokens,
-                "recompute_cause": result.recompute_cause,
-                "verifications": result.verifications,
-                "drafted": result.drafted_tokens,
-                "accepted": result.accepted_tokens,
-                **drafts_of(result.drafts),
-            }
-        )
-        at_ns, version = started_ns, {"weights_version": result.weights_version}
-        for name, took_s, attributes in (
-            ("queue", result.queue_s, {}),
-            ("prefill", result.prefill_s, {"tokens": result.computed_tokens, **version}),
-            ("decode", result.decode_s, {"tokens": len(result.token_ids), **version}),
-        ):
-            span.add_event(name, attributes, timestamp=at_ns)
-            at_ns += int(took_s * 1e9)
-        span.end(at_ns)
-
-
-def drafts_of(report: DraftReport | None) -> dict[str, int]:
-    """Returns a span's attributes: drafted and accepted tokens by source."""
-    if report is None:
-        return {}
-    drafted, accepted = by_source(report.drafted), by_source(report.accepted)
-    return {f"drafted.{s}": n for s, n in drafted.items()} | {f"accepted.{s}": n for s, n in accepted.items()}

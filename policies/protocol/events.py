@@ -113,6 +113,8 @@ class ChunkFinished:
     `stored_tokens`: tokens of the sample's context (prompt and answer) whose KV the pool holds at the chunk's end.
     `drafted_tokens`, `accepted_tokens`: draft tokens verified and accepted. `model_tested`: draft-model tokens whose
     position was reached with all earlier ones right, verified or overtaken; `model_accepted`: the right ones of them.
+    For readers of journals alone: `verifications`: engine steps that made its tokens; `pulled_tokens`: context tokens
+    whose KV came from the pool; `computed_tokens`: those whose KV was computed.
     """
 
     now: float
@@ -125,6 +127,9 @@ class ChunkFinished:
     accepted_tokens: int = 0
     model_tested: int = 0
     model_accepted: int = 0
+    verifications: int = 0
+    pulled_tokens: int = 0
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 DATA = {
     "tailrace/py.typed", "tailrace/serve.yaml", "tailrace/serve.elastic.yaml", "tailrace/serve.gpu.yaml",
-    "tailrace/app/demo/prompts.jsonl", "tailrace/app/report/web/page.css", "tailrace/app/report/web/spans.js",
+    "tailrace/app/demo/prompts.jsonl", "tailrace/app/demo/recorded/about.json",
+    "tailrace/app/demo/recorded/static.journal.gz", "tailrace/app/demo/recorded/tailrace.journal.gz",
+    "tailrace/app/report/web/page.css", "tailrace/app/report/web/spans.js",
     "tailrace/app/simulator/scenarios/das-7b-16k.yaml", "tailrace/deployments/draft_index/scorer_weights.json",
 }  # fmt: skip
 HEAVY = ("ray", "vllm", "torch", "numba")

@@ -9,23 +9,29 @@ import click
 
 from tailrace.app.errors import BadInput
 
-KINDS = (".html", ".png")
+KINDS = (".html", ".png", ".perfetto.json")
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="File of the drawing: x.html, or x.png.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="File of the drawing: x.html, x.png, or x.perfetto.json.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(run, out, as_json):
     """Draw a recorded run: replicas as rows, with samples, moves and won races over time.
 
-    RUN is a file of `rollout --journal`, plain or gzipped. Without --out only the figures are shown.
+    RUN is a file of `rollout --journal`, plain or gzipped. Without --out only the figures are shown. x.perfetto.json is
+    for Perfetto (ui.perfetto.dev) or its trace processor: chunks with their drafts and KV, in reach of SQL.
     """
     from tailrace.app.timeline.figures import figures
     from tailrace.app.timeline.record import record
     from tailrace.app.timeline.replica_states import bands
 
-    if out is not None and (out.suffix not in KINDS or not out.resolve().parent.is_dir()):
+    if out is not None and not (out.name.endswith(KINDS) and out.resolve().parent.is_dir()):
         raise BadInput(f"--out {out}: give a file of an existing folder, ending in {' or '.join(KINDS)}")
     try:
         recorded = record(_lines(run))
@@ -64,6 +70,10 @@ def _draw(out: Path, title: str, recorded, found, said: dict) -> None:
         from tailrace.app.timeline.page import page
 
         out.write_text(page(title, recorded, found, said), encoding="utf-8")
+    elif out.suffix == ".json":
+        from tailrace.app.timeline.perfetto import trace_events
+
+        out.write_text(json.dumps(trace_events(title, recorded, found)), encoding="utf-8")
     else:
         from tailrace.app.timeline.picture import picture
 
@@ -75,6 +85,7 @@ def _print(said: dict) -> None:
     from rich.table import Table
 
     from tailrace.app.simulator.report import number, percent
+    from tailrace.app.timeline.page import drafts_and_kv
 
     table = Table(
         "replica", "up s", "busy", "tokens", title=f"{number(said['makespan_s'])} s, {said['samples']} samples"
@@ -88,6 +99,8 @@ def _print(said: dict) -> None:
         **{key.replace("_", " "): number(said[key]) for key in ("makespan_s", "tail_s", "replica_s")},
         "moves": f"{said['moves']:,}",
         "races": f"{len(said['races']):,}, won by {wins}" if said["races"] else "none",
+        "drafts and KV": ", ".join(drafts_and_kv(said)) or "none",
+        "weights": ", ".join(f"{one['version']} at {number(one['at_s'])} s" for one in said["weights"]),
         "roles, replica s": ", ".join(f"{role} {number(seconds)}" for role, seconds in said["role_s"].items()),
     }  # fmt: skip
     for key, value in lines.items():

@@ -139,7 +139,8 @@ def test_every_span_has_its_parent(client, groups):
     json.dumps(spans)
     by_id = {span["span_id"]: span for span in spans}
     assert len({span["trace_id"] for span in spans}) == 1
-    above = {"rollout": "driver", "group": "rollout", "chunk": "group", "engine": "chunk"}
+    chunk = next(span["name"] for span in spans if span["name"].startswith("text_completion "))
+    above = {"rollout": "driver", "group": "rollout", chunk: "group", "engine": chunk}
     for span in spans:
         if span["name"] == "driver":
             assert span["parent_id"] is None
@@ -147,15 +148,22 @@ def test_every_span_has_its_parent(client, groups):
             assert by_id[span["parent_id"]]["name"] == above[span["name"]]
     count = {name: sum(span["name"] == name for span in spans) for name in ("driver", "rollout", "group")}
     assert count == {"driver": 1, "rollout": 1, "group": 2}
-    chunks = [span for span in spans if span["name"] == "chunk"]
+    chunks = [span for span in spans if span["name"] == chunk]
     engines = [span for span in spans if span["name"] == "engine"]
     assert len(chunks) == len(engines) >= 8
     for span in chunks:
-        sample_group = span["attributes"]["chunk_id"].split("/")[1].rpartition("#")[0]
-        assert by_id[span["parent_id"]]["attributes"]["prompt_id"] == sample_group
+        sample_id, _, number = span["attributes"]["tailrace.chunk.id"].rpartition(":")
+        sample_group = sample_id.split("/")[1].rpartition("#")[0]
+        assert by_id[span["parent_id"]]["attributes"]["tailrace.prompt.id"] == sample_group
+        before = [by_id[link["span_id"]]["attributes"] for link in span["links"]]
+        assert [one["tailrace.chunk.id"] for one in before] == [f"{sample_id}:{int(number) - 1}"] * (number != "0")
+        made = [one["tailrace.chunk.start"] + one["gen_ai.usage.output_tokens"] for one in before]
+        assert made == [span["attributes"]["tailrace.chunk.start"]] * (number != "0")
     for span in engines:
         queue, prefill, decode = span["events"]
         assert (queue["name"], prefill["name"], decode["name"]) == ("queue", "prefill", "decode")
         assert queue["unix_ns"] <= prefill["unix_ns"] <= decode["unix_ns"] <= span["end_unix_ns"]
-        assert decode["attributes"] == {"tokens": span["attributes"]["new_tokens"], "weights_version": 0}
-        assert prefill["attributes"]["tokens"] >= 1 and span["attributes"]["new_tokens"] >= 1
+        made = span["attributes"]["tailrace.chunk.new_tokens"]
+        assert decode["attributes"] == {"tailrace.tokens": made, "tailrace.weights.version": 0}
+        assert prefill["attributes"]["tailrace.tokens"] >= 1 and made >= 1
+        assert by_id[span["parent_id"]]["attributes"]["gen_ai.usage.output_tokens"] == made

@@ -75,24 +75,24 @@ async def moved(client: RolloutClient) -> tuple[int, dict, list[dict], dict]:
         groups = await roll(client, batch(f"moved-{seed}", seed=seed, keep_trace=True), moving())
         spans = await client.take_trace(f"moved-{seed}")
         chunks = [span["attributes"] for span in spans if span["name"] == "engine"]
-        stored = {chunk["chunk_id"]: chunk["stored_tokens"] > 0 for chunk in chunks}
+        stored = {chunk["tailrace.chunk.id"]: chunk["tailrace.kv.stored_tokens"] > 0 for chunk in chunks}
         followed = [stored[name] for name in map(before_it, stored) if name in stored]
-        if any(chunk["pulled_tokens"] for chunk in chunks) and sum(followed) > len(followed) / 2:
+        if any(chunk["tailrace.kv.pulled_tokens"] for chunk in chunks) and sum(followed) > len(followed) / 2:
             return seed, groups, chunks, before
 
 
 def test_a_moved_sample_pulls_its_kv_and_leaves_nothing(client):
     seed, groups, chunks, before = run(moved(client))
-    pulled = [chunk for chunk in chunks if chunk["pulled_tokens"]]
-    pool_tokens = before.get("pool_tokens", 0) + sum(chunk["pulled_tokens"] for chunk in pulled)
+    pulled = [chunk for chunk in chunks if chunk["tailrace.kv.pulled_tokens"]]
+    pool_tokens = before.get("pool_tokens", 0) + sum(chunk["tailrace.kv.pulled_tokens"] for chunk in pulled)
     after = run(settled(client, pool_tokens))
     whole = run(roll(client, batch("whole", seed=seed), Policies(placement="pinned")))
     assert [g.samples[i].token_ids for g in whole.values() for i in (0, 1)] == [
         groups[name].samples[i].token_ids for name in whole for i in (0, 1)
     ]
-    assert pulled and {chunk["recompute_cause"] for chunk in pulled} == {"tail"}
-    stored = {chunk["chunk_id"]: chunk["stored_tokens"] for chunk in chunks}
-    late = [stored[before_it(chunk["chunk_id"])] - chunk["cached_tokens"] for chunk in pulled]
+    assert pulled and {chunk["tailrace.kv.recompute_cause"] for chunk in pulled} == {"tail"}
+    stored = {chunk["tailrace.chunk.id"]: chunk["tailrace.kv.stored_tokens"] for chunk in chunks}
+    late = [stored[before_it(chunk["tailrace.chunk.id"])] - chunk["tailrace.kv.cached_tokens"] for chunk in pulled]
     assert max(late) <= 32, "all that the chunk before had saved, but for one block"
     assert after.counts["pool_tokens"] == pool_tokens
     assert after.counts["released_keys"] > before.get("released_keys", 0)
@@ -120,7 +120,7 @@ def test_an_update_finds_old_kv_only_where_it_was_asked_for(client, other_weight
 
     groups, loaded = run(both())
     spans = [s for s in run(client.take_trace(wanted.batch_id)) if s["name"] == "engine"]
-    hits = [chunk["attributes"]["cached_tokens"] for chunk in first_chunks(spans, version)]
+    hits = [chunk["attributes"]["tailrace.kv.cached_tokens"] for chunk in first_chunks(spans, version)]
     assert len(loaded.replicas) == 2 and loaded.version == version
     assert len(hits) == sum(crossing(group, version) is not None for group in groups.values()) > 0
     assert all(len(group.samples[0].token_ids) <= 120 for group in groups.values())
