@@ -25,7 +25,8 @@ demo: ## the same prompts by static groups and by Tailrace, side by side, with a
 	@$(PY) -m tailrace demo --out out/demo
 
 test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
-	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then $(MAKE) -s .venv-browser/.made; fi
+	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
+	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
 	@$(PY) -m pytest -m "live or gpu"
 

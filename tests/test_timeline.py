@@ -101,6 +101,16 @@ def test_nothing_of_a_live_run_is_lost_or_told_twice(live):
     assert max(moment.running for moment in moments) == 32 and moments[0][1:3] == (0, 48)
 
 
+def test_a_sample_that_continues_at_the_next_tick_has_not_waited():
+    script = Script(groups=("p0",), samples=1)
+    script.chunk("b0/p0#0:0", "a", 10.0, 12.0)
+    script.chunk("b0/p0#0:1", "a", 12.01, 14.0, how="stop", start=100)
+    script.end(14.01, "b0/p0#0")
+    moments = script.record().run.moments
+    assert [(m.running, m.waiting) for m in moments if m.at_s > 0] == [(0, 0)]
+    assert moments[-2][:3] == (0.0, 1, 0)
+
+
 @pytest.mark.parametrize("made", ["live", "raced"])
 def test_roles_fill_the_time_a_replica_is_up(live, made):
     taken = live if made == "live" else raced().record()

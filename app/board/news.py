@@ -12,7 +12,7 @@ def news(known: Sections, changes: Sections) -> list[str]:
         *_replicas(known.get("replicas", {}), changes.get("replicas", {})),
         *_batches(known.get("batches", {}), changes.get("batches", {})),
         *_service(known.get("service", {}), changes.get("service", {})),
-        *_faults(changes.get("faults", {})),
+        *_faults(known.get("faults", {}), changes.get("faults", {})),
         *_contained(known.get("contained", {}), changes.get("contained", {})),
     ]
     return sorted(lines)
@@ -57,9 +57,9 @@ def _service(known: dict[str, Any], changed: dict[str, Any]) -> Iterator[str]:
         yield f"weights: {changed['weights_problem']}"
 
 
-def _faults(changed: dict[str, Any]) -> Iterator[str]:
-    for row in changed.values():
-        if row is not None:
+def _faults(known: dict[str, Any], changed: dict[str, Any]) -> Iterator[str]:
+    for name, row in changed.items():
+        if row is not None and name not in known:
             place = " on ".join(name for name in (row["sample"], row["replica"]) if name)
             yield f"{place}: {row['text']}"
 

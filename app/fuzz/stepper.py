@@ -254,6 +254,7 @@ class SimulatedStepper:
         return not self._running
 
     def stats(self) -> EngineStats:
+        made = self._made
         return EngineStats(
             **self._constant,
             weights_version=self._version,
@@ -263,12 +264,7 @@ class SimulatedStepper:
             observed_at=self._now(),
             steps=self._steps,
             step_counts=(0, self._steps),
-            work={
-                "steps": self._steps,
-                "step_us": 4_000 * self._steps,
-                "tokens": self._made,
-                "verifications": self._made,
-            },
+            work={"steps": self._steps, "step_us": 4_000 * self._steps, "tokens": made, "verifications": made},
             kv_counts=dict(self._kv_counts),
             running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
             key_prefixes=(KEY_PREFIX,) if self._pool is not None else (),

@@ -46,6 +46,7 @@ class Looks:
 
     def begin(self) -> None:
         """The next look finds all rows new."""
+        self._unix_s = time.time() - self._watched.now()  # once: a row with a time is to change with the time alone
         self._known: Sections = {}
         self._marks: dict[str, tuple] = {}  # of replicas
         self._survey, self._looks, self._made = Survey(), 0, 0
@@ -56,9 +57,8 @@ class Looks:
 
     def look(self) -> Sections:
         """The rows that have changed, and None for those that are gone."""
-        watched, core = self._watched, self._watched.core()
+        watched, core, unix_s = self._watched, self._watched.core(), self._unix_s
         self._survey.look(core)
-        unix_s = time.time() - watched.now()
         changes: Sections = {"replicas": self._replicas(core)}
         sections = {
             "service": self._service(core),

@@ -55,7 +55,7 @@ function label(pen, width, height, begin, end, samples, tokens) {
   pen.fillText(count(samples), LEFT - 6, TOP + 8);
   pen.fillText("0", LEFT - 6, height - BOTTOM);
   pen.textAlign = "left";
-  pen.fillText(count(tokens) + "/s", width - RIGHT + 6, TOP + 8);
+  pen.fillText(brief(tokens) + "/s", width - RIGHT + 6, TOP + 8);
   pen.fillText(clock(begin), LEFT, height - 6);
   pen.textAlign = "right";
   pen.fillText(clock(end), width - RIGHT, height - 6);

@@ -3,6 +3,7 @@
 const recorded = document.documentElement.dataset.kind === "recorded";
 const byId = (id) => document.getElementById(id);
 const count = (n) => (n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en"));
+const brief = (n) => (n >= 1e6 ? (n / 1e6).toFixed(1) + " M" : count(n));
 const percent = (part, whole) => (whole ? Math.round((100 * part) / whole) + " %" : "–");
 const mebibytes = (n) => (n >= 1 << 30 ? (n / 2 ** 30).toFixed(2) + " GiB" : (n / 2 ** 20).toFixed(1) + " MiB");
 const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;

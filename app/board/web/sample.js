@@ -13,7 +13,7 @@ async function refresh_sample() {
   const id = shown, answer = await fetch("/board/sample?id=" + encodeURIComponent(id)).catch(() => null);
   if (id !== shown || answer === null) return;
   if (answer.status !== 200) {
-    byId("sample-said").textContent = "it has ended, and is not known any more";
+    byId("sample-said").textContent = answer.status === 204 ? "it has ended, and is not known any more" : `the service does not answer (${answer.status})`;
     return;
   }
   const one = await answer.json();
@@ -40,6 +40,10 @@ function show_chunks(one) {
   });
   fill("chunks", ["chunk", "<replica", "began", "seconds", "from", "tokens", "<end", "<reason"], lines);
 }
+function versions(segments) { // each with the position from which it made the answer
+  const changes = segments.filter((part, place) => !place || segments[place - 1].weights_version !== part.weights_version);
+  return changes.map((part) => `${part.weights_version} from ${count(part.start)}`);
+}
 function show_text(one) {
   const text = byId("text"), follows = text.scrollTop + text.clientHeight >= text.scrollHeight - 4;
   if (one.text === null || one.text === undefined) {
@@ -48,9 +52,10 @@ function show_text(one) {
     return;
   }
   text.hidden = false;
-  byId("text-said").textContent = `${count(one.drafted_tokens)} drafted tokens, ${count(one.accepted_tokens)} accepted; context computed ${count(one.computed_tokens)}, found ${count(one.cached_tokens)}; ` +
-    "weights " + one.segments.map((part) => `${part.weights_version} from ${count(part.start)}`).join(", ");
-  text.textContent = one.text;
+  byId("text-said").textContent = !one.segments.length ? "no chunk has ended yet" :
+    `of ended chunks: ${count(one.drafted_tokens)} drafted tokens, ${count(one.accepted_tokens)} accepted; context computed ${count(one.computed_tokens)}, found ${count(one.cached_tokens)}; ` +
+    "weights " + versions(one.segments).join(", ");
+  text.textContent = (one.text_tokens >= 2000 && one.text_tokens < one.tokens ? "… " : "") + one.text;
   if (follows) text.scrollTop = text.scrollHeight;
 }
 byId("close").addEventListener("click", () => byId("sample").close());

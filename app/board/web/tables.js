@@ -1,5 +1,5 @@
 // The tables and numbers of the page, each from the sections that it shows.
-const MOST_ROWS = 48; // replicas; a large fleet shows those first that a person must look at
+const MOST_ROWS = 24; // replicas; a large fleet shows those first that a person must look at
 const WINDOW_S = 5;
 const marks = new Map(); // by replica: [seconds, its row] of the last WINDOW_S
 
@@ -27,7 +27,8 @@ function rates_of(name, one) { // tokens a second, tokens a step, and the accept
 function show_header() {
   const service = state.service || {};
   const weights = service.weights === undefined ? "" : `, weights ${service.weights}` + (service.digest ? ` (${service.digest})` : "");
-  byId("model").textContent = (service.model || "") + weights;
+  byId("model").textContent = (service.model || "").replace(/\/+$/, "").split("/").pop() + weights;
+  byId("model").title = service.model || "";
   byId("troubles").replaceChildren(...troubles(service).map((line) => element("li", {}, line)));
   const ready = rows("replicas").filter(([, one]) => one.state === "ready").length;
   const last = last_moment();
@@ -64,7 +65,8 @@ function show_replicas() {
   const states = {};
   for (const [, one] of all) states[one.state] = (states[one.state] || 0) + 1;
   const said = Object.entries(states).map(([name, n]) => `${count(n)} ${name}`).join(", ");
-  byId("replicas-said").textContent = all.length > MOST_ROWS ? `${said}; ${MOST_ROWS} are shown: those to look at, then the fullest` : said;
+  byId("replicas-said").textContent = all.length > MOST_ROWS ? `${said}; ${MOST_ROWS} are listed: those to look at, then the fullest` : said;
+  show_fleet(all);
   const lines = all.slice(0, MOST_ROWS).map(([name, one]) => {
     const { rate, per_step, accepted } = rates_of(name, one);
     const chips = (samples.get(name) || []).slice(0, 12).map(([id, sample]) => sample_button(id, sample, count(sample.tokens)));
@@ -80,6 +82,13 @@ function show_replicas() {
   fill("replicas", ["replica", "<state", "<chunks", "<races", "<KV", "tokens/s", "per step", "<accepted", "weights", "preempted", "<its longest samples, by tokens"], lines);
 }
 
+function show_fleet(all) { // of a large fleet every replica as a square, in the order of names
+  const squares = all.length <= MOST_ROWS ? [] : rows("replicas").sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, one]) => {
+    const share = Math.min(1, one.running / (one.max ?? most_running(all)));
+    return element("i", { title: `${name}: ${one.state}, ${one.running} chunks`, class: one.state === "ready" ? "" : "odd", style: { "--share": 10 + 90 * share + "%" } });
+  });
+  byId("fleet").replaceChildren(...squares);
+}
 const most_running = (all) => Math.max(1, ...all.map(([, one]) => one.running));
 const longest = () => rows("samples").sort(([, one], [, other]) => other.tokens - one.tokens);
 function sample_button(id, sample, text) {
@@ -146,7 +155,7 @@ function show_acceptance() {
 function show_faults() {
   const lines = rows("contained").sort(([, one], [, other]) => other - one).map(([name, n]) => [name, count(n)]);
   const aside = rows("replicas").filter(([, one]) => one.aside).map(([name, one]) => [`${name} is set aside`, one.aside]);
-  fill("contained", ["<contained errors", "count"], [...aside, ...lines]);
+  fill("contained", ["<contained errors", "<count"], [...aside, ...lines]);
   const faults = rows("faults").sort(([a], [b]) => b - a);
   fill_lines("faults", faults.length ? faults.map(([, one]) => [one.at_s, `${[one.sample && short(one.sample), one.replica].filter(Boolean).join(" on ")}: ${one.text}`]) : []);
   if (!faults.length && !lines.length && !aside.length) byId("faults").replaceChildren(element("li", {}, "none"));
