@@ -47,6 +47,9 @@ WAITING = 0.5
 BATCH_GROUPS = 128
 """Of the batches that come after the first ones."""
 
+EVEN_BATCH_GROUPS = 4
+"""The same where windows of seconds are compared: a large batch weighs more than what is compared."""
+
 CHUNK_S = 6_700 / TOKENS_PER_S
 """Seconds of an average chunk: 3 to an answer of 20,000 tokens."""
 
@@ -154,7 +157,8 @@ class TimedEngines(EngineClient):
 class Driver:
     """Keeps the fleet full, and reads every group and drops it."""
 
-    def __init__(self, rollouts: Rollouts):
+    def __init__(self, rollouts: Rollouts, batch_groups: int):
+        self._batch_groups = batch_groups
         self._rollouts, self._batches, self.wanted = rollouts, 0, 0
         self._readers: set[asyncio.Task] = set()
         self._taken: dict[str, int] = {}  # by batch
@@ -186,7 +190,7 @@ class Driver:
         renewed_s = 0.0
         while True:
             books = self._rollouts.books()
-            groups = min(BATCH_GROUPS, 1 + self.wanted // (8 * GROUP_SAMPLES))
+            groups = min(self._batch_groups, 1 + self.wanted // (8 * GROUP_SAMPLES))
             if self.wanted - books["waiting"] - books["running"] >= groups * GROUP_SAMPLES:
                 self.submit(young(groups, self._batches))
             if time.monotonic() > renewed_s + RENEW_S:
@@ -273,7 +277,8 @@ class Measured:
         fleet = self._fleet
         telemetry = Telemetry("tailrace-coordinator", fleet.traced, every_group=fleet.every_group)
         async with coordinator(handle, telemetry) as (rollouts, engines):
-            driver, holds = Driver(rollouts), Holds()
+            groups_of_batch = EVEN_BATCH_GROUPS if fleet.metrics_pairs else BATCH_GROUPS
+            driver, holds = Driver(rollouts, groups_of_batch), Holds()
             full = fleet.replicas * fleet.running
             groups, unended = await asyncio.to_thread(aged, full, fleet.past)
             self._say(f"{len(groups)} groups, {unended} samples that have not ended")

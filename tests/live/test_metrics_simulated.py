@@ -8,7 +8,7 @@ import time
 from math import isnan
 
 import pytest
-from prometheus import panels, program, running, write_history
+from prometheus import panels, program, running, shown, write_history
 from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play
 
@@ -93,6 +93,7 @@ def test_every_panel_s_query_has_values_in_a_real_prometheus(pages, tmp_path):
     write_history(tmp_path, [(began_s + at_s, page) for at_s, page in pages])
     with running(tmp_path, {"global": {}}) as url:
         found = panels(url, "1m", began_s + pages[-1][0])
+    print(shown(found))
     numbers = {key: [one for one in some.values() if not isnan(one)] for key, some in found.items()}
     empty = {title for (title, _), some in numbers.items() if not some}
     assert empty - WITHOUT_DRAFTS == {"tailrace_weights_seconds"}, "no weights were loaded"
