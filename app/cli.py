@@ -16,10 +16,12 @@ COMMANDS = {
     "bench": "Benchmarks of a checkout: `bench --help` lists them.",
     "board": "Serve a page that shows a running service as it changes.",
     "compare": "Compare two simulations, system by system.",
+    "demo": "Roll out the same prompts by static groups and by Tailrace.",
     "distill-drafter": "Make a draft model from a target and the rollouts at hand.",
     "drafts": "Inspect what drafts are made from.",
     "fuzz": "Run the live shell under random faults, on a virtual clock.",
     "history": "Import, list and forget the answers of earlier epochs.",
+    "logs": "Show all that a service knows of a sample or batch.",
     "model": "Make the demo model (SmolLM2-135M-Instruct).",
     "policies": "List policy families, their members and knobs.",
     "pool": "Show, drain, verify and disturb the shared KV pool.",
@@ -38,7 +40,7 @@ COMMANDS = {
 }
 
 
-VIEWS = "board", "status", "timeline", "top"
+VIEWS = "board", "logs", "status", "timeline", "top"
 FOLDERS = dict.fromkeys(("fuzz", "soak", "verify"), "checks.") | dict.fromkeys(VIEWS, "views.")
 """Commands of folders: `checks` disturb the service, or repeat a run, and check every token; `views` show a service or
 a run."""

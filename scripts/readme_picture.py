@@ -1,6 +1,7 @@
-"""Draw docs/images/tail.png: unfinished samples over time, static groups against Tailrace, both simulated.
+"""Draw docs/images/tail.png: unfinished samples over time in the recorded demo, static groups against Tailrace.
 
-The runs are those of `tailrace simulate --workload das-7b-16k --scale 0.5 --compare verl,tailrace`.
+To renew the recording: `make demo` on an idle machine, then `cp out/demo/*.gz out/demo/about.json app/demo/recorded/`,
+this script, and the figures in README.md (tests/test_demo.py compares them).
 """
 
 from pathlib import Path
@@ -10,27 +11,28 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tailrace.app.report.curves import ended_share
-from tailrace.app.simulator.scenario import load_scenario
-from tailrace.app.simulator.systems import Setup, system
+from tailrace.app.demo.outcome import NAMES, RECORDED, read
+from tailrace.app.demo.page import unfinished
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "tail.png"
-LABELS = {"verl": "static groups (as verl)", "tailrace": "tailrace"}
-COLOURS = {"verl": "#9a9a9a", "tailrace": "#0b6e99"}
+COLOURS = {"static": "#9a9a9a", "tailrace": "#0b6e99"}
 
 
 def draw() -> None:
-    setup = Setup.of(load_scenario("das-7b-16k").scaled(0.5), 0)
+    outcome = read(RECORDED)
     figure, axes = plt.subplots(figsize=(8, 3.2), dpi=110)
-    for name, label in LABELS.items():
-        run = setup.run(name, system(name), 0)
-        points = ended_share(run.ended)
-        times = [0.0, *(at for at, _ in points)]
-        left = [100.0, *(100 * (1 - share) for _, share in points)]
+    for name, record in outcome.records.items():
+        points = unfinished(record.run)
+        times, left = [at_s for at_s, _ in points], [100 * share for _, share in points]
         axes.fill_between(times, left, step="post", alpha=0.2, color=COLOURS[name])
-        axes.step(times, left, where="post", color=COLOURS[name], label=f"{label}: {run.makespan_s:.0f} s")
+        label = f"{NAMES[name]}: {record.run.makespan_s:.0f} s"
+        axes.step(times, left, where="post", color=COLOURS[name], label=label)
     axes.set(xlabel="seconds", ylabel="unfinished samples, %", xlim=0, ylim=(0, 101))
-    axes.set_title("One step of DAS's 7B workload, simulated", loc="left", fontsize=11)
+    samples = len(outcome.records["static"].run.ended)
+    axes.set_title(
+        f"make demo: {samples} samples on {outcome.about['replicas']} replicas, {outcome.about['cores']} cores",
+        loc="left", fontsize=11,
+    )  # fmt: skip
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

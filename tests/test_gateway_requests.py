@@ -129,7 +129,7 @@ def passed(doors: Doors, body: bytes = b"", **headers: str) -> tuple[int, dict]:
         sent.append(message)
 
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "path": "/v1/models", "headers": named}
+    scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": named}
     asyncio.run(doors(scope, receive, send))
     return sent[0]["status"], scope
 

@@ -11,9 +11,10 @@ from tailrace.deployments.messages.roles import NotAdmitted, Role, admits
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 from tailrace.policies.families.registry import Policies
 
-COORDINATOR = Path(__file__).parent.parent / "deployments" / "coordinator" / "coordinator.py"
+DEPLOYMENTS = Path(__file__).parent.parent / "deployments"
+COORDINATOR = DEPLOYMENTS / "coordinator" / "coordinator.py", DEPLOYMENTS / "feed" / "watch_calls.py"
 RIGHTS = {
-    Role.OBSERVER: {"status", "longest_samples", "replica_changes"},
+    Role.OBSERVER: {"status", "longest_samples", "replica_changes", "watch", "sample_log", "batch_log"},
     Role.EVALUATOR: {
         "rollout", "renew", "take_spans", "generate", "cancel_samples", "renew_session", "close_session",
         "stream_sample", "sample_detail", "model_folder", "tokenizer_files",
@@ -29,9 +30,11 @@ SERVES_OWN = {"reconfigure", "record_autoscaling_stats", "ended_loops", "check_h
 
 
 def public_methods() -> dict[str, list[str]]:
-    """The coordinator's, with their decorators as text. Read from source: a pure test loads no Ray."""
-    (cls,) = (node for node in ast.parse(COORDINATOR.read_text()).body if isinstance(node, ast.ClassDef))
-    methods = (node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    """The coordinator's and its base's, with their decorators as text. Read from source: a pure test loads no Ray."""
+    trees = [ast.parse(path.read_text()) for path in COORDINATOR]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert [one.name for one in classes] == ["Coordinator", "WatchCalls"]
+    methods = (node for one in classes for node in one.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return {node.name: list(map(ast.unparse, node.decorator_list)) for node in methods if node.name[0] != "_"}
 
 

@@ -1,12 +1,9 @@
-"""The content of `tailrace status`, `top` and `board`: rates between looks, the longest samples, troubles."""
-
-import json
+"""The content of `tailrace status` and `top`: rates between looks, the longest samples, troubles."""
 
 import pytest
 from rich.console import Console
 from test_rollout_cases import core_of, finish, submit, tick
 
-from tailrace.app.board.looks import look_of, news
 from tailrace.app.watch.rates import WINDOW_S, Rates, ReplicaRates
 from tailrace.app.watch.tables import pool_line, troubles, view
 from tailrace.deployments.coordinator.status import longest_samples
@@ -126,36 +123,3 @@ def test_the_pool_line_says_where_kv_came_from():
     line = pool_line(PoolView(status=told, token_bytes=1, counts=counts))
     assert line == "KV pool: 1.00 of 4.00 GiB, 1,500 keys; context tokens here 60%, pool 30%, recomputed 10%"
     assert pool_line(PoolView(status=None, token_bytes=1, counts={})).endswith("here -, pool -, recomputed -")
-
-
-def test_a_look_is_plain_json_with_the_rates_of_its_window():
-    rates = Rates()
-    for at_s, tokens in ((0.0, 0), (2.0, 100)):
-        status = service([replica(work=work(tokens, tokens))], [batch(tokens)])
-        rates.add(at_s, status)
-    sample = SampleStatus(sample_id="step-7/sky#3", state="running", replica_id="r1", tokens=9, expected_tokens=20,
-                          max_tokens=64, chunks=1, copies=0)  # fmt: skip
-    look = json.loads(json.dumps(look_of(1_000.0, status, rates, [sample])))
-    counts = {"running": 2, "waiting": 1, "held": 0, "replicas": 1}
-    assert look["moment"] == counts | {"at_s": 1000.0, "tokens_per_s": 50.0, "tail": False}
-    assert look["batches"][0]["tokens_per_s"] == look["replicas"][0]["tokens_per_s"] == 50.0
-    assert look["longest"][0]["sample_id"] == "step-7/sky#3" and look["pool"] == "" and look["troubles"] == []
-
-
-def test_news_are_the_changes_between_two_looks():
-    before = service([replica("r1"), replica("r2")], [batch(5)], weights_version=3, contained={"turn.ValueError": 1})
-    after = service(
-        [replica("r1", closing=True), replica("r3")],
-        [batch(9, tail=True)],
-        weights_version=4,
-        paused=True,
-        contained={"turn.ValueError": 3},
-    )
-    assert news(before, after) == [
-        "batch step-7 is in its tail", "contained: turn.ValueError, +2", "paused", "replica r1 is to be given back",
-        "replica r2 has left", "replica r3 has joined", "weights 3 to 4",
-    ]  # fmt: skip
-    assert news(None, after) == news(after, after) == [] and "resumed" in news(after, before)
-    assert news(before, service([replica("r1"), replica("r2", aside="3 failed")], weights_version=3)) == [
-        "batch step-7 is over", "replica r2 is set aside: 3 failed"
-    ]  # fmt: skip

@@ -1,77 +1,150 @@
-"""Looks at a service again and again, and gives each look to all viewers of the board.
+"""A follower of a service that hands its state to any number of browsers, with curves and news of the last minutes.
 
-Invariant: nothing grows: the last minutes of curves and news are kept; a viewer that reads slowly misses looks, and
-none waits for another. A service that is away is one look that says so. Called by `app.board.routes`.
+Invariant: nothing grows: curves and news are bounded, and browsers read from one bounded run of deltas. A service that
+is away is a row that says so; the state before it stays. With no browser for IDLE_S it does not watch, unless `always`.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from secrets import token_hex
 from typing import Any
 
-from tailrace.app.board.looks import line, look_of, news
+from tailrace.app.board.news import news
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.watch.look import look
-from tailrace.app.watch.rates import Rates
+from tailrace.deployments.feed.deltas import Deltas, change
 from tailrace.deployments.messages.errors import one_line
-from tailrace.deployments.messages.status import ServiceStatus
 
-KEPT_S = 900.0
-"""Of the curves."""
+KEPT_MOMENTS = 900
+"""Points of the curves, one a second: 15 minutes."""
 
-KEPT_LINES = 200
+KEPT_NEWS = 200
+RATE_S = 5.0
+"""Of a rate: a replica reports some times in it."""
+
 AWAY_S = 4.0
-"""A look that takes longer is shown as a service that is away; the question stays open."""
+"""A service that says nothing for longer is shown as away; the question stays open."""
 
-LONGEST = 200
-"""Samples of a look: every one of a small service, the tail of a large one."""
+AGAIN_S = 1.0
+IDLE_S = 900.0
 
 
 class Watcher:
-    """`every_s`: seconds between two looks. `run` is to be started once, as a task."""
+    """`client`: makes an observer's. `always`: watch without browsers too, so that the curves are there for the first
+    one."""
 
-    def __init__(self, client: RolloutClient, every_s: float):
-        self._client, self._every_s = client, every_s
-        self._rates = Rates()
-        self._moments: deque[dict] = deque(maxlen=max(1, round(KEPT_S / every_s)))
-        self._lines: deque[dict] = deque(maxlen=KEPT_LINES)
-        self._before: ServiceStatus | None = None
-        self._look: dict[str, Any] = {"away": True}
-        self._next = asyncio.Event()  # set once there is a newer look
+    def __init__(self, client: Callable[[], RolloutClient], always: bool = False):
+        self._client, self._always = client, always
+        self._deltas = Deltas(token_hex(4))
+        self._made: deque[tuple[float, int]] = deque()  # tokens of the service, of the last RATE_S
+        self._moments: deque[str] = deque()
+        self._news: deque[str] = deque()
+        self._lines = 0
+        self._task: asyncio.Task | None = None
+        self.viewers, self._left_s = 0, 0.0
 
-    async def run(self) -> None:
-        while True:
-            began_s = time.monotonic()
-            asking = asyncio.ensure_future(look(self._client, LONGEST))
-            done, _ = await asyncio.wait({asking}, timeout=AWAY_S)
-            if not done:
-                self._publish({"away": True})
+    def begin(self) -> None:
+        """Watch from now on, if it does not yet."""
+        if self._task is None:
+            self._deltas.put(time.time(), {"board": {"away": "it has not answered yet"}})
+            self._task = asyncio.ensure_future(self._run())
+
+    def end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def follow(self, epoch: str = "", number: int = 0) -> AsyncIterator[str]:
+        """Deltas as JSON, see `Deltas.follow`. One that reads slowly misses some, and none waits for another."""
+        self.begin()
+        self.viewers += 1
+        try:
+            async for item in self._deltas.follow(epoch, number):
+                yield item.decode()
+        finally:
+            self.viewers -= 1
+            self._left_s = time.monotonic()
+
+    # ---- the service -------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while not self._idle():
+            items = self._client().watch()
             try:
-                self._see(*await asking)
-            except Exception as error:  # noqa: BLE001 - of one look, mostly a service that is lost: the next may succeed
-                self._lines.append(line(f"a look failed: {one_line(error)}"))
-                self._publish({"away": True})
-            await asyncio.sleep(max(0.0, self._every_s - (time.monotonic() - began_s)))
+                await self._read(items)
+            except Exception as error:  # noqa: BLE001 - mostly a service that is lost: it is asked again
+                self._say_away(one_line(error))
+            finally:
+                await items.aclose()
+            await asyncio.sleep(AGAIN_S)
+        self._task = None
 
-    def _see(self, status: ServiceStatus, longest) -> None:
-        self._rates.add(time.monotonic(), status)
-        seen = look_of(time.time(), status, self._rates, longest)
-        self._moments.append(seen["moment"])
-        self._lines += map(line, news(self._before, status))
-        self._before = status
-        self._publish(seen)
+    async def _read(self, items: AsyncIterator[dict]) -> None:
+        while not self._idle():
+            asking = asyncio.ensure_future(anext(items))
+            try:
+                done, _ = await asyncio.wait({asking}, timeout=AWAY_S)
+                if not done:
+                    self._say_away(f"it has said nothing for {AWAY_S:.0f} s")
+                self._see(await asking)
+            finally:
+                asking.cancel()
+                await asyncio.wait({asking})  # else the iterator could not be closed
 
-    def _publish(self, look: dict[str, Any]) -> None:
-        self._look, told = look, self._next
-        self._next = asyncio.Event()
-        told.set()
+    def _idle(self) -> bool:
+        return not (self._always or self.viewers) and time.monotonic() > self._left_s + IDLE_S
 
-    async def looks(self) -> AsyncIterator[dict[str, Any]]:
-        """First the curves of the last minutes with the present look, then each new look, for ever."""
-        newer = self._next
-        yield self._look | {"moments": list(self._moments), "news": list(self._lines)}
-        while True:
-            await newer.wait()
-            newer = self._next
-            yield self._look | {"news": list(self._lines)}
+    def _say_away(self, why: str) -> None:
+        if self._deltas.state.get("board", {}).get("away") != why:
+            self._deltas.put(time.time(), {"board": {"away": why}})
+
+    def _see(self, delta: dict[str, Any]) -> None:
+        """Take a delta of the service. Of a whole state, after a break, only the differences count."""
+        state, changes = self._deltas.state, delta["sections"]
+        if delta["whole"]:
+            known = {name: rows for name, rows in state.items() if name not in ("board", "news", "moments")}
+            changes = {name: change(known.get(name, {}), changes.get(name, {})) for name in {**known, **changes}}
+        lines = news(state, changes) if "service" in state else []
+        changes = changes | {"board": {"away": ""} if state.get("board", {}).get("away") else {}}
+        changes["news"] = self._new_lines(delta["at_s"], lines)
+        self._deltas.put(delta["at_s"], changes)
+        if not self._moments or delta["at_s"] >= float(self._moments[-1]) + 0.9:
+            self._deltas.put(delta["at_s"], {"moments": self._new_moment(delta["at_s"])})
+
+    def _new_lines(self, at_s: float, lines: list[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for text in lines:
+            self._lines += 1
+            self._news.append(str(self._lines))
+            found[str(self._lines)] = {"at_s": at_s, "text": text}
+        while len(self._news) > KEPT_NEWS:
+            found[self._news.popleft()] = None
+        return found
+
+    def _new_moment(self, at_s: float) -> dict[str, Any]:
+        state = self._deltas.state
+        service, name = state["service"], f"{at_s:.1f}"
+        found: dict[str, Any] = {
+            name: {
+                "running": service["running"],
+                "waiting": service["waiting"],
+                "replicas": sum(row["state"] == "ready" for row in state.get("replicas", {}).values()),
+                "tokens_per_s": self._rate(at_s, service["made"]),
+                "tail": any(row["tail"] for row in state.get("batches", {}).values()),
+            }
+        }
+        self._moments.append(name)
+        while len(self._moments) > KEPT_MOMENTS:
+            found[self._moments.popleft()] = None
+        return found
+
+    def _rate(self, at_s: float, made: int) -> float | None:
+        """Tokens a second; None before the second look, and after a break."""
+        if self._made and made < self._made[-1][1]:  # another coordinator counts from 0
+            self._made.clear()
+        self._made.append((at_s, made))
+        while len(self._made) > 2 and at_s - self._made[1][0] >= RATE_S:
+            self._made.popleft()
+        (first_s, first), (last_s, last) = self._made[0], self._made[-1]
+        return round((last - first) / (last_s - first_s), 1) if last_s > first_s else None

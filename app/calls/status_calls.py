@@ -1,11 +1,47 @@
-"""The client's calls that only look: the service, its longest samples, one of them, the KV pool."""
+"""The client's calls that only look: the service, its longest samples, logs of one sample or batch, the KV pool."""
 
-from tailrace.app.calls.blocking import blocking
-from tailrace.deployments.messages.status import PoolView, SampleDetail, SampleStatus, ServiceStatus
+import json
+from collections.abc import AsyncIterator
+
+from tailrace.app.calls.blocking import blocking, blocking_iterator
+from tailrace.app.calls.refused import RolloutRejected
+from tailrace.deployments.messages.roles import NotAdmitted
+from tailrace.deployments.messages.rollout import Rejected
+from tailrace.deployments.messages.status import (
+    BatchLog,
+    PoolView,
+    SampleDetail,
+    SampleLog,
+    SampleStatus,
+    ServiceStatus,
+)
 
 
 class StatusCalls:
-    """`_ask` is the client's."""
+    """`_ask`, `_stream` and `_role` are the client's."""
+
+    async def watch(self) -> AsyncIterator[dict]:
+        """Follow the service: its whole state as rows by section and name, then each time the rows that have changed.
+
+        Items have `whole`, `number`, `at_s` (unix seconds) and `sections`; a row that is gone is None. One that reads
+        slowly gets the whole state again. Ends by an error of Ray's once the coordinator is lost; call again.
+        """
+        epoch, number = "", 0
+        while True:
+            items = self._stream.watch.remote(self._role, epoch, number)
+            try:
+                async for item in items:
+                    if isinstance(item, NotAdmitted):
+                        raise PermissionError(item.reason)
+                    if isinstance(item, Rejected):
+                        raise RolloutRejected(item.reason)
+                    delta = json.loads(item)
+                    epoch, number = delta["epoch"], delta["number"]
+                    yield delta
+            finally:
+                items.cancel()
+
+    watch_blocking = blocking_iterator(watch)
 
     async def status(self) -> ServiceStatus:
         """Replicas, batches, pool and counters, as of the last replica reports."""
@@ -24,6 +60,19 @@ class StatusCalls:
         return await self._ask("sample_detail", sample_id)
 
     sample_detail_blocking = blocking(sample_detail)
+
+    async def sample_log(self, name: str) -> SampleLog | None:
+        """Chunks, moves, reasons and faults of a sample, by its id in the core or as BATCH/PROMPT#INDEX; None if the
+        service does not know it, or not any more."""
+        return await self._ask("sample_log", name)
+
+    sample_log_blocking = blocking(sample_log)
+
+    async def batch_log(self, name: str) -> BatchLog | None:
+        """Progress, ends, faults and samples of a batch; None if the service does not know it, or not any more."""
+        return await self._ask("batch_log", name)
+
+    batch_log_blocking = blocking(batch_log)
 
     async def pool_status(self) -> PoolView | None:
         """The coordinator's view of the KV pool, at most a second old, or None if the service has no pool."""

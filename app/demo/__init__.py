@@ -1,4 +1,7 @@
-"""What `make demo` rolls out: a dozen prompts a small model can answer."""
+"""The demo: prompts whose answers have a long tail, rolled out twice, and a recording of it.
+
+The small model's answers to these prompts are short, but for a few that never stop: a tail as in training.
+"""
 
 from pathlib import Path
 

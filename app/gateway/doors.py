@@ -6,7 +6,7 @@ Invariant: a request that is refused here reaches no route. `scope["role"]` is t
 import hmac
 import json
 from base64 import b64decode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")
 """They need no token: load balancers ask them."""
+
+PAGES = ("/board", "/board/stream", "/board/sample")
+"""For browsers, which ask a person for name and token, and then send them with each request."""
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
@@ -58,7 +61,14 @@ class Doors:
             return
         role = self._role(scope)
         if role is None:
-            await _refuse(send, 401, "give one of the gateway's tokens: `Authorization: Bearer TOKEN`")
+            asks = (
+                [(b"www-authenticate", b'Basic realm="tailrace: a name, and a token"')]
+                if scope["path"] in PAGES
+                else []
+            )
+            await _refuse(send, 401, "give one of the gateway's tokens: `Authorization: Bearer TOKEN`", asks)
+        elif scope["method"] not in ("GET", "HEAD") and _is_foreign(scope):
+            await _refuse(send, 403, "a page of another site sends this request")
         elif self._open >= self._config.max_open:
             await _refuse(send, 429, f"{self._open} requests are open, as many as the gateway takes; try again")
         elif _length(scope) > self._config.max_body_bytes:
@@ -103,6 +113,12 @@ def _header(scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
+def _is_foreign(scope) -> bool:
+    """Whether a browser sends it for a page of another site: a browser that knows a token adds it there, too."""
+    origin = _header(scope, b"origin")
+    return bool(origin) and origin.partition(b"://")[2] != _header(scope, b"host")
+
+
 def _length(scope) -> int:
     text = _header(scope, b"content-length")
     return int(text) if text.isdigit() else 0
@@ -116,9 +132,9 @@ def error_body(status: int, message: str, kind: str | None = None) -> dict:
     }
 
 
-async def _refuse(send, status: int, message: str) -> None:
+async def _refuse(send, status: int, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
     body = json.dumps(error_body(status, message)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     headers += [(b"retry-after", b"1")] if status == 429 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

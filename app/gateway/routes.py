@@ -15,6 +15,8 @@ from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+from tailrace.app.board.routes import add_board
+from tailrace.app.board.watcher import Watcher
 from tailrace.app.calls.client import QuotaExceeded
 from tailrace.app.calls.refused import TooLargeForQuota, UnknownAdapter
 from tailrace.app.calls.resume import lost_service
@@ -24,13 +26,13 @@ from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors, error_body
-from tailrace.app.gateway.event_stream import EventStream, left
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
 from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
 from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream, TokensStream
 from tailrace.app.gateway.tokenizing import add_tokenizing
+from tailrace.app.http.event_stream import EventStream, left
 from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
@@ -50,6 +52,7 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
     add_tokenizing(app, service)
     add_control(app, service)
     add_adapters(app, service)
+    _add_board(app, service, config)
     add_metrics(app)
     return app
 
@@ -146,6 +149,12 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     async def health():
         status = await service.client(Role.OBSERVER).status()
         return JSONResponse({}, 200 if status.paused or any(one.ready for one in status.replicas) else 503)
+
+
+def _add_board(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
+    """The page of a running service, for any role; texts of samples for those that may roll out."""
+    watcher = Watcher(lambda: service.client(Role.OBSERVER))
+    add_board(app, watcher, lambda http: service.client(http.scope["role"]), any_host=config.tokens_file is not None)
 
 
 async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:

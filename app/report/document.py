@@ -12,7 +12,7 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 
-from tailrace.app.report.palette import style
+from tailrace.app.style.palette import style
 
 WEB = Path(__file__).parent / "web"
 """The style sheet but for its colours, and the script, in parts."""

@@ -7,7 +7,7 @@ and by benchmarks.
 from pathlib import Path
 
 from tailrace.app.errors import MissingExtra
-from tailrace.app.report.palette import SERIES
+from tailrace.app.style.palette import SERIES
 
 DPI = 110
 

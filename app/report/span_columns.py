@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.app.report import palette
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.types import SimulatedRun, Span
+from tailrace.app.style import palette
 
 MOST_SPANS = 150_000
 """Of 19 bytes each: 3.8 MB of base64. With notes 23."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from math import floor, log10
 
-from tailrace.app.report.palette import SERIES
+from tailrace.app.style.palette import SERIES
 
 Points = Sequence[tuple[float, float]]
 Colours = Mapping[str, str]

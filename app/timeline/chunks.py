@@ -60,6 +60,7 @@ class RecordedChunk:
     accepted_tokens: int = 0
     pulled_tokens: int = 0
     computed_tokens: int = 0
+    expected_tokens: int = 0  # of the whole answer, as estimated at its start
 
     def count(self, event) -> None:
         """Note the counts of its `ChunkFinished`."""
@@ -141,6 +142,7 @@ class RecordedSample:
     moves: int = 0
     ended_s: float | None = None
     end: str = ""
+    max_tokens: int = 0  # of its first turn
 
     @property
     def tokens(self) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tailrace.app.report.curves import over_moments
 from tailrace.app.report.figures import new_figure, save
-from tailrace.app.report.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
 from tailrace.app.report.span_columns import Band, drawable
 from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.report import number, percent, summary, tails
 from tailrace.app.simulator.types import Span
+from tailrace.app.style.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
 from tailrace.app.timeline.figures import seconds
 from tailrace.app.timeline.page import MOST_SPANS, drafts, kv, lengths, rows_of
 from tailrace.app.timeline.record import Record

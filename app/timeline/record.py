@@ -113,7 +113,7 @@ class _Reading:
         for group in event.groups:
             name = group["group_id"]
             for _ in range(group["samples"]):  # an open group's come in several events
-                sample = RecordedSample(batch, group["prompt_tokens"], self._now)
+                sample = RecordedSample(batch, group["prompt_tokens"], self._now, max_tokens=group.get("max_tokens", 0))
                 self._samples[f"{name}#{self._sizes[name]}"] = sample
                 self._sizes[name] += 1
             self._unended += group["samples"]
@@ -134,6 +134,7 @@ class _Reading:
             reason=action.reason,
             method=getattr(action, "method", None),
             weights_version=getattr(action, "weights_version", 0),
+            expected_tokens=getattr(action, "expected_tokens", 0),
         )
         if raced in self._chunks:
             self._enter(chunk, self._chunks[raced])

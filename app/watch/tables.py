@@ -90,15 +90,18 @@ def _headline(status: ServiceStatus, rates: Rates) -> Text:
     return text
 
 
-def _table(*columns: str, words: Sequence[str] = ()) -> Table:
+def plain_table(*columns: str, words: Sequence[str] = (), wrapped: str = "") -> Table:
+    """`words`: columns of text, on the left. `wrapped`: the column whose text may take several lines."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")  # 80 columns are enough
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 or column in words else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if place == 0 or column in words else "right", no_wrap=column != wrapped
+        )
     return table
 
 
 def _batches(status: ServiceStatus, rates: Rates) -> Table:
-    table = _table("batch", "ended", "samples", "groups out", "tokens", "tokens/s", "seconds", "")
+    table = plain_table("batch", "ended", "samples", "groups out", "tokens", "tokens/s", "seconds", "")
     for batch in status.batches:
         cells = (
             batch.batch_id, share(batch.ended, batch.samples), f"{batch.ended:,}/{batch.samples:,}",
@@ -113,8 +116,8 @@ def _replicas(status: ServiceStatus, rates: Rates, max_rows: int) -> RenderableT
     if not status.replicas:
         return Text("no engine replica is up", style="yellow")
     ordered = sorted(status.replicas, key=lambda one: (state_of(one) == "ready", -one.running))[:max_rows]
-    table = _table("replica", "state", "running", "KV", "weights", "tokens/s", "per step", "accepted", "preempted",
-                   words=("state", "accepted"))  # fmt: skip
+    table = plain_table("replica", "state", "running", "KV", "weights", "tokens/s", "per step", "accepted",
+                        "preempted", words=("state", "accepted"))  # fmt: skip
     for replica in ordered:
         state, rate = state_of(replica), rates.replica(replica.replica_id)
         accepted = ", ".join(f"{name} {part:.0%}" for name, part in (rate.accepted or {}).items())
@@ -134,8 +137,8 @@ def _replicas(status: ServiceStatus, rates: Rates, max_rows: int) -> RenderableT
 
 
 def _samples(longest: Sequence[SampleStatus]) -> Table:
-    table = _table("longest samples", "state", "replica", "tokens", "expected", "max", "chunks", "copies",
-                   words=("state", "replica"))  # fmt: skip
+    table = plain_table("longest samples", "state", "replica", "tokens", "expected", "max", "chunks", "copies",
+                        words=("state", "replica"))  # fmt: skip
     for sample in longest:
         where = sample.replica_id or "-"
         counts = (sample.tokens, sample.expected_tokens, sample.max_tokens, sample.chunks, sample.copies)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from ray._private.async_compat import get_new_event_loop
 
+from benchmarks.board.looks import watched
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
 from benchmarks.engine.tracing_cost import TracingCost, share
 from benchmarks.metrics.coordinator_cost import metrics_cost
@@ -60,8 +61,8 @@ SETTLE_AT_MOST_S = 600.0
 class Fleet(NamedTuple):
     """One size. `past`: whether the tokens that the groups have made before the start are made and kept.
 
-    `metrics_pairs`: pairs of windows in which metrics are off and on, before the figures; 0 for none. `traced`: spans
-    are exported, of every group or, by default, of some.
+    `metrics_pairs`: pairs of windows in which metrics are off and on, before the figures; 0 for none. `boards`: that
+    watch for as long again, after the figures. `traced`: spans are exported, of every group or, by default, of some.
     """
 
     replicas: int
@@ -71,6 +72,7 @@ class Fleet(NamedTuple):
     past: bool
     profile: str | None = None
     metrics_pairs: int = 0
+    boards: int = 0
     traced: bool = False
     every_group: bool = False
 
@@ -297,6 +299,8 @@ class Measured:
             for other in others:
                 other.cancel()
             found = figures(before, after, engines.delays, holds, fleet.speed)
+            if fleet.boards:
+                found |= await watched(rollouts, fleet.boards, fleet.seconds)
             del holds.gc_s[:]
             gc.collect()
             found["gc_full_ms"] = _ms(holds.gc_s, 1.0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tailrace.app.report.figures import new_figure, save
-from tailrace.app.report.palette import REFERENCE
+from tailrace.app.style.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.models.spec_cost_model import verified
 from tailrace.policies.protocol.step_cost import StepCost

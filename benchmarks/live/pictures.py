@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tailrace.app.report.figures import new_figure, save
-from tailrace.app.report.palette import PART, SERIES, WHOLE
+from tailrace.app.style.palette import PART, SERIES, WHOLE
 
 WINDOW = 8
 """Looks that a point of a curve is taken over: with one alone it jumps."""

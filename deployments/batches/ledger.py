@@ -135,9 +135,10 @@ class SampleRecord:
             cut = {name: column.array[start:end] for name, column in self.columns.items()}
             self.parts[place] = replace(self.parts[place], **cut)
 
-    def detail(self, sample_id: str, prompts: Prompts) -> SampleDetail:
-        """The unended sample for people, with the text of its last tokens."""
-        last = joined([part.token_ids for part in self.parts], np.int32)[-SHOWN_TOKENS:].tolist()
+    def detail(self, sample_id: str, prompts: Prompts, more: np.ndarray | None = None) -> SampleDetail:
+        """The unended sample for people, with the text of its last tokens. `more`: those of its running chunk."""
+        more = () if more is None else (more,)
+        last = joined([*(part.token_ids for part in self.parts), *more], np.int32)[-SHOWN_TOKENS:].tolist()
         return SampleDetail(
             sample_id=sample_id,
             tokens=self.tokens,

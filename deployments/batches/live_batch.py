@@ -60,7 +60,7 @@ class LiveBatch:
         self._max_tokens = {spec.group_id: spec.max_tokens for spec in self.specs}
         self.samples = {f"{group_id}#{s.index}": s for group_id, group in self.groups.items() for s in group.samples}
         self._sizes = len(self.samples), len(self.groups)
-        self._emitted_tokens = 0
+        self.emitted_tokens = 0
         self.ended = 0
         self.tail_began_s: float | None = None  # None before the tail
         self.progress_s = submitted_s  # of the last chunk that was written; `EndTotals` alone writes it
@@ -139,7 +139,7 @@ class LiveBatch:
         """Give the record of a group whose samples have ended, and forget it."""
         group = self.groups.pop(group_id)
         for number, sample in enumerate(group.samples):
-            self._emitted_tokens += sample.tokens
+            self.emitted_tokens += sample.tokens
             del self.samples[f"{group_id}#{number}"]
         self.spans.close_group(group_id, [f"{group_id}#{number}" for number in range(len(group.samples))])
         return group
@@ -222,6 +222,11 @@ class LiveBatch:
             return sample.max_tokens
         return self._max_tokens[start.sample_id.rpartition("#")[0]]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of samples and of groups, ended ones included."""
+        return self._sizes
+
     def status(self, now_s: float, streamed: Mapping[str, int]) -> BatchStatus:
         """`streamed`: tokens of running chunks, by chunk id, as last reported."""
         prefix = f"{self.core_id}/"
@@ -233,7 +238,7 @@ class LiveBatch:
             ended=self.ended,
             groups=groups,
             emitted=groups - len(self.groups),
-            tokens=running + self._emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
+            tokens=running + self.emitted_tokens + sum(sample.tokens for sample in self.samples.values()),
             tail=self.is_in_tail,
             seconds=now_s - self.submitted_s,
         )

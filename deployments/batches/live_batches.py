@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.ledger import GroupRecord, escaped
@@ -120,11 +122,11 @@ class LiveBatches:
         """The submission of a sample that has not ended, or of a group, by its id."""
         return self._home[name]
 
-    def detail(self, sample_id: str) -> SampleDetail | None:
-        """Of a sample that has not ended; None if there is none of that id."""
+    def detail(self, sample_id: str, more: np.ndarray | None = None) -> SampleDetail | None:
+        """Of a sample that has not ended; None if there is none of that id. `more`: tokens of its running chunk."""
         batch = self._home.get(sample_id)
         record = None if batch is None else batch.samples.get(sample_id)
-        return None if record is None else record.detail(sample_id, self._prompts)
+        return None if record is None else record.detail(sample_id, self._prompts, more)
 
     def core_ids(self, delivery: Delivery) -> list[str]:
         """Ids, in the core, of a delivery's submissions."""

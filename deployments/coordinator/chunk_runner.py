@@ -16,6 +16,7 @@ from opentelemetry.trace import INVALID_SPAN
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
+from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import (
@@ -38,12 +39,19 @@ Write = Callable[[], None] | None
 
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end."""
+    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end;
+    `acceptance`: of all drafts."""
 
     def __init__(
-        self, engines: "EngineClient", now: Callable[[], float], digests: Mapping[int, str], totals: EndTotals
+        self,
+        engines: "EngineClient",
+        now: Callable[[], float],
+        digests: Mapping[int, str],
+        totals: EndTotals,
+        acceptance: Acceptance | None = None,
     ):
-        self._engines, self._now, self._digests, self.totals = engines, now, digests, totals
+        self._engines, self._now, self._digests = engines, now, digests
+        self.totals, self._acceptance = totals, acceptance or Acceptance()
         self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
@@ -83,6 +91,7 @@ class ChunkRunner:
         check_result(start, result, len(sample.prompt))
         self.totals.chunk_came(result)
         drafts = result.drafts
+        self._acceptance.add(drafts)
         event = ChunkFinished(
             now=self._now(),
             chunk_id=start.chunk_id,

@@ -29,6 +29,7 @@ from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
+from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.roles import Role, admits
@@ -41,7 +42,7 @@ from tailrace.deployments.messages.rollout import (
     WeightsLoaded,
 )
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, SampleTokens
-from tailrace.deployments.messages.status import PoolView, ReplicasChanged, SampleDetail, SampleStatus, ServiceStatus
+from tailrace.deployments.messages.status import PoolView, ReplicasChanged
 from tailrace.deployments.metrics.export import doors_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.telemetry import Telemetry
@@ -54,7 +55,7 @@ from tailrace.policies.families.registry import Policies
 
 
 @serve.deployment(name="Coordinator", num_replicas=1, max_ongoing_requests=10_000, graceful_shutdown_wait_loop_s=0.2)
-class Coordinator:
+class Coordinator(WatchCalls):
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
     `pool`, `context`, `token_log_dir`: or None. `every_group`: see `Telemetry`. Raises TokenModeOff.
@@ -204,18 +205,6 @@ class Coordinator:
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Their content by name; some megabytes."""
         return await asyncio.to_thread(tokenizer_files, Path(self._prompts.model))
-
-    @admits(Role.OBSERVER)
-    async def status(self) -> ServiceStatus:
-        return self._rollouts.status()
-
-    @admits(Role.OBSERVER)
-    async def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
-        return self._rollouts.longest_samples(count)
-
-    @admits(Role.EVALUATOR)
-    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        return self._rollouts.sample_detail(sample_id)
 
     @admits(Role.TRAINER)
     async def set_policies(self, policies: dict) -> Rejected | None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
@@ -151,6 +152,10 @@ class EngineClient:
 
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         self._lines.abort(replica_id, chunk_id, keep_kv)
+
+    async def peek(self, replica_id: str, chunk_id: str) -> np.ndarray:
+        """The tokens, int32, that a chunk has made so far."""
+        return await self._call(replica_id, "peek", chunk_id)
 
     async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
         """Returns when the replica holds them; ChunkError when it cannot."""

@@ -173,7 +173,10 @@ class KvPoolManager:
 
     async def detail(self) -> PoolView:
         """`view`, and the keys of each weights version, which costs a look at every key."""
-        return self.view().model_copy(update={"keys_by_version": await self._ask("keys_by_version")})
+        return self.view().model_copy(update={"keys_by_version": await self.keys_by_version()})
+
+    async def keys_by_version(self) -> dict[int, int] | None:
+        return await self._ask("keys_by_version")
 
     def view(self) -> PoolView:
         """Counts of all replicas and of this side, with the pool's own figures."""

@@ -14,16 +14,16 @@ from tailrace.policies.protocol.actions import SetReplicas
 
 
 class ReplicaTarget:
-    """`wanted`: None before the first decision; Serve's own number of replicas then holds."""
+    """`wanted`: None before the first decision; Serve's own number of replicas then holds. `reason`: of that number."""
 
     def __init__(self):
         self.wanted: int | None = None
         self._drafters = 0
-        self._up, self._reason, self._at_s = 0, "", time.time()
+        self._up, self.reason, self._at_s = 0, "", time.time()
         self._changed = asyncio.Condition()
 
     def want(self, action: SetReplicas) -> None:
-        self.wanted, self._drafters, self._reason = action.replicas, action.drafters, action.reason
+        self.wanted, self._drafters, self.reason = action.replicas, action.drafters, action.reason
         self._tell()
 
     def see(self, up: int) -> None:
@@ -43,7 +43,7 @@ class ReplicaTarget:
             async with self._changed:
                 await self._changed.wait_for(lambda told=told: self._state() != told)
             told = self._state()
-            yield ReplicasChanged(replicas=told[0], wanted=told[1], reason=self._reason, at_s=self._at_s)
+            yield ReplicasChanged(replicas=told[0], wanted=told[1], reason=self.reason, at_s=self._at_s)
 
     def _state(self) -> tuple[int, int]:
         return self._up, self._up if self.wanted is None else self.wanted

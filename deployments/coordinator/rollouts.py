@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from math import inf
+from typing import Any
 
 from tailrace.deployments.batches.deliveries import Deliveries, Delivery
 from tailrace.deployments.batches.ledger import GroupRecord
@@ -33,6 +34,11 @@ from tailrace.deployments.coordinator.status import longest_samples, replica_sta
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.coordinator.weights_check import weights_check
+from tailrace.deployments.feed.acceptance import Acceptance
+from tailrace.deployments.feed.feed import Feed
+from tailrace.deployments.feed.logs import Logs
+from tailrace.deployments.feed.looks import Looks, Watched
+from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
@@ -71,6 +77,9 @@ TICK_S = 0.5
 POLL_S = 1.0
 """Seconds between polls of the pool: its fullness is that old, a loss seen so late. A poll costs 5 ms of a core."""
 
+PEEK_S = 1.0
+"""Longest wait for the tokens of a running chunk."""
+
 LOOKS_PER_S = 20
 """Maximum of looks at the replicas' reports, however many change."""
 
@@ -99,9 +108,9 @@ class Rollouts:
         self._prompts = prompts
         self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
         self.adapters = AdapterLoads(engines, prompts.model)
-        self.totals = EndTotals(self.now)
+        self.totals, self._acceptance, self._trails = EndTotals(self.now), Acceptance(), Trails(self.now)
         self.figures = Books(self.totals, self._books_for_figures).figures
-        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests, self.totals)
+        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests, self.totals, self._acceptance)
         self.core_holder = CoreHolder(policies)
         self.replica_target = ReplicaTarget()
         self._registry = ReplicaRegistry()
@@ -161,6 +170,20 @@ class Rollouts:
             seen=self._next_look,
         )
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
+        self.logs = Logs(batches=self._batches, trails=self._trails, core=lambda: self._core, now=self.now)
+        watched = Watched(
+            core=lambda: self._core,
+            reports=lambda: self._registry.reports,
+            batches=self._batches,
+            trails=self._trails,
+            acceptance=self._acceptance,
+            pool=lambda: kv_pool_manager and kv_pool_manager.view(),
+            service=self._service_fields,
+            contained=lambda: self._contained + self._token_log.problems,
+            now=self.now,
+        )
+        keys = None if kv_pool_manager is None else kv_pool_manager.keys_by_version
+        self.feed = Feed(Looks(watched), nonce, keys, lambda error: self._note("feed", error))
 
     def now(self) -> float:
         """Seconds since this object was made."""
@@ -243,7 +266,7 @@ class Rollouts:
             batches=self._batches.statuses(streamed),
             replicas=replica_statuses(self._core.replicas, self._registry.reports),
             observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
-            waits_for=waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.pause.held),
+            waits_for=self._waits_for(),
             paused=self.pause.is_on,
             asleep=self.sleep.tags,
             policies=self._core.policies.model_dump(),
@@ -259,6 +282,26 @@ class Rollouts:
             adapters=self.adapters.book.all(),
             contained=dict(self._contained + self._token_log.problems),
         )
+
+    def _service_fields(self) -> dict[str, Any]:
+        """Of the service as a whole, for those that watch it."""
+        target, weights = self.replica_target, self._weights
+        wanted = {} if target.wanted is None else {"wanted": target.wanted, "wanted_why": target.reason}
+        return wanted | {
+            "up": len(self._registry.joined),
+            "model": self._prompts.model,
+            "weights": weights.version,
+            "digest": weights.digest[:12],
+            "weights_from": weights.source,
+            "weights_problem": weights.problem or "",
+            "paused": self.pause.is_on,
+            "asleep": ", ".join(self.sleep.tags),
+            "waits_for": self._waits_for() or "",
+            "at_door": ", ".join(self._at_door),
+        }
+
+    def _waits_for(self) -> str | None:
+        return waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.pause.held)
 
     def count_by(self, totals: EndTotals) -> None:
         """Count ends elsewhere from now on; for a benchmark that compares."""
@@ -288,8 +331,14 @@ class Rollouts:
     def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
         return longest_samples(self._core, count)
 
-    def sample_detail(self, sample_id: str) -> SampleDetail | None:
-        return self._batches.detail(sample_id)
+    async def sample_detail(self, sample_id: str) -> SampleDetail | None:
+        """With the tokens of its running chunk, if the replica says them soon."""
+        chunk, more = self._trails.running(sample_id), None
+        if chunk is not None:
+            with contextlib.suppress(Exception):  # the replica may be lost, or in a long step: it is only for people
+                more = await asyncio.wait_for(self._engines.peek(chunk.replica_id, chunk.chunk_id), PEEK_S)
+        is_last = chunk is not None and self._trails.running(sample_id) is chunk
+        return self._batches.detail(sample_id, more if is_last else None)
 
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""
@@ -299,6 +348,7 @@ class Rollouts:
             "sessions": len(self.sessions),
             "events": len(self._inbox),
             "tasks": len(self._tasks),
+            "trails": self._trails.unended,
         }
         return self._core.counts() | self._batches.counts() | here
 
@@ -465,8 +515,11 @@ class Rollouts:
             except IllegalEvent as error:  # the core has not changed
                 self._note(type(event).__name__, error)
                 if isinstance(event, ev.ChunkFinished):
-                    self._core.observe(ev.ChunkFailed(event.now, event.chunk_id, one_line(error)))
+                    failed = ev.ChunkFailed(event.now, event.chunk_id, one_line(error))
+                    self._core.observe(failed)
+                    self._trails.observe(failed)
                 continue
+            self._trails.observe(event)
             if write is not None and counts:  # else another chunk has made, or will make, the same tokens
                 write()
                 if event.weights_version < self._weights.version:
@@ -487,6 +540,7 @@ class Rollouts:
 
     def _act(self, actions: tuple) -> None:
         for action in actions:
+            self._trails.act(action)
             match action:
                 case StartChunk():
                     call = self._spawn(self._run_chunk(action, self._batches.of(action.sample_id)))
@@ -562,6 +616,7 @@ class Rollouts:
         """End every batch with a reason, and begin with a new core: the state of this one is unknown."""
         self._note(place, error)
         self._batches.fail(one_line(error))
+        self._trails.forget_live()
         for call in self._calls.values():
             call.cancel()
         self.core_holder.restart(self._registry.joined.values())

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
+import numpy as np
+
 from tailrace.deployments.engine.engine_steps import Steps
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats, WeightsRead
@@ -120,6 +122,9 @@ class EngineLoop:
     def forget_adapter(self, name: str) -> Future[None]:
         """Forgets a name; chunks that run with its content continue."""
         return self._ask(self._stepper.adapters.forget, name)
+
+    def peek(self, chunk_id: str) -> Future[np.ndarray]:
+        return self._ask(self._stepper.peek, chunk_id)
 
     def stats(self) -> EngineStats:
         """Returns the latest snapshot, made after a step; costs nothing."""

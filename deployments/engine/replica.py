@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -231,6 +232,10 @@ class Engine:
             ranks=self._config.tensor_parallel,
             weight_transfer=self._config.weight_transfer,
         )
+
+    async def peek(self, chunk_id: str) -> np.ndarray:
+        """Returns the tokens, int32, that a chunk has made so far, once the present step has ended."""
+        return await asyncio.wrap_future(self._runner.peek(chunk_id))
 
     async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
         """Returns the spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""

@@ -8,6 +8,8 @@ import time
 from bisect import bisect_left
 from collections import Counter
 
+import numpy as np
+
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafting.forks import Forks
@@ -260,6 +262,11 @@ class Stepper(WeightCalls):
     def rejoin_pool(self, master_address: str) -> None:
         """Continues with the pool's master at another address. Raises RuntimeError if it does not answer."""
         self._link.rejoin(master_address)
+
+    def peek(self, chunk_id: str) -> np.ndarray:
+        """Returns the tokens that a chunk has made so far, int32; none if it does not run."""
+        running = self._running.get(chunk_id)
+        return np.array(running.token_ids if running else (), np.int32)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot as of now."""

@@ -67,7 +67,7 @@ class SampleStatus(Message):
 
 class SampleDetail(Message):
     """A sample that has not ended, as far as its chunks have. `segments`: of its present turn, each of one replica and
-    one version of the weights; `text`: of its last `text_tokens` tokens."""
+    one version of the weights; `text`: of its last `text_tokens` tokens, those of its running chunk among them."""
 
     sample_id: str
     tokens: int
@@ -78,6 +78,66 @@ class SampleDetail(Message):
     accepted_tokens: int
     text_tokens: int
     text: str
+
+
+class ChunkLog(Message):
+    """One chunk of a sample, with the reason for its replica. Times are unix seconds; `ended_s`: None while it runs.
+
+    `end`: stop, length, aborted, failed or lost; `asked`: why it was asked to stop before that; `copy_of`: the chunk
+    that it races with, or None; `method`: the copy's draft method.
+    """
+
+    chunk_id: str
+    replica_id: str
+    began_s: float
+    ended_s: float | None
+    start: int
+    new_tokens: int
+    reason: str
+    end: str
+    asked: str
+    error: str
+    copy_of: str | None
+    method: str | None
+
+
+class SampleLog(Message):
+    """A sample as far as the service knows it. `dropped`: chunks before those of `chunks`; `moves`: chunks, of these,
+    that ran on another replica than the one before; `why`: why it is where it is, or why it ended."""
+
+    sample_id: str
+    state: str  # waiting, running, held or ended
+    end: str  # stop, length, cancelled or failed; empty: it has not ended
+    why: str
+    error: str
+    tokens: int
+    expected_tokens: int | None  # of the whole answer; None once it has ended
+    max_tokens: int | None
+    moves: int
+    dropped: int
+    chunks: tuple[ChunkLog, ...]
+
+
+class FaultLog(Message):
+    """A chunk that failed, a replica that left or a sample that was given up; at unix seconds."""
+
+    at_s: float
+    sample_id: str
+    replica_id: str
+    text: str
+
+
+class BatchLog(Message):
+    """A batch as far as the service knows it: its progress, None once it is over; its samples by state or end; the last
+    faults; and of the samples those with failed chunks first, then those of many chunks."""
+
+    batch_id: str
+    status: BatchStatus | None
+    counts: dict[str, int]
+    chunks: int
+    moves: int
+    faults: tuple[FaultLog, ...]
+    samples: tuple[SampleLog, ...]
 
 
 class PoolView(Message):

@@ -52,8 +52,10 @@ def run(page: webdriver.Chrome, folder: str) -> dict:
     page.save_screenshot(f"{folder}/board.png")
     page.execute_script("document.querySelector('#longest button').focus()")
     page.switch_to.active_element.send_keys("\n")  # by keyboard
-    until(lambda: len(text("#text")) > 20 or "ended" in text("#sample-said"))
+    until(lambda: text("#chunks tbody") and ("ended" in text("#sample-said") or len(text("#text")) > 20))
+    chunks = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#chunks tbody tr")]
     found["sample"] = {"name": text("#sample-name"), "said": text("#sample-said"), "text": len(text("#text"))}
+    found["sample"]["chunks"] = chunks
     page.save_screenshot(f"{folder}/sample.png")
     page.find_element(By.ID, "close").click()
     return found
@@ -81,6 +83,7 @@ def away(page: webdriver.Chrome) -> dict:
     wait = WebDriverWait(page, WAIT_S, poll_frequency=0.1)
     wait.until(lambda _: "away" in state.text)
     wait.until(lambda _: "live" in state.text)
+    wait.until(lambda _: len(page.find_elements(By.CSS_SELECTOR, "#replicas tbody tr")) == 2)
     return {"news": [item.text for item in page.find_elements(By.CSS_SELECTOR, "#news li")]}
 
 

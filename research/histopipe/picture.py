@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tailrace.app.report.figures import new_figure, save
-from tailrace.app.report.palette import SERIES
+from tailrace.app.style.palette import SERIES
 
 SHADES = (SERIES[1], SERIES[2], SERIES[6])
 

@@ -16,7 +16,9 @@ def test_a_delay_counts_the_loops_own_time_alone_on_its_clock():
 def test_a_few_engines_keep_pace_with_a_coordinator():
     from benchmarks.control_plane.fleet import measure
 
-    found = measure((4,), running=4, seconds=5.0, speed=20.0, past=False, profile=None, say=lambda text: None)
+    size = {"running": 4, "seconds": 5.0, "speed": 20.0, "past": False, "profile": None}
+    found = measure((4,), **size, say=lambda text: None, boards=2)
     size = found["sizes"][4]
     assert size["problems"] == [] and size["chunks_per_s"] > 0 and size["reports_per_s"] > 1
+    assert size["board_looks_per_s"] > 0 and size["board_bytes_per_s"] > 0 and 0 < size["board_share"] < 1
     assert size["core_share"] > 0 and 0 <= size["delay_p50_ms"] <= size["delay_p99_ms"]

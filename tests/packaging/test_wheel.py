@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 DATA = {
     "tailrace/py.typed", "tailrace/serve.yaml", "tailrace/serve.elastic.yaml", "tailrace/serve.gpu.yaml",
-    "tailrace/app/demo/prompts.jsonl", "tailrace/app/report/web/page.css", "tailrace/app/report/web/spans.js",
+    "tailrace/app/demo/prompts.jsonl", "tailrace/app/demo/recorded/about.json",
+    "tailrace/app/demo/recorded/static.journal.gz", "tailrace/app/demo/recorded/tailrace.journal.gz",
+    "tailrace/app/report/web/page.css", "tailrace/app/report/web/spans.js",
     "tailrace/app/simulator/scenarios/das-7b-16k.yaml", "tailrace/deployments/draft_index/scorer_weights.json",
 }  # fmt: skip
 HEAVY = ("ray", "vllm", "torch", "numba")
@@ -92,6 +94,7 @@ def test_a_light_installation_works_beside_another_app(version, wheel, tmp_path,
     tailrace = bin_folder / "tailrace"
     assert done(tailrace, "--version", cwd=elsewhere) == "tailrace 0.2.0\n"
     assert "verl" in done(tailrace, "simulate", "--workload", "das-7b-16k", "--scale", "0.05", cwd=elsewhere)
+    assert "same_samples" in done(tailrace, "demo", "--replay", "--json", cwd=elsewhere)
     assert "ordering" in done(tailrace, "policies", cwd=elsewhere)
     assert "applications" in done(tailrace, "schema", cwd=elsewhere)
     names = "connect, RolloutClient, RolloutBatch, PromptGroup, SamplingParams"

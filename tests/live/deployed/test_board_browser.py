@@ -13,6 +13,11 @@ from tailrace.app.verification.disturbances import kill_actors
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 
 ROOT = Path(__file__).resolve().parents[3]
+CHROMIUM = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+PYTHON = ROOT / ".venv-browser" / "bin" / "python"
+MISSING = [str(path) for path in (*CHROMIUM, PYTHON) if not path.exists()]
+
+needs_browser = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: `make test-browser` installs them")
 
 
 @pytest.fixture
@@ -31,9 +36,10 @@ def board(client):
 
 
 @pytest.mark.browser
+@needs_browser
 def test_a_browser_sees_a_run_one_of_its_samples_and_a_coordinator_come_back(client, board, tmp_path):
     group = PromptGroup(prompt_id="sky", text="Count the stars:", samples=12, max_tokens=1_000)
-    driver = [str(ROOT / ".venv-browser/bin/python"), str(ROOT / "integrations/browser/drive.py"), board, str(tmp_path)]
+    driver = [str(PYTHON), str(ROOT / "integrations/browser/drive.py"), board, str(tmp_path)]
     with (
         ThreadPoolExecutor(1) as threads,
         subprocess.Popen(driver, stdout=subprocess.PIPE, text=True) as browser,
@@ -46,6 +52,7 @@ def test_a_browser_sees_a_run_one_of_its_samples_and_a_coordinator_come_back(cli
     assert len(rolled.samples) == 12
     assert (seen["replicas"], seen["batches"]) == (2, ["seen"]) and seen["longest"] > 0
     assert seen["sample"]["name"].startswith("seen~") and (seen["sample"]["text"] or "ended" in seen["sample"]["said"])
+    assert seen["sample"]["chunks"] and len(seen["updates_s"]) == 3
     assert seen["narrow_width"] <= 390 and seen["dark_paper"] != "rgb(255, 255, 255)"
     assert after["errors"] == [] and after["news"]
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("board", "sample", "narrow"))

@@ -1,6 +1,6 @@
 """Server-sent events as an HTTP answer: each event as a line of JSON, then `[DONE]`; an error midway is an event, too.
 
-Invariant: a client that leaves closes the events, and that ends its samples.
+Invariant: a client that leaves closes the events, and that ends its samples. Used by the gateway and by the board.
 """
 
 import asyncio
@@ -14,9 +14,12 @@ HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class EventStream(Response):
-    """`events`: an async generator of JSON values. `error_event`: the event of an exception."""
+    """`events`: an async generator of JSON values, or of their texts. `error_event`: the event of an exception.
 
-    def __init__(self, events: AsyncIterator[dict], error_event: Callable[[Exception], dict]):
+    An event is asked for once the one before it has been taken, so a client that reads slowly has none waiting here.
+    """
+
+    def __init__(self, events: AsyncIterator[dict | str], error_event: Callable[[Exception], dict]):
         super().__init__()
         self._events, self._error_event = events, error_event
 
@@ -40,7 +43,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await body(json.dumps(event))
+                    await body(event if isinstance(event, str) else json.dumps(event))
             except Exception as error:  # noqa: BLE001 - the status is sent already: the client gets any error as an event
                 await body(json.dumps(self._error_event(error)))
         await body("[DONE]", more=False)

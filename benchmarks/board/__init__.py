@@ -1,0 +1,1 @@
+"""Costs of boards that watch a service."""

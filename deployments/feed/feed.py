@@ -1,0 +1,100 @@
+"""The stream of deltas that a coordinator gives to those that watch it.
+
+Invariant: while somebody watches, there is one look every EVERY_S or seldomer, however many watch; else none. A stream
+ends after STREAM_DELTAS, so that an unread one, or one that was left open, holds no more than that; its reader opens
+the next one from where it is. Owned by the coordinator.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from tailrace.deployments.feed.deltas import Deltas
+from tailrace.deployments.feed.looks import Looks
+from tailrace.deployments.messages.rollout import Rejected
+
+EVERY_S = 0.5
+
+REPLICAS_PER_S = 384
+"""Of a look: with more than half of them the looks come seldomer, so that all looks take a fixed share of the loop."""
+
+STREAM_DELTAS = 60
+
+MAX_FOLLOWERS = 32
+"""Streams at once. A board is one, whatever number of browsers it serves."""
+
+POOL_BYTES_S = 30.0
+"""Seconds between looks at the keys of each weights version: the pool's master reads every key for one."""
+
+MAX_POOL_KEYS = 200_000
+"""A pool with more is not asked: the answer would take its master a second."""
+
+
+class Feed:
+    """`keys_by_version`: asks the pool's master, or None if there is no pool. `note`: counts an error that one look
+    has met."""
+
+    def __init__(
+        self,
+        looks: Looks,
+        epoch: str,
+        keys_by_version: Callable[[], Awaitable[dict[int, int] | None]] | None,
+        note: Callable[[Exception], None],
+    ):
+        self._looks, self._epoch, self._keys_by_version, self._note = looks, epoch, keys_by_version, note
+        self._deltas: Deltas | None = None
+        self._loops: list[asyncio.Task] = []
+        self._begun = self.followers = 0
+
+    async def follow(self, epoch: str, number: int) -> AsyncIterator[bytes | Rejected]:
+        """See `Deltas.follow`. Ends after STREAM_DELTAS."""
+        if self.followers >= MAX_FOLLOWERS:
+            yield Rejected(reason=f"{self.followers} streams are open, as many as the service gives; try again")
+            return
+        self.followers += 1
+        try:
+            left = STREAM_DELTAS
+            async for item in self._open().follow(epoch, number):
+                yield item
+                left -= 1
+                if not left:
+                    return
+        finally:
+            self.followers -= 1
+            asyncio.get_running_loop().call_later(2 * EVERY_S, self._close_idle)
+
+    def _open(self) -> Deltas:
+        if self._deltas is None:
+            self._begun += 1
+            self._deltas = Deltas(f"{self._epoch}.{self._begun}")
+            self._looks.begin()
+            self._look()
+            loops = [self._run()] + ([] if self._keys_by_version is None else [self._ask_pool()])
+            self._loops = list(map(asyncio.get_running_loop().create_task, loops))
+        return self._deltas
+
+    def _close_idle(self) -> None:
+        """End the looks, unless somebody watches again."""
+        if not self.followers and self._deltas is not None:
+            self._deltas = None
+            for loop in self._loops:
+                loop.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(max(EVERY_S, self._looks.replicas / REPLICAS_PER_S))
+            self._look()
+
+    def _look(self) -> None:
+        changes = {}
+        try:
+            changes = self._looks.look()
+        except Exception as error:  # noqa: BLE001 - of one look: it must not end the service
+            self._note(error)
+        self._deltas.put(time.time(), changes)
+
+    async def _ask_pool(self) -> None:
+        while True:
+            few = self._deltas.state.get("pool", {}).get("keys", 0) <= MAX_POOL_KEYS
+            self._looks.keys = (await self._keys_by_version() or {}) if few else {}
+            await asyncio.sleep(POOL_BYTES_S)

@@ -1,0 +1,123 @@
+"""All that is known of one sample or of one batch, by its name: chunks, moves, reasons, faults.
+
+A name is the id in the core (`BATCH~NONCE/PROMPT#INDEX`), or the driver's own (`BATCH/PROMPT#INDEX`, `BATCH`).
+Called by the coordinator when a person asks.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from tailrace.deployments.batches.ledger import escaped
+from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.feed.survey import tokens_of
+from tailrace.deployments.feed.trails import Trail, TrailChunk, TrailFault, Trails
+from tailrace.deployments.messages.status import BatchLog, ChunkLog, FaultLog, SampleLog
+from tailrace.policies.core.request_buffer import ENDED, WAITING, Sample
+from tailrace.policies.core.rollout import RolloutCore
+
+SHOWN_SAMPLES = 50
+"""Of a batch."""
+
+
+class Logs:
+    """`now`: the coordinator's clock, in seconds."""
+
+    def __init__(self, batches: LiveBatches, trails: Trails, core: Callable[[], RolloutCore], now: Callable[[], float]):
+        self._batches, self._trails, self._core, self._now = batches, trails, core, now
+
+    def sample(self, name: str) -> SampleLog | None:
+        """None if there is no sample of that name, or if too many have ended since it did."""
+        batch, slash, rest = name.partition("/")
+        for sample_id in (name, *(f"{core_id}/{rest}" for core_id in self._core_ids(batch))) if slash else (name,):
+            sample, trail = self._core().sample(sample_id), self._trails.get(sample_id)
+            if sample is not None or trail is not None:
+                return self._sample_log(sample_id, sample, trail or Trail())
+        return None
+
+    def batch(self, name: str) -> BatchLog | None:
+        """None if no sample of such a batch is known. Of several batches of a name, the newest."""
+        core_ids = self._core_ids(name)
+        return self._batch_log(core_ids[-1]) if core_ids else None
+
+    def _core_ids(self, name: str) -> list[str]:
+        """Ids in the core of the batches of a name, those in flight last."""
+        live = [batch.core_id for batch in self._batches.all()]
+        over = sorted(self._trails.ended_batches() - set(live))
+        wanted = escaped(name, "/")
+        return [one for one in (*over, *live) if name == one or one.rpartition("~")[0] == wanted]
+
+    def _batch_log(self, core_id: str) -> BatchLog:
+        trails = dict(self._trails.of_batch(core_id))
+        live = next((batch for batch in self._batches.all() if batch.core_id == core_id), None)
+        known = {} if live is None else {name: self._core().sample(name) for name in live.samples}
+        counts = Counter(trail.end for trail in trails.values() if trail.end)
+        counts.update(
+            sample.state.value for sample in known.values() if sample is not None and sample.state is not ENDED
+        )
+        order = sorted(trails, key=lambda name: (not _failed(trails[name]), -len(trails[name].chunks), name))
+        return BatchLog(
+            batch_id=core_id,
+            status=None if live is None else live.status(self._now(), self._streamed(known.values())),
+            counts=dict(counts),
+            chunks=sum(len(trail.chunks) + trail.dropped for trail in trails.values()),
+            moves=sum(trail.moves for trail in trails.values()),
+            faults=tuple(self._fault(one) for one in self._trails.faults if one.sample_id in trails),
+            samples=tuple(
+                self._sample_log(name, known.get(name), trails[name]) for name in islice(order, SHOWN_SAMPLES)
+            ),
+        )
+
+    def _streamed(self, samples: Iterable[Sample | None]) -> dict[str, int]:
+        running = (one for one in samples if one is not None and one.state not in (WAITING, ENDED))
+        return {f"{sample.sample_id}:": sample.streamed_tokens for sample in running}
+
+    def _sample_log(self, sample_id: str, sample: Sample | None, trail: Trail) -> SampleLog:
+        unended = sample is not None and sample.state is not ENDED
+        last = trail.chunks[-1] if trail.chunks else None
+        why = trail.reason or ("" if last is None else last.reason)
+        if unended and sample.state is WAITING:
+            why = f"waits for {self._core().room_wanted(sample)}"
+        counted = [one for one in trail.chunks if one.copy_of is None]
+        return SampleLog(
+            sample_id=sample_id,
+            state=sample.state.value if sample is not None else ENDED.value,
+            end=trail.end,
+            why=why,
+            error=trail.error,
+            tokens=tokens_of(sample) if unended else max((one.start + one.new_tokens for one in counted), default=0),
+            expected_tokens=sample.expected_tokens if unended else None,
+            max_tokens=sample.max_tokens if unended else None,
+            moves=trail.moves,
+            dropped=trail.dropped,
+            chunks=tuple(map(self._chunk, trail.chunks)),
+        )
+
+    def _chunk(self, chunk: TrailChunk) -> ChunkLog:
+        return ChunkLog(
+            chunk_id=chunk.chunk_id,
+            replica_id=chunk.replica_id,
+            began_s=self._unix_s(chunk.began_s),
+            ended_s=None if chunk.ended_s is None else self._unix_s(chunk.ended_s),
+            start=chunk.start,
+            new_tokens=chunk.new_tokens,
+            reason=chunk.reason,
+            end=chunk.end,
+            asked=chunk.asked,
+            error=chunk.error,
+            copy_of=chunk.copy_of,
+            method=chunk.method,
+        )
+
+    def _fault(self, fault: TrailFault) -> FaultLog:
+        return FaultLog(
+            at_s=self._unix_s(fault.at_s), sample_id=fault.sample_id, replica_id=fault.replica_id, text=fault.text
+        )
+
+    def _unix_s(self, at_s: float) -> float:
+        return round(time.time() - self._now() + at_s, 3)
+
+
+def _failed(trail: Trail) -> bool:
+    return any(chunk.error for chunk in trail.chunks)
