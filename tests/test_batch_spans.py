@@ -190,7 +190,8 @@ def receiver():
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             body = gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body
-            requests.append(ExportTraceServiceRequest.FromString(body))
+            if self.path == "/v1/traces":
+                requests.append(ExportTraceServiceRequest.FromString(body))
             self.send_response(200)
             self.send_header("content-type", "application/x-protobuf")
             self.send_header("content-length", "0")
