@@ -23,7 +23,7 @@ def program(name: str) -> str:
     """Of Prometheus; the test is skipped where it is not."""
     found = shutil.which(name, path=f"{ROOT / '.prometheus/usr/bin'}") or shutil.which(name)
     if found is None:
-        pytest.skip(f"no {name}: `make prometheus` brings Debian's, or install the package prometheus")
+        pytest.skip(f"no {name}: `make tools` brings Debian's, or install the package prometheus")
     return found
 
 

@@ -118,7 +118,7 @@ def test_tokens_have_roles(tmp_path):
             read_tokens(path)
 
 
-def passed(doors: Doors, body: bytes = b"", **headers: str) -> tuple[int, dict]:
+def passed(doors: Doors, body: bytes = b"", path="/v1/models", method="POST", **headers: str) -> tuple[int, dict]:
     """The status of one request, and the scope that the routes saw."""
     sent = []
 
@@ -129,9 +129,9 @@ def passed(doors: Doors, body: bytes = b"", **headers: str) -> tuple[int, dict]:
         sent.append(message)
 
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": named}
+    scope = {"type": "http", "path": path, "method": method, "headers": named}
     asyncio.run(doors(scope, receive, send))
-    return sent[0]["status"], scope
+    return sent[0]["status"], scope | {"answer": dict(sent[0]["headers"])}
 
 
 async def answering(scope, receive, send) -> None:
@@ -156,6 +156,30 @@ def test_the_door_admits_by_token_size_and_number(tmp_path):
     doors._open = GatewayConfig().max_open
     assert passed(doors, authorization=f"Bearer {TOKEN}")[0] == 429
     assert passed(Doors(answering, GatewayConfig()))[1]["role"] is Role.EVALUATOR
+
+
+@pytest.mark.parametrize(
+    ("method", "origin", "status"),
+    [
+        ("POST", "https://evil.example", 403),
+        ("DELETE", "null", 403),
+        ("POST", "http://gateway:8000", 200),
+        ("POST", None, 200),
+        ("GET", "https://evil.example", 200),
+    ],
+)
+def test_a_page_of_another_site_can_make_a_browser_read_alone(method, origin, status):
+    """A browser adds the token that it knows; the answer to a GET is kept from such a page by the browser itself."""
+    headers = {"host": "gateway:8000"} | ({} if origin is None else {"origin": origin})
+    assert passed(Doors(answering, GatewayConfig()), method=method, **headers)[0] == status
+
+
+@pytest.mark.parametrize(("path", "asked"), [("/board", True), ("/board/stream", True), ("/v1/models", False)])
+def test_a_browser_asks_for_a_token_where_the_board_is(path, asked, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"observer {TOKEN}")
+    status, scope = passed(Doors(answering, GatewayConfig(tokens_file=str(tokens))), path=path, method="GET")
+    assert status == 401 and (b"www-authenticate" in scope["answer"]) is asked
 
 
 @pytest.mark.parametrize(

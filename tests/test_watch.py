@@ -87,7 +87,7 @@ def test_a_view_names_everything_that_runs():
                           expected_tokens=2_000,
                           max_tokens=4_096, chunks=3, copies=1)  # fmt: skip
     text = shown(view(status, rates, [sample], max_replicas=5))
-    for word in ("/models/m", "0123456789ab", "PAUSED", "step-7", "75%", "6/8", "tail", "r1", "2/8", "25%",
+    for word in ("m, weights 0", "0123456789ab", "PAUSED", "step-7", "75%", "6/8", "tail", "r1", "2/8", "25%",
                  "group 75%", "2.00", "step-7/sky#3", "1,234", "2,000"):  # fmt: skip
         assert word in text, word
     assert "!" not in text

@@ -165,4 +165,4 @@ def _drafts_and_kv(axes, record: Record) -> None:
 
 def _name_lines(axes, other) -> None:
     handles = [line for line in (*axes.get_lines(), *other.get_lines()) if not line.get_label().startswith("_")]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.04, 1.0), fontsize=8, frameon=False)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.08, 1.0), fontsize=8, frameon=False)

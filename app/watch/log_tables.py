@@ -75,18 +75,24 @@ def batch_said(log: BatchLog) -> str:
 def faults_table(faults: Sequence[FaultLog]) -> Table:
     table = plain_table("fault at", "sample", "replica", "error", words=("sample", "replica", "error"), wrapped="error")
     for fault in faults:
-        table.add_row(clock(fault.at_s), Text(fault.sample_id), fault.replica_id, Text(fault.text))
+        table.add_row(clock(fault.at_s), Text(short(fault.sample_id)), fault.replica_id, Text(fault.text))
     return table
 
 
 def samples_table(samples: Sequence[SampleLog]) -> Table:
+    """Names are those within the batch."""
     table = plain_table("sample", "state", "tokens", "chunks", "moves", "replica", "why",
                         words=("state", "replica", "why"), wrapped="why")  # fmt: skip
     for log in samples:
         last = log.chunks[-1].replica_id if log.chunks else "-"
         cells = f"{log.tokens:,}", f"{log.dropped + len(log.chunks):,}", f"{log.moves:,}"
-        table.add_row(Text(log.sample_id), log.end or log.state, *cells, last, Text(log.error or log.why))
+        table.add_row(Text(short(log.sample_id)), log.end or log.state, *cells, last, Text(log.error or log.why))
     return table
+
+
+def short(sample_id: str) -> str:
+    """A sample's name within its batch."""
+    return sample_id.partition("/")[2]
 
 
 def clock(at_s: float) -> str:

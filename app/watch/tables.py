@@ -77,7 +77,7 @@ def _rate(value: float | None) -> str:
 
 
 def _headline(status: ServiceStatus, rates: Rates) -> Text:
-    words = [f"{status.model}, weights {status.weights_version}"]
+    words = [f"{status.model.rstrip('/').rpartition('/')[2]}, weights {status.weights_version}"]
     if status.weights_digest:
         words[0] += f" ({status.weights_digest[:12]})"
     words.append(f"{status.running:,} running, {status.waiting:,} waiting")

@@ -137,7 +137,8 @@ function show_pool() {
   const total = counts.reduce((sum, [, n]) => sum + n, 0);
   const lines = counts.filter(([, n]) => n).sort(([, one], [, other]) => other - one).map(([name, n]) => {
     const dot = name.indexOf("."), cause = dot < 0 ? "" : name.slice(dot + 1).replaceAll("_", " ");
-    return [SOURCES[dot < 0 ? name : name.slice(0, dot)] || name, cause, count(n), percent(n, total)];
+    const kind = cause === "new" ? "computed first" : SOURCES[dot < 0 ? name : name.slice(0, dot)] || name;
+    return [kind, cause === "new" ? "" : cause, count(n), percent(n, total)];
   });
   fill("pool-sources", ["<KV of contexts", "<cause", "tokens", "share"], lines);
 }
@@ -161,6 +162,7 @@ function show_faults() {
   if (!faults.length && !lines.length && !aside.length) byId("faults").replaceChildren(element("li", {}, "none"));
 }
 function show_news() {
+  if (!rows("news").length) return byId("news").replaceChildren(element("li", {}, "none since this board began"));
   fill_lines("news", rows("news").sort(([a], [b]) => b - a).map(([, one]) => [one.at_s, one.text]));
 }
 
