@@ -78,13 +78,16 @@ def page() -> dict:
     return {one.name: one for one in text_string_to_metric_families(text) if one.name.startswith("ray_tailrace_")}
 
 
+def _total(found: dict, name: str) -> float:
+    return sum(one.value for one in found[name].samples)
+
+
 def test_ray_s_page_has_every_series_and_opens_no_port_of_ours(running, before):
     url, client = running
     samples = load(client, url, 1.0)
-    ended = "ray_tailrace_samples_ended_total"
-    until(lambda: ended in (found := page()) and sum(one.value for one in found[ended].samples) >= samples)
-    found = page()
     known = {f"ray_{name}" for metric in COORDINATOR + GATEWAY for name, _ in metric.all_series()}
+    until(lambda: set(page()) >= known and _total(page(), "ray_tailrace_samples_ended_total") >= samples)
+    found = page()
     assert set(found) == known, set(found) ^ known
     for family in found.values():
         assert {one.name for one in family.samples} == {family.name}, "Ray adds nothing to a gauge's name"
