@@ -348,6 +348,7 @@ class Rollouts:
             "sessions": len(self.sessions),
             "events": len(self._inbox),
             "tasks": len(self._tasks),
+            "trails": self._trails.live(),
         }
         return self._core.counts() | self._batches.counts() | here
 

@@ -101,6 +101,10 @@ class Trails:
         """Ids, in the core, of the batches of the samples that have ended and are kept."""
         return {name.partition("/")[0] for name in self._ended}
 
+    def live(self) -> int:
+        """Number of samples and chunks in flight."""
+        return len(self._live) + len(self._running)
+
     def forget_live(self) -> None:
         """All that ran is over: the core begins with nothing."""
         self._live.clear()
