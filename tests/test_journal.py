@@ -18,7 +18,7 @@ from tailrace.policies.protocol.actions import AbortChunk, EndSample, ReleaseKv,
 from tailrace.policies.protocol.events import IllegalEvent
 
 RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
-"""`tailrace rollout --journal FILE` of the demo model on two replicas, in chunks, with drafts."""
+"""Of the demo model on two replicas, in chunks, with drafts, and with new weights under way."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,9 @@ def test_a_fresh_core_answers_a_live_run_alike(live):
 def test_the_live_run_holds_what_a_run_can_hold(live):
     """Else the test above shows little."""
     starts = of(live, StartChunk)
-    assert len(of(live, ev.ReplicaJoined)) == 2 and len({start.replica_id for start in starts}) == 2
+    joined = [(event.replica_id, event.weights_version) for event in of(live, ev.ReplicaJoined)]
+    assert len({name for name, _ in joined}) == 2 == len({start.replica_id for start in starts})
+    assert sorted(version for _, version in joined) == [0, 0, 1, 1] and len(of(live, ev.WeightsChanged)) == 1
     assert len({start.sample_id for start in starts}) >= 16 and max(start.start for start in starts) > 0
     assert of(live, ev.TokensStreamed) and of(live, ev.ReplicaMeasured) and of(live, ReleaseKv)
     assert len({start.min_pull_tokens for start in starts}) > 1, "some wait for the pool's KV, by measured speeds"

@@ -1,32 +1,19 @@
 """The folder `monitoring`: the board is the registry's, and alerts name known series, are explained and are tried."""
 
-import json
 import re
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
+from prometheus import BOARD, FOLDER, ROOT, program
 
 from tailrace.deployments.metrics.metric import Kind
 from tailrace.deployments.metrics.registry import REGISTRY
 
-ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "monitoring"
-BOARD = json.loads((FOLDER / "board.json").read_text())
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
 ALERTS = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 KNOWN = {name for metric in REGISTRY for name, _ in metric.all_series()}
 NAME, LABEL = re.compile(r"\btailrace_\w+"), re.compile(r"(tailrace_\w+)\{([^}]*)\}")
-
-
-def program(name: str) -> str:
-    """Of Prometheus; the test is skipped where it is not."""
-    found = shutil.which(name, path=f"{ROOT / '.prometheus/usr/bin'}") or shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name}: `make prometheus` brings Debian's, or install the package prometheus")
-    return found
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Laws of a timeline as a trace for Perfetto: the format is kept, slices nest, and SQL over it finds the run again."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -180,3 +181,14 @@ def test_names_are_data(tmp_path):
     script.end(12.0, f"b0/{HOSTILE}#0")
     (rows,) = ask(tmp_path, script.record(), "select name from slice where category = 'chunk'")
     assert rows == [{"name": f"{HOSTILE}#0"}]
+
+
+@pytest.mark.traces
+def test_the_queries_of_the_page_give_its_tables(live, tmp_path):  # noqa: F811
+    page = (ROOT / "docs" / "traces.md").read_text()
+    pairs = re.findall(r"```sql\n([^`]+)```\n\n((?:\|[^\n]*\n)+)", page)
+    assert len(pairs) >= 3
+    for rows, (_, table) in zip(ask(tmp_path, live, *(sql for sql, _ in pairs)), pairs, strict=True):
+        heads, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        said = [[f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()] for row in rows]
+        assert (list(rows[0]), said) == (heads, lines)

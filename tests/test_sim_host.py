@@ -13,8 +13,9 @@ from tailrace.app.simulator.bounds import bounds
 from tailrace.app.simulator.checks import Checks, LawBroken
 from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
 from tailrace.app.simulator.host import simulate
+from tailrace.app.simulator.occupancy_series import MOST, OccupancySeries
 from tailrace.app.simulator.speculation import Policied
-from tailrace.app.simulator.types import Cluster, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
+from tailrace.app.simulator.types import Cluster, Moment, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk
@@ -229,6 +230,35 @@ def test_moments_are_in_order_and_add_up():
     assert got.moments[0].running > 0, "chunks run from the first instant"
     assert got.moments[-1] == (got.makespan_s, 0, 0, 0, 3)
     assert max(moment.kv_tokens for moment in got.moments) <= 3 * 2_000
+    assert all(moment.running for moment in got.moments[:-1]), "no hand-over is mistaken for a pause"
+
+
+def test_moments_show_what_lasts_and_kv_that_grows_in_a_quiet_stretch():
+    def look(at_s: float) -> Moment:
+        running = 0 if at_s in handovers else 8
+        return Moment(at_s, running, 0, int(10 * at_s), 1)
+
+    handovers, series, now = set(), OccupancySeries(look), 0.0
+    for _ in range(2_000):
+        handovers.add(now + 5.0)  # all chunks end at once, and the next ones start 1 ms later
+        series.note(now, now + 5.0)
+        series.note(now + 5.0, now + 5.001)
+        now += 5.001
+    moments = series.all(now)
+    lasted = {(a.running, b.at_s - a.at_s > 0.01) for a, b in pairwise(moments)}
+    assert (0, True) not in lasted and len(moments) <= 2 * MOST
+    steps = [b.kv_tokens - a.kv_tokens for a, b in pairwise(moments)]
+    assert max(steps) <= 10 * 4 * now / MOST, "the greatest interval between two moments"
+
+
+def test_a_lasting_state_replaces_one_that_did_not():
+    series = OccupancySeries(lambda at_s: Moment(at_s, 0 if at_s == 1_000.0 else 8, 0, int(at_s), 1))
+    for second in range(1_000):
+        series.note(float(second), second + 1.0)
+    series.note(1_000.0, 1_000.002)
+    series.note(1_000.002, 1_100.0)
+    after = [moment for moment in series.all(1_100.0) if moment.at_s >= 1_000.0]
+    assert len(after) > 3 and all(moment.running == 8 for moment in after)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tailrace.app.timeline.record import Record, record
 from tailrace.app.timeline.replica_states import bands
 
 RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
-"""`tailrace rollout --journal FILE` of the demo model on two replicas."""
+"""Of the demo's prompts on two replicas of the demo model, 6 samples each, with new weights after 35 of 101 seconds."""
 
 
 class Script:
@@ -93,12 +93,33 @@ def test_nothing_of_a_live_run_is_lost_or_told_twice(live):
     assert sum(span.tokens for span in live.run.spans if span.role == "generate") == said["tokens"]
     starts = [a["StartChunk"] for line in told for a in line.get("actions", ()) if "StartChunk" in a]
     assert said["moves"] == sum("moves from" in start["reason"] for start in starts) > 0
-    assert said["unended"] == 0 == len(said["races"]) and said["samples"] == 48
+    assert said["unended"] == 0 == len(said["races"]) and said["samples"] == 96
     assert all(0 <= span.begin_s <= span.end_s <= said["makespan_s"] + 1e-3 for span in live.run.spans)
     assert {span.role for span in live.run.spans} == {"generate", "prefill"}
     moments = live.run.moments
     assert all(moment.waiting >= 0 and moment.running >= 0 for moment in moments) and moments[-1].running == 0
-    assert max(moment.running for moment in moments) == 32 and moments[0][1:3] == (0, 48)
+    assert max(moment.running for moment in moments) == 32 and moments[0][1:3] == (0, 96)
+
+
+def test_the_live_run_has_all_that_a_timeline_shows(live):
+    """Else the recorded run would not show the problem: a tail; and drafts, KV from the pool, new weights."""
+    said = figures(live, bands(live))
+    assert said["tail_share"] > 0.05 and 0 < said["accepted_share"] < 1 < said["acceptance_length"]
+    assert 0 < said["pulled_tokens"] < said["computed_tokens"]
+    assert [one["version"] for one in said["weights"]] == [0, 1] and 0 < said["weights"][1]["at_s"] < said["makespan_s"]
+    words = " ".join(Reader(page("run", live, bands(live), said)).texts)
+    for heading in ("Acceptance length", "Drafts", "KV of contexts", "weights 1"):
+        assert heading in words
+
+
+def test_a_sample_that_continues_at_the_next_tick_has_not_waited():
+    script = Script(groups=("p0",), samples=1)
+    script.chunk("b0/p0#0:0", "a", 10.0, 12.0)
+    script.chunk("b0/p0#0:1", "a", 12.01, 14.0, how="stop", start=100)
+    script.end(14.01, "b0/p0#0")
+    moments = script.record().run.moments
+    assert [(m.running, m.waiting) for m in moments if m.at_s > 0] == [(0, 0)]
+    assert moments[-2][:3] == (0.0, 1, 0)
 
 
 @pytest.mark.parametrize("made", ["live", "raced"])

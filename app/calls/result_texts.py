@@ -8,12 +8,15 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from tailrace.deployments.batches.answer_text import text_of
-from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
 from tailrace.deployments.messages.rollout import GroupResult
 from tailrace.deployments.results.later_text import TextRule
+
+if TYPE_CHECKING:
+    from tailrace.deployments.batches.prompts import Prompts
 
 
 class TextDecoder:
@@ -32,7 +35,9 @@ class TextDecoder:
                 self._prompts = self._load()
         return text_of(token_ids, rule, self._prompts.decode)
 
-    def _load(self) -> Prompts:
+    def _load(self) -> "Prompts":
+        from tailrace.deployments.batches.prompts import Prompts  # loads jinja2, which the light base lacks
+
         if self._files and name_of_tokenizer(self._files) != self._name:
             raise LookupError(f"{self._folder}: its tokenizer is not the one of these tokens any more; no text")
         if not self._files:

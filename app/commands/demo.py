@@ -115,9 +115,8 @@ def _print(figures: dict, drawn: Path, following: tuple) -> None:
     )
     click.echo(f"open {drawn}")
     click.echo("next:")
-    width = max(len(arguments) for arguments, _ in following)
     for arguments, purpose in following:
-        click.echo(f"  {_program()} {arguments:<{width}}  # {purpose}")
+        click.echo(f"  # {purpose}\n  {_program()} {arguments}")
 
 
 def _program() -> str:

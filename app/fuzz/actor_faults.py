@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from tailrace.deployments.context.shard_set import ShardSet
 
@@ -46,5 +47,5 @@ async def shard_dies(site: "FaultSite", fault: "Fault") -> None:
 async def other_shards(site: "FaultSite", fault: "Fault") -> None:
     """Another number of shards, at any time; the coordinator asks for its own soon."""
     if site.cluster.shards:
-        with contextlib.suppress(RayError, asyncio.CancelledError, OSError):
+        with contextlib.suppress(RayError, RayServeException, asyncio.CancelledError, OSError):
             await site.cluster.shards.at(0).resize.remote(1 + fault.number % MAX_SHARDS, ShardSet(0, 0))

@@ -3,6 +3,7 @@
 Invariant: `token_at` alone decides a token, so that a wrong one shows at once.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -82,7 +83,8 @@ class SimulatedStepper:
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
         self._blocks: dict[bytes, None] = {}  # names of the blocks here, the longest unused first
-        self._steps = 0
+        self._steps = self._made = 0
+        self._kv_counts: Counter[str] = Counter()
         self.progress_s = 0.0
         self._constant = {
             "replica_id": replica_id,
@@ -178,6 +180,9 @@ class SimulatedStepper:
         context = np.concatenate([chunk.token_ids, tokens])
         self._keep(_names(_plan(chunk), context[:-1], chunk.adapter))
         saved = self._save(chunk, context, end)
+        computed_tokens = len(chunk.token_ids) - running.cached_tokens
+        self._made += len(tokens)
+        self._kv_counts.update({"local_tokens": running.cached_tokens, "recomputed_tokens.miss": computed_tokens})
         result = ChunkResult(
             chunk_id=chunk_id,
             token_ids=tokens,
@@ -189,7 +194,7 @@ class SimulatedStepper:
             prefill_s=0.0,
             decode_s=0.0,
             cached_tokens=running.cached_tokens,
-            computed_tokens=len(chunk.token_ids) - running.cached_tokens,
+            computed_tokens=computed_tokens,
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
             sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
@@ -249,6 +254,7 @@ class SimulatedStepper:
         return not self._running
 
     def stats(self) -> EngineStats:
+        made = self._made
         return EngineStats(
             **self._constant,
             weights_version=self._version,
@@ -257,6 +263,9 @@ class SimulatedStepper:
             asleep=self._asleep,
             observed_at=self._now(),
             steps=self._steps,
+            step_counts=(0, self._steps),
+            work={"steps": self._steps, "step_us": 4_000 * self._steps, "tokens": made, "verifications": made},
+            kv_counts=dict(self._kv_counts),
             running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
             key_prefixes=(KEY_PREFIX,) if self._pool is not None else (),
             token_bytes=64,

@@ -46,7 +46,7 @@ class GatewayMetrics:
         self.replica = token_hex(4)
         self._open = 0
         self._requests: Counter[tuple[str, str]] = Counter()
-        self._refused: Counter[tuple[str]] = Counter()
+        self._refused = Counter({(reason,): 0 for reason in HTTP_REFUSED.labels["reason"]})
         self._seconds: dict[tuple[str], Distribution] = {}
 
     def begin(self) -> None:

@@ -134,9 +134,9 @@ class SimulatedHost:
                 self._observe()
                 self._act(self._core.decide(ev.Tick(self._now)))
                 self._acted()
-            self._moments.note(self._now)
             if not self._heap:
                 break
+            self._moments.note(self._now, self._heap[0][0])
             self._now = self._heap[0][0]
             while self._heap and self._heap[0][0] == self._now:
                 _, _, do, subject = heappop(self._heap)

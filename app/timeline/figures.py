@@ -87,6 +87,11 @@ def wins(record: Record) -> dict[str, int]:
     return dict(sorted(won.items()))
 
 
+def seconds(value: float) -> str:
+    """To hundredths: chunks of a run take longer than the times of its journal are exact."""
+    return number(round(value, 2))
+
+
 def unended(record: Record) -> int:
     """Samples whose end the journal does not hold."""
     return sum(sample.ended_s is None for sample in record.samples.values())
@@ -105,9 +110,9 @@ def longest(record: Record) -> list[list[str]]:
         )
         end_s = sample.ended_s if sample.ended_s is not None else record.run.makespan_s
         first_s = min((chunk.begin_s for chunk in sample.chunks), default=end_s)
-        seconds = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s))
+        times = (first_s, end_s, max(0.0, end_s - sample.submitted_s - ran_s))
         length = tokens_of(sample.chunks)["acceptance_length"]
-        cells = [sample.tokens, length, *seconds, len(sample.chunks), sample.moves]
+        cells = [sample.tokens, length, *(round(one, 2) for one in times), len(sample.chunks), sample.moves]
         table.append([sample_id, *map(number, cells), _ran_on(record, sample), sample.end or "runs on"])
     return table
 

@@ -12,7 +12,7 @@ from tailrace.app.report.document import document, figure, interactive, legend, 
 from tailrace.app.report.span_columns import BANDS, Band, Rows, drawable, held_share, timelines
 from tailrace.app.report.svg_charts import curves
 from tailrace.app.simulator.report import number, percent, tails
-from tailrace.app.timeline.figures import longest
+from tailrace.app.timeline.figures import longest, seconds
 from tailrace.app.timeline.record import Record
 from tailrace.app.timeline.replica_states import ROLES, WORDS
 
@@ -79,8 +79,8 @@ def _headline(said: dict) -> str:
     busy_s = sum(one["up_s"] * (one["busy_share"] or 0.0) for one in said["replicas"].values())
     busy = percent(busy_s / up_s if up_s else None)
     words = [
-        f"<b>{number(said['makespan_s'])} s</b> for {said['samples']:,} samples of {said['tokens']:,} tokens",
-        f"the tail {number(said['tail_s'])} s ({percent(said['tail_share'])})",
+        f"<b>{seconds(said['makespan_s'])} s</b> for {said['samples']:,} samples of {said['tokens']:,} tokens",
+        f"the tail {seconds(said['tail_s'])} s ({percent(said['tail_share'])})",
         f"{len(said['replicas']):,} replicas up for {number(up_s)} replica-seconds, {busy} of them busy",
         f"moves: {said['moves']:,}",
     ]
@@ -179,8 +179,8 @@ def _races(said: dict) -> str:
     for race in longest_first[:MOST_RACES]:
         runners = ", ".join(f"{one['method']} on {one['replica']}" for one in race["runners"])
         winner = "none" if race["winner"] is None else f"{race['winner']['method']} on {race['winner']['replica']}"
-        took_s = number(race["ended_s"] - race["began_s"])
-        rows.append([race["sample"], number(race["began_s"]), took_s, runners, winner])
+        took_s = seconds(race["ended_s"] - race["began_s"])
+        rows.append([race["sample"], seconds(race["began_s"]), took_s, runners, winner])
     more = len(said["races"]) - MOST_RACES
     left_out = f"<p class=soft>The longest; {more:,} more are in the JSON.</p>" if more > 0 else ""
     return f"<h2>Races</h2>{table(rows, left=(3, 4))}{left_out}"
@@ -194,9 +194,9 @@ def _roles(said: dict) -> str:
     kept = dict(ordered[:MOST_REPLICAS])
     for name, one in said["replicas"].items():
         if name in kept:
-            cells = [number(one["up_s"]), percent(one["busy_share"]), f"{one['tokens']:,}"]
+            cells = [seconds(one["up_s"]), percent(one["busy_share"]), f"{one['tokens']:,}"]
             cells += [f"{one['drafted_tokens']:,}", percent(one["accepted_share"]), number(one["acceptance_length"])]
             cells += [f"{one['pulled_tokens']:,}", f"{one['computed_tokens']:,}"]
-            rows.append([name, *cells, *(number(one[role]) for role in ROLES)])
+            rows.append([name, *cells, *(seconds(one[role]) for role in ROLES)])
     more = len(ordered) - len(kept)
     return table(rows) + (f"<p class=soft>{more:,} more are in the JSON.</p>" if more else "")

@@ -14,6 +14,7 @@ from tailrace.app.report.span_lanes import lanes_of, sources_of
 from tailrace.app.simulator.report import number, percent, summary, tails
 from tailrace.app.simulator.types import Span
 from tailrace.app.style.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
+from tailrace.app.timeline.figures import seconds
 from tailrace.app.timeline.page import MOST_SPANS, drafts, kv, lengths, rows_of
 from tailrace.app.timeline.record import Record
 from tailrace.app.timeline.replica_states import WORDS
@@ -46,7 +47,7 @@ def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> No
             axes.annotate(f"weights {version}", (at_s, 1), xycoords=("data", "axes fraction"), fontsize=7, va="top")
     said = summary(record.run)
     above.set_title(
-        f"{title}: {number(said['makespan_s'])} s, tail {number(said['tail_s'])} s ({percent(said['tail_share'])}, "
+        f"{title}: {seconds(said['makespan_s'])} s, tail {seconds(said['tail_s'])} s ({percent(said['tail_share'])}, "
         f"shaded), {number(said['replica_s'])} replica-seconds, moves: {said['moves']:,}, races: {len(record.races):,}",
         loc="left",
     )
@@ -164,4 +165,4 @@ def _drafts_and_kv(axes, record: Record) -> None:
 
 def _name_lines(axes, other) -> None:
     handles = [line for line in (*axes.get_lines(), *other.get_lines()) if not line.get_label().startswith("_")]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.04, 1.0), fontsize=8, frameon=False)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.08, 1.0), fontsize=8, frameon=False)

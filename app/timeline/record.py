@@ -72,6 +72,7 @@ class _Reading:
         handler = _HANDLERS.get(entry.kind)
         if handler is not None:
             handler(self, entry.fields)
+        if entry.kind not in _UNSETTLED and (handler is not None or entry.kind == "Tick"):
             self._note_moment()
 
     def _note_moment(self) -> None:
@@ -268,6 +269,9 @@ class _Reading:
             bounds={},
         )
 
+
+_UNSETTLED = ("ChunkFinished", "ChunkFailed")
+"""Until the next tick has decided on it, a sample whose chunk has ended neither waits nor has ended."""
 
 _HANDLERS = {
     "journal": _Reading._header,

@@ -19,6 +19,7 @@ from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
+from benchmarks.commands.tracing import command as tracing
 from benchmarks.commands.train import command as train
 from benchmarks.commands.turns import command as turns
 from benchmarks.commands.weights import command as weights
@@ -63,6 +64,7 @@ command.add_command(results)
 command.add_command(tail)
 command.add_command(weights)
 command.add_command(train)
+command.add_command(tracing)
 command.add_command(turns)
 
 

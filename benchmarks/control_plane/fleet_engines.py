@@ -166,7 +166,7 @@ class EngineHost:
         hold.add_done_callback(self._holds.discard)
 
     def _count(self) -> None:
-        """Reports and processor seconds so far, how late chunks were since the last count, and lines that ended."""
+        """Reports and processor seconds so far, how late chunks' ends were since the last count, lines that ended."""
         reports = sum(engine.reports for engine in self._engines.values())
         left = sum(engine.line is not None for engine in self._engines.values()) - len(self._holds)
         self._pipe.send((reports, time.process_time(), self._late_s.tolist(), left))

@@ -11,14 +11,14 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind,
 
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.rollout import BatchSettings, SamplingParams
-from tailrace.deployments.telemetry import Telemetry, traceparent
+from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.protocol.actions import StartChunk
 
 OPERATION = "text_completion"
 
-FIRST_GROUPS, ONE_IN = 16, 16
-"""A span costs the coordinator 0.08 ms, a chunk with all else 2 to 3 ms (`bench tracing`): so all groups of a small
-run, and less than 1 % of a large one."""
+FIRST_GROUPS, ONE_IN = 4, 64
+"""So few that tracing costs the coordinator of a large run less than 1 %, where spans of all chunks cost it 13 %
+(`bench tracing`)."""
 
 
 class BatchSpans:
@@ -31,29 +31,28 @@ class BatchSpans:
         self._rollout = telemetry.span(
             "rollout", message.traceparent, keep=message.keep_trace, kind=SpanKind.SERVER, attributes=attributes
         )
-        self._groups: dict[str, Span] = {}
+        self._own = self._rollout.get_span_context()
+        self._groups: dict[str, Span] = {}  # of those that are sampled
         self._running: dict[str, SpanContext] = {}  # by chunk
         self._ended: dict[str, tuple[SpanContext, int]] = {}  # by sample: of the chunk that came furthest, and how far
         self._opened = 0
 
     def open_group(self, group_id: str, prompt_id: str) -> None:
         number, self._opened = self._opened, self._opened + 1
-        span = INVALID_SPAN
-        if self._every or number < FIRST_GROUPS or number % ONE_IN == 0:
+        if self._own.trace_flags.sampled and (self._every or number < FIRST_GROUPS or number % ONE_IN == 0):
             attributes = {"tailrace.prompt.id": prompt_id}
-            span = self._telemetry.span("group", traceparent(self._rollout), attributes=attributes)
-        self._groups[group_id] = span
+            self._groups[group_id] = self._telemetry.span("group", parent=self._own, attributes=attributes)
 
     def open_chunk(self, start: StartChunk, sampling: SamplingParams, adapter: str | None) -> Span:
-        """A span that does not record, if that of its group does not."""
+        """A span that neither records nor has a context, if its group has none."""
         group_id, _, index = start.sample_id.rpartition("#")
-        parent = self._groups[group_id]
-        if not parent.get_span_context().is_valid:
+        parent = self._groups.get(group_id)
+        if parent is None:
             return INVALID_SPAN
         model = adapter or self._model
         span = self._telemetry.span(
             f"{OPERATION} {model}",
-            traceparent(parent),
+            parent=parent.get_span_context(),
             attributes=_asked(start, int(index), sampling, model),
             kind=SpanKind.CLIENT,
             links=self._links(start),
@@ -85,9 +84,10 @@ class BatchSpans:
 
     def close_group(self, group_id: str, sample_ids: Iterable[str]) -> None:
         """All its samples have ended."""
-        self._groups.pop(group_id).end()
-        for sample_id in sample_ids:
-            self._ended.pop(sample_id, None)
+        if (span := self._groups.pop(group_id, None)) is not None:
+            span.end()
+            for sample_id in sample_ids:
+                self._ended.pop(sample_id, None)
 
     def close(self) -> None:
         """End the spans that are open."""

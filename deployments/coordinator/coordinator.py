@@ -58,8 +58,7 @@ from tailrace.policies.families.registry import Policies
 class Coordinator(WatchCalls):
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`, `token_log_dir`: None: there is none. `allow_no_token`: see `AppArgs`. `every_group`: see
-    `Telemetry`. Raises TokenModeOff.
+    `pool`, `context`, `token_log_dir`: or None. `every_group`: see `Telemetry`. Raises TokenModeOff.
     """
 
     def __init__(
@@ -145,9 +144,7 @@ class Coordinator(WatchCalls):
     async def rollout(
         self, message: RolloutBatch, driver: str, have: list[str]
     ) -> AsyncIterator[GroupResult | Rejected]:
-        async with aclosing(
-            self._rollouts.rollout(message, driver, have)
-        ) as items:  # a stream that ends, ends there too
+        async with aclosing(self._rollouts.rollout(message, driver, have)) as items:  # its end is the end there too
             async for item in items:
                 yield item
 

@@ -348,7 +348,7 @@ class Rollouts:
             "sessions": len(self.sessions),
             "events": len(self._inbox),
             "tasks": len(self._tasks),
-            "trails": self._trails.live(),
+            "trails": self._trails.unended,
         }
         return self._core.counts() | self._batches.counts() | here
 

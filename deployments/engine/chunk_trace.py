@@ -13,7 +13,9 @@ from tailrace.deployments.telemetry import Telemetry
 def trace_chunk(
     telemetry: Telemetry, replica_id: str, chunk: ChunkRequest, result: ChunkResult, started_ns: int
 ) -> None:
-    """`started_ns`: when the engine was given it, in unix nanoseconds."""
+    """`started_ns`: when the engine was given it, in unix nanoseconds. A chunk without a traceparent has no span."""
+    if chunk.traceparent is None:
+        return
     span = telemetry.span("engine", chunk.traceparent, started_ns, keep=chunk.keep_trace, kind=SpanKind.SERVER)
     if not span.is_recording():
         return

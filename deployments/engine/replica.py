@@ -147,8 +147,7 @@ class Engine:
         finally:
             if answer.cancelled():
                 self._runner.abort(chunk.chunk_id)
-        if chunk.traceparent is not None:
-            trace_chunk(self._telemetry, self._runner.stats().replica_id, chunk, result, started_ns)
+        trace_chunk(self._telemetry, self._runner.stats().replica_id, chunk, result, started_ns)
         return result
 
     async def abort(self, chunk_id: str, keep_kv: bool = False) -> None:

@@ -82,6 +82,11 @@ class Trails:
         self.faults: deque[TrailFault] = deque(maxlen=KEPT_FAULTS)
         self._faults = 0
 
+    @property
+    def unended(self) -> int:
+        """Samples and chunks that have not ended."""
+        return len(self._live) + len(self._running)
+
     def get(self, sample_id: str) -> Trail | None:
         return self._live.get(sample_id) or self._ended.get(sample_id)
 
@@ -100,10 +105,6 @@ class Trails:
     def ended_batches(self) -> set[str]:
         """Ids, in the core, of the batches of the samples that have ended and are kept."""
         return {name.partition("/")[0] for name in self._ended}
-
-    def live(self) -> int:
-        """Number of samples and chunks in flight."""
-        return len(self._live) + len(self._running)
 
     def forget_live(self) -> None:
         """All that ran is over: the core begins with nothing."""

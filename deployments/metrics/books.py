@@ -15,7 +15,6 @@ from tailrace.deployments.metrics.engine_sums import PREEMPTIONS, EngineSums
 from tailrace.deployments.metrics.metric import Figures, Metric
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.protocol.views import ReplicaView
 
 FAULT_OF_PLACE = {"turn": "core_restarted", "submit": "core_restarted", "drivers": "drivers_silent"} | {
     place: place for place in ("token_log", "pool")
@@ -53,6 +52,7 @@ class Books:
 
     def figures(self) -> Figures:
         look = self._look()
+        self._totals.settle()
         self._engines.learn(look.reports)
         found = self._of_samples(look) | self._of_chunks() | self._of_replicas(look) | _of_batches(look)
         if look.pool is not None:
@@ -95,31 +95,18 @@ class Books:
         }
 
     def _of_replicas(self, look: BooksView) -> dict[Metric, Row]:
-        states = Counter(_state(look.table, view) for view in look.table.views())
+        states = look.table.states()
         passed_s, self._looked_s = look.now_s - self._looked_s, look.now_s
         for state, count in states.items():
             self._replica_s[state] += count * passed_s
-        up = states.total()
-        ready = look.table.ready()
-        blocked = bool(look.batches) and not ready
+        blocked = bool(look.batches) and not (states["busy"] or states["idle"])
         return {
             of.REPLICAS: _counted(of.REPLICAS, states),
-            of.REPLICAS_WANTED: {(): up if look.wanted is None else look.wanted},
+            of.REPLICAS_WANTED: {(): states.total() if look.wanted is None else look.wanted},
             of.REPLICA_SECONDS: _counted(of.REPLICA_SECONDS, self._replica_s),
             of.BLOCKED: {(): int(blocked)},
             of.WEIGHTS_VERSION: {(): look.weights_version},
         }
-
-
-def _state(table: ReplicaTable, view: ReplicaView) -> str:
-    name = view.replica_id
-    if table.is_closing(name):
-        return "closing"
-    if table.aside(name):
-        return "aside"
-    if view.running:
-        return "busy"
-    return "idle" if table.is_ready(name) else "other_weights"
 
 
 def _of_batches(look: BooksView) -> dict[Metric, Row]:

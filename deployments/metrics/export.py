@@ -13,8 +13,9 @@ from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.metrics.metric import Figures
 from tailrace.deployments.metrics.registry import PROCESSES
 
-EXPORT_S = 5.0
-"""Seconds between two exports. Ray sends, every 10 s, the gauges set since; its page forgets others after 20 s."""
+EXPORT_S = 10.0
+"""Seconds between two looks. Each is given twice: Ray sends, every 10 s, the gauges that were set since, and its page
+forgets one that was not sent for 20 s."""
 
 
 class Door(Protocol):
@@ -33,12 +34,14 @@ class MetricsDoors:
     async def export(self, every_s: float = EXPORT_S) -> None:
         """For ever."""
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(every_s / 2)
             try:
                 figures = self._read()
             except Exception as error:  # noqa: BLE001 - a defect of ours here must not end the service
                 self._log("reading", error)
             else:
+                await asyncio.to_thread(self.give, figures)
+                await asyncio.sleep(every_s / 2)
                 await asyncio.to_thread(self.give, figures)
 
     def give(self, figures: Figures) -> None:

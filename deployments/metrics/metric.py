@@ -4,9 +4,11 @@ Invariant: a label has the values that its metric names, and `other` for all els
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
 
 OTHER = "other"
 
@@ -68,6 +70,12 @@ class Distribution:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def add_all(self, values: Sequence[float]) -> None:
+        places = np.searchsorted(self.bounds, values, side="left")
+        for place, count in enumerate(np.bincount(places, minlength=len(self.counts)).tolist()):
+            self.counts[place] += count
+        self.sum += float(np.sum(values))
 
     def copy(self) -> "Distribution":
         return Distribution(self.bounds, list(self.counts), self.sum)

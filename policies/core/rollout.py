@@ -456,8 +456,11 @@ class RolloutCore:
         return {"waiting": waiting, "running": running, "held": held, "batches": len(self._buffer.batches)}
 
     def queued(self) -> Counter[int]:
-        """Number of queued samples, by the priority of their batch. O(queued samples)."""
-        return self._waiting.by_priority()
+        """Number of queued samples, by the priority of their batch. With several priorities O(queued samples)."""
+        priorities = {batch.priority for batch in self._buffer.batches.values()}
+        if len(priorities) > 1:
+            return self._waiting.by_priority()
+        return Counter(dict.fromkeys(priorities, len(self._waiting)))
 
 
 _HANDLERS = {

@@ -7,6 +7,7 @@ is about to be taken (see the contract in `policies.families.ordering`). Called 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from tailrace.policies.core.fit_queue import MAX_NEED_TOKENS, FitQueue
 from tailrace.policies.core.request_buffer import Batch, Group, Sample
@@ -15,6 +16,8 @@ from tailrace.policies.families.ordering import OracleLongestFirst, Ordering
 from tailrace.policies.families.registry import name_of
 from tailrace.policies.protocol.events import IllegalEvent
 from tailrace.policies.protocol.views import GroupView, SampleView
+
+PRIORITY = attrgetter("group.batch.priority")
 
 
 class WaitQueue:
@@ -59,7 +62,7 @@ class WaitQueue:
 
     def by_priority(self) -> Counter[int]:
         """Number of queued samples, by the priority of their batch."""
-        return Counter(sample.group.batch.priority for sample in self._samples.values())
+        return Counter(map(PRIORITY, self._samples.values()))
 
     def samples(self) -> list[Sample]:
         """All waiting samples, in order of arrival."""

@@ -1,26 +1,19 @@
 """Metrics of a real service: Ray's page, which opens no port of ours; and every panel's query, in a real Prometheus."""
 
 import asyncio
-import json
 import os
-import re
-import subprocess
 import time
-import urllib.parse
-import urllib.request
-from contextlib import contextmanager
 from itertools import count
 from math import isnan
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import ray
-import yaml
 from gateway_service import caller, gateway
+from prometheus import configuration, firing, panels, shown
+from prometheus import running as prometheus
 from prometheus_client.parser import text_string_to_metric_families
-from test_monitoring import BOARD, FOLDER, program
 from test_ports import documented, listening, open_sockets
 from waiting import until
 
@@ -31,7 +24,7 @@ from tailrace.policies.families.registry import Policies
 RAYS = {"RAY_enable_metrics_collection": "true", "RAY_metrics_report_interval_ms": "5000"}
 LOAD_S = 60.0
 WINDOW = "1m"
-"""Of rates: 12 exports."""
+"""Of rates: 6 looks at the books."""
 
 
 @pytest.fixture(scope="module")
@@ -109,67 +102,20 @@ def test_ray_s_page_has_every_series_and_opens_no_port_of_ours(running, before):
         assert (numbers.on_node, numbers.on_all) == (int(table[role][0]) + more, 0), f"{role}: {numbers}"
 
 
-@contextmanager
-def prometheus(folder: Path):
-    """A Prometheus that reads Ray's page by our configuration; its address."""
-    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    config["global"]["scrape_interval"] = "2s"
-    config["rule_files"] = [str(FOLDER / "alerts.yml")]
-    (job,) = config["scrape_configs"]
-    job["file_sd_configs"] = [{"files": [str(folder / "nodes.json")]}]
-    (folder / "nodes.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{page_port()}"]}]))
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = ray._common.network_utils.find_free_port()
-    words = ("--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.path=data")
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen((program("prometheus"), *words), cwd=folder, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            until(lambda: answers(f"{url}/-/ready"))
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def answers(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(url, timeout=5).status == 200
-    except OSError:
-        return False
-
-
-def asked(url: str, query: str) -> dict[str, float]:
-    """Values of a query, now, by the labels of their series."""
-    text = urllib.parse.urlencode({"query": query.replace("$__rate_interval", WINDOW)})
-    answer = json.load(urllib.request.urlopen(f"{url}/api/v1/query?{text}", timeout=30))
-    return {
-        " ".join(value for _, value in sorted(one["metric"].items())): float(one["value"][1])
-        for one in answer["data"]["result"]
-    }
-
-
 def test_every_panel_s_query_has_values_in_a_real_prometheus(running, tiny_model, tmp_path):
     url, client = running
-    with prometheus(tmp_path) as address:
+    config = configuration([f"127.0.0.1:{page_port()}"], tmp_path, "2s")
+    with prometheus(tmp_path, config) as address:
         assert load(client, url, LOAD_S / 2)
         version = client.status_blocking().weights_version + 1
         assert asyncio.run(client.update_weights(version, str(tiny_model))).version == version
         assert load(client, url, LOAD_S / 2)
-        time.sleep(12.0)  # the last export, Ray's report of it, and a scrape
-        shown = {
-            (panel["title"], target["legendFormat"], target["expr"]): asked(address, target["expr"])
-            for panel in BOARD["panels"]
-            for target in panel.get("targets", ())
-        }
-        alerts = json.load(urllib.request.urlopen(f"{address}/api/v1/alerts", timeout=30))["data"]["alerts"]
-    for (title, legend, _), values in shown.items():
-        print(f"{title} | {legend} |", ", ".join(f"{name or 'all'}: {value:.4g}" for name, value in values.items()))
-    numbers = {key: [value for value in values.values() if not isnan(value)] for key, values in shown.items()}
-    assert [key for key, values in numbers.items() if not values] == []
-    first = {title: values for (title, _, _), values in reversed(shown.items())}
-    assert sum(first["tailrace_tokens"].values()) > 0 and sum(first["tailrace_chunks"].values()) > 0
-    assert first["tailrace_step_seconds"] and 0 < first["Tail share"][""] < 1
-    assert 0 < first["Replicas at work"][""] <= 1 and first["tailrace_weights_version"][""] == version
-    assert {re.split(r"\s", name)[0] for name in first[POOL_CAPACITY.name]} == {"memory", "ssd"}
-    assert [one["labels"]["alertname"] for one in alerts if one["state"] == "firing"] == []
+        time.sleep(20.0)  # the last export, Ray's report of it, and a scrape
+        found, alerts = panels(address, WINDOW), firing(address)
+    print(shown(found))
+    assert [key for key, values in found.items() if all(map(isnan, values.values()))] == []
+    by_title = {title: values for (title, _), values in found.items()}
+    assert sum(by_title["tailrace_tokens"].values()) > 0 and sum(by_title["tailrace_chunks"].values()) > 0
+    assert 0 < by_title["Tail share"][""] < 1 and 0 < by_title["Replicas at work"][""] <= 1
+    assert by_title["tailrace_weights_version"][""] == version
+    assert set(by_title[POOL_CAPACITY.name]) == {"memory", "ssd"} and alerts == []

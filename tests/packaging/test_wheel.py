@@ -94,6 +94,7 @@ def test_a_light_installation_works_beside_another_app(version, wheel, tmp_path,
     tailrace = bin_folder / "tailrace"
     assert done(tailrace, "--version", cwd=elsewhere) == "tailrace 0.2.0\n"
     assert "verl" in done(tailrace, "simulate", "--workload", "das-7b-16k", "--scale", "0.05", cwd=elsewhere)
+    assert "same_samples" in done(tailrace, "demo", "--replay", "--json", cwd=elsewhere)
     assert "ordering" in done(tailrace, "policies", cwd=elsewhere)
     assert "applications" in done(tailrace, "schema", cwd=elsewhere)
     names = "connect, RolloutClient, RolloutBatch, PromptGroup, SamplingParams"

@@ -84,24 +84,25 @@ def _print(said: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tailrace.app.simulator.report import number, percent
+    from tailrace.app.simulator.report import percent
+    from tailrace.app.timeline.figures import seconds
     from tailrace.app.timeline.page import drafts_and_kv
 
     table = Table(
-        "replica", "up s", "busy", "tokens", title=f"{number(said['makespan_s'])} s, {said['samples']} samples"
+        "replica", "up s", "busy", "tokens", title=f"{seconds(said['makespan_s'])} s, {said['samples']} samples"
     )
     for name, one in said["replicas"].items():
-        table.add_row(name, number(one["up_s"]), percent(one["busy_share"]), f"{one['tokens']:,}")
+        table.add_row(name, seconds(one["up_s"]), percent(one["busy_share"]), f"{one['tokens']:,}")
     console = Console()
     console.print(table)
     wins = ", ".join(f"{method} {count}" for method, count in said["wins"].items()) or "none"
     lines = {
-        **{key.replace("_", " "): number(said[key]) for key in ("makespan_s", "tail_s", "replica_s")},
+        **{key.replace("_", " "): seconds(said[key]) for key in ("makespan_s", "tail_s", "replica_s")},
         "moves": f"{said['moves']:,}",
         "races": f"{len(said['races']):,}, won by {wins}" if said["races"] else "none",
         "drafts and KV": ", ".join(drafts_and_kv(said)) or "none",
-        "weights": ", ".join(f"{one['version']} at {number(one['at_s'])} s" for one in said["weights"]),
-        "roles, replica s": ", ".join(f"{role} {number(seconds)}" for role, seconds in said["role_s"].items()),
+        "weights": ", ".join(f"{one['version']} at {seconds(one['at_s'])} s" for one in said["weights"]),
+        "roles, replica s": ", ".join(f"{role} {seconds(took_s)}" for role, took_s in said["role_s"].items()),
     }  # fmt: skip
     for key, value in lines.items():
         console.print(f"{key}: {value}", highlight=False, markup=False)
