@@ -191,6 +191,8 @@ def test_an_idle_engine_leaves_a_silent_coordinator_soon_and_a_busy_one_waits(bu
         call = asyncio.ensure_future(setting.lines.run("r1", CHUNK)) if busy else None
         while busy and not setting.engine.chunks:
             await asyncio.sleep(0.01)
+        while not setting.line.was_pulsed:
+            await asyncio.sleep(0.01)
         setting.pulsing.cancel()
         done, _ = await asyncio.wait({setting.holding}, timeout=IDLE_SILENT_S + 2)
         assert bool(done) is not busy

@@ -56,7 +56,7 @@ class EngineLine:
         self._chunks: dict[str, asyncio.Task] = {}
         self._others: set[asyncio.Task] = set()
         self._due, self._heard_s, self.closed = asyncio.Event(), self._now(), False
-        self._was_pulsed = False
+        self.was_pulsed = False
         self._holder = 0
         self._socket = dial(self._take)
 
@@ -79,7 +79,7 @@ class EngineLine:
 
     def _is_left(self) -> bool:
         idle_s = max(IDLE_SILENT_S, 3 * self._report_s)  # reports are rare in a large fleet, whose coordinator is busy
-        is_idle = self._was_pulsed and not self._chunks  # 2,000 lines take seconds to open
+        is_idle = self.was_pulsed and not self._chunks  # 2,000 lines take seconds to open
         return self._now() > self._heard_s + (idle_s if is_idle else SILENT_S)
 
     def report(self) -> None:
@@ -113,7 +113,7 @@ class EngineLine:
                 self._others.add(task)
                 task.add_done_callback(self._others.discard)
             case Pulse(report_s):
-                self._report_s, self._was_pulsed = report_s, True
+                self._report_s, self.was_pulsed = report_s, True
 
     async def _run(self, chunk: ChunkRequest) -> None:
         payload = await self._end_of(chunk)
