@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-from collections import Counter
 
 import pytest
 from ray.exceptions import RayActorError
@@ -21,8 +20,8 @@ from tailrace.policies.families.registry import Policies
 
 pytestmark = pytest.mark.long
 
-LONG_TOKENS = 400
-"""Of a sample of a rollout in which surroundings change."""
+LONG = {"max_tokens": 700, "sampling": {"ignore_eos": True}}
+"""Samples of a rollout that lasts longer than the start of two shards."""
 
 ONE_SLOT = {"max_running": 1, "cores": None}
 """Samples have to wait, so that there is time for KV to travel."""
@@ -80,11 +79,12 @@ def run(work):
     return asyncio.run(asyncio.wait_for(work, 300))
 
 
-async def roll(client: RolloutClient, name: str, policies: Policies, max_tokens: int = 160) -> dict:
+async def roll(client: RolloutClient, name: str, policies: Policies, **more) -> dict:
+    """`more`: of each group, besides its text."""
     await client.set_policies(policies)
     await client.reset_caches()  # KV of an earlier turn must not be found where it was made,
     await client.drain_pool()  # nor lie already where this turn would bring it
-    groups = tuple(read_prompts(PROMPTS, {"samples": 1, "max_tokens": max_tokens}))[:SAMPLES]
+    groups = tuple(read_prompts(PROMPTS, {"samples": 1, "max_tokens": 160} | more))[:SAMPLES]
     batch = RolloutBatch(batch_id=name, groups=groups)
     return {group.prompt_id: group async for group in client.rollout(batch)}
 
@@ -154,26 +154,22 @@ async def store_leaves(client: RolloutClient, store) -> dict:
         await asyncio.sleep(0.2)
 
 
-async def surroundings_change(client: RolloutClient, shards, store) -> tuple[dict, dict, list[dict]]:
+async def surroundings_change(client: RolloutClient, shards, store) -> tuple[dict, dict, dict]:
     """The groups of a rollout in which shards go 1, 3, 1 and a store leaves and comes back; the pool's status after the
-    store has left, and those of the shards before they have ended."""
-    rolling = asyncio.ensure_future(roll(client, "changed", moving("off"), LONG_TOKENS))
+    store has left, and the counts of shard 0. The coordinator itself takes back the shards that it did not ask for."""
+    rolling = asyncio.ensure_future(roll(client, "changed", moving("off"), **LONG))
     while not ((await client.pool_status()).status or {}).get("keys"):
         await asyncio.sleep(0.1)
     while (await shards.at(0).status.remote())["groups"] < SAMPLES:  # of each group a token has come
         await asyncio.sleep(0.05)
-    known = await shards.at(0).resize.remote(3, ShardSet(0, 1))
+    await shards.at(0).resize.remote(3, ShardSet(0, 1))
     while not (await shards.at(0).status.remote())["counts"].get("handed_groups"):
         assert not rolling.done(), "the rollout ended before a group was handed over"
         await asyncio.sleep(0.1)
     status = await store_leaves(client, store)
-    handles = [shards.at(number) for number in range(3)]
-    await shards.at(0).resize.remote(1, known)
-    while True:
-        seen = [await shard.status.remote() for shard in handles]
-        if not any(one["to_hand_over"] for one in seen):
-            return await rolling, status, seen
-        await asyncio.sleep(0.05)
+    while (counts := (await shards.at(0).status.remote())["counts"]).get("ended_shards", 0) < 2:
+        await asyncio.sleep(0.1)
+    return await rolling, status, counts
 
 
 def test_shards_and_a_store_come_and_go_during_a_rollout(client, cluster):
@@ -187,17 +183,14 @@ def test_shards_and_a_store_come_and_go_during_a_rollout(client, cluster):
     before = run(mounted(client))
     gone = before["store_nodes"][0]
     store = ray.get_actor(f"{master_name(args.pool, name)}-store-{gone['node_id']}", NAMESPACE)
-    plain = run(roll(client, "unchanged", moving("off"), LONG_TOKENS))
+    plain = run(roll(client, "unchanged", moving("off"), **LONG))
     missed = run(reported(client))
-    groups, status, shards = run(surroundings_change(client, Shards(args.context, name), store))
+    groups, status, handed = run(surroundings_change(client, Shards(args.context, name), store))
     assert {n: [s.token_ids for s in g.samples] for n, g in plain.items()} == {
         n: [s.token_ids for s in g.samples] for n, g in groups.items()
     }
     after = run(mounted(client))
     assert gone["pid"] not in {node["pid"] for node in after["store_nodes"]}, "another store has its place"
-    handed = Counter()
-    for one in shards:
-        handed.update({what: one["counts"].get(what, 0) for what in ("handed_groups", "handed_bytes", "hand_over_ms")})
     kept = ("left_stores", "handed_keys", "handed_bytes", "lost_keys", "hand_over_ms")
     counts = {name: number - missed.get(name, 0) for name, number in run(reported(client)).items()}
     print(json.dumps({"shards": handed, "store": {what: status[what] for what in kept}, "pool": counts}))
