@@ -57,7 +57,7 @@ async def roll_out(
         groups = await _followed(client, batch)
         journal = await client.journal(False)
         if journal is None:
-            raise Failed("other batches were in flight; a demo needs a service of its own: leave --address out")
+            raise Failed("other batches were in flight; a demo needs a service of its own")
         runs[name] = DemoRun(journal, groups)
     return runs
 
