@@ -2,6 +2,10 @@
 
 import time
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 
 def test_a_delay_counts_the_loops_own_time_alone_on_its_clock():
     from benchmarks.control_plane.fleet_coordinator import Delays

@@ -105,6 +105,7 @@ def test_ray_s_page_has_every_series_and_opens_no_port_of_ours(running, before):
         assert (numbers.on_node, numbers.on_all) == (int(table[role][0]) + more, 0), f"{role}: {numbers}"
 
 
+@pytest.mark.long
 def test_every_panel_s_query_has_values_in_a_real_prometheus(running, tiny_model, tmp_path):
     url, client = running
     config = configuration([f"127.0.0.1:{page_port()}"], tmp_path, "2s")

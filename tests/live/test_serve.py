@@ -109,15 +109,16 @@ def test_the_readme_driver_runs(served):
 
 
 def test_rollout_resumes_and_traces(served, tmp_path):
-    prompts, out, trace = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
+    prompts, out, trace = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "trace.json"
     command = ("-m", "tailrace", "rollout", "--prompts", str(prompts), "--out", str(out), "--samples", "3",
                "--max-tokens", "80", "--address", f"127.0.0.1:{served}", "--json")  # fmt: skip
     prompts.write_text(FIRST)
     first = json.loads(run(served, *command, "--trace", str(trace)).stdout.splitlines()[-1])
     assert first["groups"] == 1 and first["samples"] == 3 and first["failed_samples"] == 0
-    names = [json.loads(line)["name"] for line in trace.read_text().splitlines()]
+    processes = json.loads(trace.read_text())["resourceSpans"]
+    names = [span["name"].split()[0] for one in processes for of in one["scopeSpans"] for span in of["spans"]]
     assert names.count("driver") == names.count("rollout") == names.count("group") == 1
-    assert names.count("chunk") == names.count("engine") >= 3
+    assert names.count("text_completion") == names.count("engine") >= 3
     prompts.write_text(FIRST + SECOND)
     second = json.loads(run(served, *command).stdout.splitlines()[-1])
     assert (second["groups"], second["already_done_groups"]) == (1, 1)
