@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.."
 [ -x .prometheus/usr/bin/promtool ] && exit 0
 mkdir -p .prometheus
 cd .prometheus
-apt-get download -qq prometheus 2>/dev/null || { apt-get update -qq && apt-get download -qq prometheus; }
+timeout 60 apt-get download -qq prometheus 2>/dev/null ||
+    { timeout 60 apt-get update -qq && timeout 60 apt-get download -qq prometheus; }
 dpkg -x prometheus_*.deb .
 rm prometheus_*.deb
 usr/bin/promtool --version | head -1
