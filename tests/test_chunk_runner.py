@@ -9,6 +9,7 @@ import pytest
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
+from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, SampleRefused
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
@@ -61,7 +62,7 @@ def batch() -> LiveBatch:
 
 
 def run(answer, of: LiveBatch | None = None):
-    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S), Acceptance())
     return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
 
 
@@ -112,7 +113,7 @@ def test_a_cancelled_call_stays_cancelled():
             await asyncio.sleep(60.0)
 
     async def cancelled():
-        runner = ChunkRunner(Slow(), lambda: NOW_S, {}, EndTotals(lambda: NOW_S))
+        runner = ChunkRunner(Slow(), lambda: NOW_S, {}, EndTotals(lambda: NOW_S), Acceptance())
         running = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         await asyncio.sleep(0)
         running.cancel()
@@ -154,7 +155,7 @@ def test_the_segment_names_the_content_of_the_weights():
 
 @pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
 def test_an_abort_that_comes_too_late_is_no_error(answer):
-    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S))
+    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S), Acceptance())
     assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None
 
 
@@ -170,7 +171,7 @@ def watched(reports, step_s=4.0) -> tuple[list, int]:
 
     async def play():
         clock = [0.0]
-        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"}, EndTotals(lambda: NOW_S))
+        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"}, EndTotals(lambda: NOW_S), Acceptance())
         run = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         for report in reports:
             await asyncio.sleep(0)

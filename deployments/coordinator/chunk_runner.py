@@ -48,10 +48,10 @@ class ChunkRunner:
         now: Callable[[], float],
         digests: Mapping[int, str],
         totals: EndTotals,
-        acceptance: Acceptance | None = None,
+        acceptance: Acceptance,
     ):
         self._engines, self._now, self._digests = engines, now, digests
-        self.totals, self._acceptance = totals, acceptance or Acceptance()
+        self.totals, self._acceptance = totals, acceptance
         self.watch = ChunkWatch(now)
 
     async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
