@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play
 
 from tailrace.app.gateway.metrics import GatewayMetrics
+from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.metrics.registry import COORDINATOR
 from tailrace.deployments.metrics.text import prometheus_text
@@ -51,7 +52,7 @@ def recorded(tmp_path, pages: int) -> list[tuple[float, str]]:
             driver.cancel()
 
     chunks = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 32}}}
-    play(story, tmp_path, mean_tokens=200, pooled=True, **chunks)
+    play(story, tmp_path, mean_tokens=200, pooled=True, window_bytes=WINDOW_BYTES, **chunks)
     return found
 
 
