@@ -5,7 +5,8 @@ Tests marked `long`, `hosts` or `renderers` are left out unless an option of tha
 not.
 
 Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
-are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. What was
+are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. Those under
+tests/live/simulated start neither, so they run two at a time, between the pure tests and the other live ones. What was
 imported for the live tier (those packages, and our own modules that came with them) is put aside in the pure one.
 """
 

@@ -4,6 +4,7 @@ As over TCP: frames come in order. A partition, or a silent event loop, holds th
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -22,22 +23,27 @@ class Way:
     def __init__(self, replica: SimulatedReplica, rng: Random, deliver: Callable[[bytes], None]):
         self._replica, self._rng, self._deliver = replica, rng, deliver
         self._last_s, self._breaks = 0.0, 0
+        self._frames: deque[tuple[bytes, int]] = deque()  # on the way, each with the breaks before it
         self._loop = asyncio.get_running_loop()
 
     def send(self, frame: bytes) -> None:
         self._last_s = max(self._last_s, self._loop.time() + LATENCY_S * self._rng.random())
-        self._loop.call_at(self._last_s, self._arrive, frame, self._breaks)
+        self._frames.append((frame, self._breaks))
+        self._loop.call_at(self._last_s, self._arrive)
 
     def cut(self) -> None:
         """Frames on the way are lost."""
         self._breaks += 1
 
-    def _arrive(self, frame: bytes, breaks: int) -> None:
+    def _arrive(self) -> None:
+        """The first frame is due. A loop may call what is due at one time in any order."""
         held_s = max(self._replica.parted_until_s, self._replica.silent_until_s)
         if held_s > self._loop.time():
             self._last_s = max(self._last_s, held_s)
-            self._loop.call_at(held_s, self._arrive, frame, breaks)
-        elif breaks == self._breaks:
+            self._loop.call_at(held_s, self._arrive)
+            return
+        frame, breaks = self._frames.popleft()
+        if breaks == self._breaks:
             self._deliver(frame)
 
 

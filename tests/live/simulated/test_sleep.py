@@ -1,24 +1,15 @@
 """Sleep of the simulated cluster: engines hold nothing meanwhile, whatever comes or goes, and it changes no token."""
 
 import asyncio
-import logging
 
 import pytest
-from test_pause_simulated import BATCH, whole
-from virtual_cluster import play as play_on
 from virtual_cluster import play_gateway, quiet, under_way
 
+from simulated.test_pause import BATCH, whole
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS
 from tailrace.deployments.messages.roles import Role
 
 AGAIN = BATCH.model_copy(update={"batch_id": "again"})
-
-
-@pytest.fixture
-def play(tmp_path):
-    logging.disable(logging.ERROR)  # contained errors are expected here
-    yield lambda story, **sizes: play_on(story, tmp_path, **sizes)
-    logging.disable(logging.NOTSET)
 
 
 def asleep(cluster) -> set[tuple[str, ...]]:

@@ -1,7 +1,6 @@
 """The HTTP client over real sockets, to a gateway of the simulated cluster: what both carry is equal to the bit."""
 
 import asyncio
-import logging
 import socket
 import threading
 from dataclasses import replace
@@ -75,11 +74,9 @@ class Served:
 def served(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "Prompts", lambda *_: SimulatedPrompts())
     monkeypatch.setattr(cluster, "BOOT_S", (0.0, 0.1))  # of the wall clock here
-    logging.disable(logging.CRITICAL)
     found = Served(tmp_path)
     yield found
     found.close()
-    logging.disable(logging.NOTSET)
 
 
 def facts(groups) -> dict:

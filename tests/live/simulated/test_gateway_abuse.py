@@ -5,7 +5,6 @@ Requests are raw ASGI calls, so a client may leave at any moment, send half a bo
 
 import asyncio
 import json
-import logging
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -123,13 +122,6 @@ async def tasks_at_rest() -> int:
         found.append(len(asyncio.all_tasks()))
         await asyncio.sleep(0.17)
     return min(found)
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("seed", range(2))

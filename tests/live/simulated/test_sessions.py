@@ -1,12 +1,11 @@
 """Open sessions on the simulated cluster: single samples, in any order, with the tokens of a batch."""
 
 import asyncio
-import logging
 from contextlib import aclosing
+from functools import partial
 from random import Random
 
 import pytest
-from virtual_cluster import play as play_on
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient, RolloutRejected
 from tailrace.app.calls.refused import StreamBroken, TooLargeForQuota
@@ -22,17 +21,10 @@ from tailrace.policies.protocol.actions import SampleEnd
 PROMPT = (5, 6, 7)
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.ERROR)  # contained errors are expected here
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.fixture
-def play(tmp_path):
-    """Runs a story on a cluster of two replicas, and looks for leftovers after it."""
-    return lambda story, **sizes: play_on(story, tmp_path, **({"mean_tokens": 60} | sizes))
+def play(play):
+    """With short samples."""
+    return partial(play, mean_tokens=60)
 
 
 def tokens_of(groups) -> dict[str, list[tuple[int, ...]]]:

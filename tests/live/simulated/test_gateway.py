@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from itertools import chain
 
 import httpx
@@ -35,13 +34,6 @@ class ChattingPrompts(SimulatedPrompts):
 
     def piece(self, token_id: int) -> str:
         return str(token_id)
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture

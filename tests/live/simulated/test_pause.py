@@ -1,10 +1,7 @@
 """Pauses of the simulated cluster: nothing is made while one holds, and its end changes no token."""
 
 import asyncio
-import logging
 
-import pytest
-from virtual_cluster import play as play_on
 from virtual_cluster import quiet, under_way
 
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
@@ -12,13 +9,6 @@ from tailrace.policies.protocol.actions import SampleEnd
 
 GROUPS = tuple(PromptGroup(prompt_id=f"p{n}", token_ids=(n + 1, 2), samples=4, max_tokens=300) for n in range(3))
 BATCH = RolloutBatch(batch_id="b", groups=GROUPS, seed=3, step=2)
-
-
-@pytest.fixture
-def play(tmp_path):
-    logging.disable(logging.ERROR)  # contained errors are expected here
-    yield lambda story, **sizes: play_on(story, tmp_path, **sizes)
-    logging.disable(logging.NOTSET)
 
 
 async def whole(client, batch=BATCH) -> dict:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -64,13 +63,6 @@ KEPT_KINDS_WITH_PAUSES = tuple(kind for kind in KEPT_KINDS_WITH_LINES if kind !=
 KEPT_NEWER_KINDS = tuple(kind for kind in KEPT_KINDS_WITH_PAUSES if kind != "pause")
 KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", "policy", "strange_batch"))
 """The kinds of faults at the time of `KEPT`: a seed's schedule depends on them."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.ERROR)  # contained errors are expected here
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_no_seed_fails():

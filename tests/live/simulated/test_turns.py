@@ -5,8 +5,8 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from test_sessions_simulated import PROMPT, _quiet, play  # noqa: F401 - fixtures
 
+from simulated.test_sessions import PROMPT, play  # noqa: F401 - a fixture
 from tailrace.app.calls.session import RolloutSession
 from tailrace.app.fuzz.stepper import BLOCK_TOKENS, EOS
 from tailrace.deployments.messages.session import SampleAnswer
