@@ -10,8 +10,10 @@ import pytest
 from test_rollout_cases import core_of, finish, submit, tick
 
 from tailrace.app.board.news import news
+from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.deltas import KEPT, Deltas, change, fold
+from tailrace.deployments.feed.feed import LOOKS_SHARE, Feed
 from tailrace.deployments.feed.looks import Looks, Watched
 from tailrace.deployments.feed.survey import LONGEST, PART, Survey
 from tailrace.deployments.feed.trails import KEPT_CHUNKS, KEPT_ENDED, KEPT_FAULTS, Trails
@@ -206,6 +208,27 @@ def test_looks_decide_nothing():
                     looks.look()
         answers.append(acted)
     assert answers[0] == answers[1] and len(answers[0]) > 24
+
+
+@pytest.mark.parametrize(("took_s", "looks"), [(0.0, 200), (0.001, 200), (0.01, 40)])
+def test_looks_that_take_longer_come_seldomer_and_take_a_bounded_share(took_s, looks):
+    async def story() -> int:
+        clock, made = [0.0], []
+
+        def look() -> dict:
+            clock[0] += took_s
+            made.append(clock[0])
+            return {}
+
+        feed = Feed(SimpleNamespace(look=look, begin=lambda: None), "e", None, pytest.fail, spent_s=lambda: clock[0])
+        follower = feed.follow("", 0)
+        await anext(follower)
+        await asyncio.sleep(100.0)
+        await follower.aclose()
+        return len(made)
+
+    made = VirtualLoop().run_until_complete(story())
+    assert looks <= made <= 1.3 * looks, f"in 100 s; {100.0 * LOOKS_SHARE} s of them may be theirs"
 
 
 def test_acceptance_adds_up_over_chunks_by_source_and_position():

@@ -14,12 +14,11 @@ from benchmarks.commands.decoupled import command as decoupled
 from benchmarks.commands.fleet import command as fleet
 from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
-from benchmarks.commands.metrics import command as metrics
+from benchmarks.commands.observability import command as observability
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
-from benchmarks.commands.tracing import command as tracing
 from benchmarks.commands.train import command as train
 from benchmarks.commands.turns import command as turns
 from benchmarks.commands.weights import command as weights
@@ -58,13 +57,12 @@ command.add_command(control)
 command.add_command(fleet)
 command.add_command(http)
 command.add_command(ladder, "ladder")
-command.add_command(metrics)
+command.add_command(observability)
 command.add_command(processes)
 command.add_command(results)
 command.add_command(tail)
 command.add_command(weights)
 command.add_command(train)
-command.add_command(tracing)
 command.add_command(turns)
 
 

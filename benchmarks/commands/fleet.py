@@ -15,15 +15,12 @@ from benchmarks.commands.output import AS_JSON, print_result, say
 @click.option("--speed", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="Times the real pace.")
 @click.option("--past", is_flag=True, help="Make and keep earlier tokens too: 290 KB a sample.")
 @click.option("--profile", type=click.Path(dir_okay=False), help="A file for cProfile, of the coordinator's loop.")
-@click.option(
-    "--boards", type=click.IntRange(0, 32), default=0, show_default=True, help="That watch, for as long again."
-)
 @AS_JSON
-def command(replicas, running, seconds, speed, past, profile, boards, as_json):
+def command(replicas, running, seconds, speed, past, profile, as_json):
     """Share of a core, delays and memory of the real coordinator over the real wire, with modelled engines.
 
     Answers of 20,000 tokens at 50 tokens/s, groups of 16, chunks of 8,192. docs/measurements/scale.md reckons with it.
     """
     from benchmarks.control_plane.fleet import measure
 
-    print_result(measure(replicas, running, seconds, speed, past, profile, say, boards), as_json)
+    print_result(measure(replicas, running, seconds, speed, past, profile, say), as_json)

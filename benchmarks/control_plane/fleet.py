@@ -17,11 +17,11 @@ HOST_REPLICAS = 512
 
 
 def measure(sizes: Sequence[int], running: int, seconds: float, speed: float, past: bool,
-            profile: str | None, say: Callable[[str], None], boards: int = 0) -> dict:  # fmt: skip
+            profile: str | None, say: Callable[[str], None]) -> dict:  # fmt: skip
     """Figures by number of replicas, see `fleet_coordinator.figures`. Raises Failed, in one line."""
     found = {}
     for replicas in sizes:
-        fleet = Fleet(replicas, running, seconds, speed, past, profile, boards=boards)
+        fleet = Fleet(replicas, running, seconds, speed, past, profile)
         found[replicas] = one(fleet, say)
         say(f"{replicas} replicas: {found[replicas]}")
     return {"running": running, "past": past, "sizes": found}

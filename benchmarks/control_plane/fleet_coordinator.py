@@ -23,10 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from ray._private.async_compat import get_new_event_loop
 
-from benchmarks.board.looks import watched
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
-from benchmarks.engine.tracing_cost import TracingCost, share
-from benchmarks.metrics.coordinator_cost import metrics_cost
+from benchmarks.observability.coordinator_cost import observing_cost
+from benchmarks.observability.tracing_cost import TracingCost
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.sockets import ListeningSocket
@@ -47,9 +46,6 @@ WAITING = 0.5
 BATCH_GROUPS = 128
 """Of the batches that come after the first ones."""
 
-EVEN_BATCH_GROUPS = 4
-"""The same where windows of seconds are compared: a large batch weighs more than what is compared."""
-
 CHUNK_S = 6_700 / TOKENS_PER_S
 """Seconds of an average chunk: 3 to an answer of 20,000 tokens."""
 
@@ -64,8 +60,8 @@ SETTLE_AT_MOST_S = 600.0
 class Fleet(NamedTuple):
     """One size. `past`: whether the tokens that the groups have made before the start are made and kept.
 
-    `metrics_pairs`: pairs of windows in which metrics are off and on, before the figures; 0 for none. `boards`: that
-    watch for as long again, after the figures. `traced`: spans are exported, of every group or, by default, of some.
+    `observed_pairs`: pairs of windows, before the figures, in which metrics, traces and a board are off and on; 0 for
+    none. `every_group`: has spans then, not some.
     """
 
     replicas: int
@@ -74,9 +70,7 @@ class Fleet(NamedTuple):
     speed: float
     past: bool
     profile: str | None = None
-    metrics_pairs: int = 0
-    boards: int = 0
-    traced: bool = False
+    observed_pairs: int = 0
     every_group: bool = False
 
 
@@ -157,8 +151,7 @@ class TimedEngines(EngineClient):
 class Driver:
     """Keeps the fleet full, and reads every group and drops it."""
 
-    def __init__(self, rollouts: Rollouts, batch_groups: int):
-        self._batch_groups = batch_groups
+    def __init__(self, rollouts: Rollouts):
         self._rollouts, self._batches, self.wanted = rollouts, 0, 0
         self._readers: set[asyncio.Task] = set()
         self._taken: dict[str, int] = {}  # by batch
@@ -190,7 +183,7 @@ class Driver:
         renewed_s = 0.0
         while True:
             books = self._rollouts.books()
-            groups = min(self._batch_groups, 1 + self.wanted // (8 * GROUP_SAMPLES))
+            groups = min(BATCH_GROUPS, 1 + self.wanted // (8 * GROUP_SAMPLES))
             if self.wanted - books["waiting"] - books["running"] >= groups * GROUP_SAMPLES:
                 self.submit(young(groups, self._batches))
             if time.monotonic() > renewed_s + RENEW_S:
@@ -258,9 +251,6 @@ class Counts(NamedTuple):
     engines_cpu_s: float
     late_s: list[float]
     left: int
-    tracing_s: float
-    export_s: float
-    spans: int
 
 
 class Measured:
@@ -268,25 +258,24 @@ class Measured:
 
     def __init__(self, fleet: Fleet, pipes: list[Connection], say: Connection):
         self._fleet, self._pipes, self._say_to = fleet, pipes, say
-        self._tracing = TracingCost() if fleet.traced else None
+        self._tracing = TracingCost() if fleet.observed_pairs else None
 
     def _say(self, text: str) -> None:
         self._say_to.send(f"{self._fleet.replicas} replicas: {text}")
 
     async def run(self, handle: FleetHandle) -> dict:
         fleet = self._fleet
-        telemetry = Telemetry("tailrace-coordinator", fleet.traced, every_group=fleet.every_group)
+        telemetry = Telemetry("tailrace-coordinator", fleet.observed_pairs > 0, every_group=fleet.every_group)
         async with coordinator(handle, telemetry) as (rollouts, engines):
-            groups_of_batch = EVEN_BATCH_GROUPS if fleet.metrics_pairs else BATCH_GROUPS
-            driver, holds = Driver(rollouts, groups_of_batch), Holds()
+            driver, holds = Driver(rollouts), Holds()
             full = fleet.replicas * fleet.running
             groups, unended = await asyncio.to_thread(aged, full, fleet.past)
             self._say(f"{len(groups)} groups, {unended} samples that have not ended")
             others = [asyncio.ensure_future(loop) for loop in (driver.live(), holds.beat(engines.delays.note))]
             filled = await self._fill(driver, groups, engines, rollouts, full)
             await asyncio.sleep(2 * SETTLED_S)
-            if fleet.metrics_pairs:
-                filled["metrics"] = await metrics_cost(rollouts, engines, fleet.metrics_pairs)
+            if fleet.observed_pairs:
+                filled["observed"] = await observing_cost(rollouts, engines, self._tracing, fleet.observed_pairs)
             engines.delays.clear()
             del holds.seconds[:], holds.gc_s[:]
             before = await self._counts(engines, driver)
@@ -304,8 +293,6 @@ class Measured:
             for other in others:
                 other.cancel()
             found = figures(before, after, engines.delays, holds, fleet.speed)
-            if fleet.boards:
-                found |= await watched(rollouts, fleet.boards, fleet.seconds)
             del holds.gc_s[:]
             gc.collect()
             found["gc_full_ms"] = _ms(holds.gc_s, 1.0)
@@ -355,9 +342,6 @@ class Measured:
             engines_cpu_s=sum(answer[1] for answer in answers),
             late_s=[late_s for answer in answers for late_s in answer[2]],
             left=sum(answer[3] for answer in answers),
-            tracing_s=self._tracing.worked_s if self._tracing else 0.0,
-            export_s=self._tracing.exported_s if self._tracing else 0.0,
-            spans=self._tracing.spans if self._tracing else 0,
         )
 
 
@@ -388,18 +372,6 @@ def figures(before: Counts, after: Counts, delays: Delays, holds: Holds, speed: 
         "result_tokens_per_s": round(rate("tokens")),
         "engines_core_share": round(rate("engines_cpu_s"), 3),
         "engines_late_p99_ms": _ms(after.late_s, 0.99),
-    } | (tracing(before, after) if after.spans else {})
-
-
-def tracing(before: Counts, after: Counts) -> dict:
-    """How much more processor time the loop and the process take than they would without spans."""
-    spent = {name: getattr(after, name) - getattr(before, name) for name in ("tracing_s", "export_s", "spans")}
-    all_s = spent["tracing_s"] + spent["export_s"]
-    return {
-        "spans_per_s": round(spent["spans"] / (after.at_s - before.at_s), 2),
-        "us_a_span": round(1e6 * all_s / max(1, spent["spans"]), 1),
-        "tracing_share_of_loop": share(spent["tracing_s"], after.loop_cpu_s - before.loop_cpu_s),
-        "tracing_share_of_process": share(all_s, after.cpu_s - before.cpu_s),
     }
 
 

@@ -18,7 +18,7 @@ OPERATION = "text_completion"
 
 FIRST_GROUPS, ONE_IN = 4, 64
 """So few that tracing costs the coordinator of a large run less than 1 %, where spans of all chunks cost it 13 %
-(`bench tracing`)."""
+(`bench observability`)."""
 
 
 class BatchSpans:

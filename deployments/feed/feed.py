@@ -15,8 +15,11 @@ from tailrace.deployments.messages.rollout import Rejected
 
 EVERY_S = 0.5
 
-REPLICAS_PER_S = 384
-"""Of a look: with more than half of them the looks come seldomer, so that all looks take a fixed share of the loop."""
+LOOKS_SHARE = 1 / 250
+"""Of the loop's time, at most: in a large fleet, whose looks take longer, they come seldomer than EVERY_S."""
+
+LOOKS_AVERAGED = 8
+"""Of the looks by whose average the next one is put off: a single one may be held up by anything."""
 
 STREAM_DELTAS = 60
 
@@ -32,7 +35,7 @@ MAX_POOL_KEYS = 200_000
 
 class Feed:
     """`keys_by_version`: asks the pool's master, or None if there is no pool. `note`: counts an error that one look
-    has met."""
+    has met. `spent_s`: the clock of the loop's processor time."""
 
     def __init__(
         self,
@@ -40,7 +43,9 @@ class Feed:
         epoch: str,
         keys_by_version: Callable[[], Awaitable[dict[int, int] | None]] | None,
         note: Callable[[Exception], None],
+        spent_s: Callable[[], float] = time.thread_time,
     ):
+        self._spent_s, self._look_s = spent_s, 0.0  # the second: of a look, averaged
         self._looks, self._epoch, self._keys_by_version, self._note = looks, epoch, keys_by_version, note
         self._deltas: Deltas | None = None
         self._loops: list[asyncio.Task] = []
@@ -82,8 +87,10 @@ class Feed:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(max(EVERY_S, self._looks.replicas / REPLICAS_PER_S))
+            await asyncio.sleep(max(EVERY_S, self._look_s / LOOKS_SHARE))
+            began_s = self._spent_s()
             self._look()
+            self._look_s += (self._spent_s() - began_s - self._look_s) / LOOKS_AVERAGED
 
     def _look(self) -> None:
         changes = {}

@@ -51,10 +51,6 @@ class Looks:
         self._marks: dict[str, tuple] = {}  # of replicas
         self._survey, self._looks, self._made = Survey(), 0, 0
 
-    @property
-    def replicas(self) -> int:
-        return len(self._marks)
-
     def look(self) -> Sections:
         """The rows that have changed, and None for those that are gone."""
         watched, core, unix_s = self._watched, self._watched.core(), self._unix_s
@@ -73,7 +69,7 @@ class Looks:
                 for fault in watched.trails.faults
             },
         }  # fmt: skip
-        if self._looks % max(1, round(POOL_LOOKS_PER_REPLICA * self.replicas)) == 0:
+        if self._looks % max(1, round(POOL_LOOKS_PER_REPLICA * len(self._marks))) == 0:
             sections["pool"] = self._pool()
         for name, rows in sections.items():
             changes[name] = change(self._known.get(name, {}), rows)

@@ -21,18 +21,21 @@ def test_a_few_engines_keep_pace_with_a_coordinator():
     from benchmarks.control_plane.fleet import measure
 
     size = {"running": 4, "seconds": 5.0, "speed": 20.0, "past": False, "profile": None}
-    found = measure((4,), **size, say=lambda text: None, boards=2)
+    found = measure((4,), **size, say=lambda text: None)
     size = found["sizes"][4]
     assert size["problems"] == [] and size["chunks_per_s"] > 0 and size["reports_per_s"] > 1
-    assert size["board_looks_per_s"] > 0 and size["board_bytes_per_s"] > 0 and 0 < size["board_share"] < 1
     assert size["core_share"] > 0 and 0 <= size["delay_p50_ms"] <= size["delay_p99_ms"]
 
 
-def test_the_cost_of_metrics_is_measured_in_windows_of_both_kinds():
+def test_observers_are_measured_in_windows_with_all_of_them_and_without():
     from benchmarks.control_plane.fleet import one
     from benchmarks.control_plane.fleet_coordinator import Fleet
+    from benchmarks.observability.tracing_cost import collector
 
-    found = one(Fleet(4, running=4, seconds=1.0, speed=20.0, past=False, metrics_pairs=1), say=lambda text: None)
-    cost = found["metrics"]
+    with collector():
+        fleet = Fleet(4, running=4, seconds=1.0, speed=20.0, past=False, observed_pairs=1, every_group=True)
+        found = one(fleet, say=lambda text: None)
+    cost = found["observed"]
     assert found["problems"] == [] and cost["windows"] == 2 and cost["chunk_ends"] > 0
-    assert cost["read_ms"] > 0 and cost["count_us_a_chunk"] > 0 and cost["loop_cost_timed"] > 0
+    assert all(share > 0 for share in cost["of_loop"].values()) and cost["of_core"]["all"] < 1
+    assert cost["read_ms"] > 0 and cost["board_looks_per_s"] > 0 and cost["board_bytes_per_s"] > 0

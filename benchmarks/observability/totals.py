@@ -1,4 +1,4 @@
-"""Totals for comparison: those that count nothing, and those that time themselves. Used by `bench metrics`."""
+"""Totals for comparison: those that count nothing, and those that time themselves. Used by `bench observability`."""
 
 import time
 

@@ -2,7 +2,7 @@
 
 `TracingCost` times every function that exists for tracing alone, where it has a span to work on: without one it runs
 with tracing off, too. It does so for the thread that works and for the one that exports, by the threads' own clocks, so
-neighbours of the machine do not count. Called by `tailrace bench tracing`.
+neighbours of the machine do not count. Called by `tailrace bench observability`.
 """
 
 import functools
@@ -107,8 +107,3 @@ def collector():
         del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
         process.terminate()
         process.join()
-
-
-def share(tracing_s: float, all_s: float) -> float:
-    """How much more processor time it takes with tracing than without."""
-    return round(tracing_s / (all_s - tracing_s), 5)

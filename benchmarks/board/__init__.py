@@ -1,1 +1,0 @@
-"""Costs of boards that watch a service."""

@@ -1,0 +1,44 @@
+"""Windows of a coordinator with all observers and without, and what these cost by them. Pure arithmetic."""
+
+from typing import NamedTuple
+
+WINDOW_S = 10.2
+"""Of one window: one look at the books, every 10 s, given twice."""
+
+
+class Window(NamedTuple):
+    """Of one window: ends of chunks, seconds of the loop's thread, and seconds of these for each kind."""
+
+    ends: int
+    loop_s: float
+    counting_s: float
+    reading_s: float
+    tracing_s: float
+    looking_s: float
+
+
+def costs(without: list[Window], with_all: list[Window]) -> dict:
+    """`of_loop`: over the loop's processor time without; `of_core`: over the time on the wall, which a loop has."""
+    off, on = _sums(without), _sums(with_all)
+    kinds = {"metrics": on.counting_s + on.reading_s, "traces": on.tracing_s, "board": on.looking_s}
+    kinds["all"] = sum(kinds.values())
+    off_us, on_us = (_us_a_chunk(one) for one in (off._replace(loop_s=off.loop_s - off.tracing_s), on))
+    by_pair = [_us_a_chunk(b) / _us_a_chunk(a) - 1 for a, b in zip(without, with_all, strict=True)]
+    return {
+        "windows": len(without) + len(with_all),
+        "chunk_ends": off.ends + on.ends,
+        "loop_share": round(on.loop_s / (len(with_all) * WINDOW_S), 4),
+        "of_core": {name: round(took_s / (len(with_all) * WINDOW_S), 5) for name, took_s in kinds.items()},
+        "of_loop": {name: round(took_s / (on.loop_s - kinds["all"]), 5) for name, took_s in kinds.items()},
+        "loop_us_a_chunk": {"off": round(off_us, 1), "on": round(on_us, 1)},
+        "loop_cost_by_windows": round(on_us / off_us - 1, 4),
+        "by_pair": [round(one, 3) for one in by_pair],
+    }
+
+
+def _us_a_chunk(window: Window) -> float:
+    return 1e6 * window.loop_s / max(1, window.ends)
+
+
+def _sums(windows: list[Window]) -> Window:
+    return Window(*map(sum, zip(*windows, strict=True)))
