@@ -20,7 +20,7 @@ setup: ## system libraries (as root), .venv, pinned packages, demo model
 	@PYTHON=$(PYTHON) scripts/setup.sh
 
 demo: ## the same prompts by static groups and by Tailrace, side by side, with a page to open
-	@echo "demo: about 10 minutes from a fresh clone on two idle cores, 4 of them after set-up"
+	@echo "demo: about 7 minutes from a fresh clone on two idle cores, 3 of them after set-up; a slow network adds to that"
 	@$(MAKE) --no-print-directory setup
 	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) -m tailrace demo --out out/demo
 

@@ -62,7 +62,7 @@ locks="requirements/cpu.txt requirements/dev.txt"
 # shellcheck disable=SC2086
 stamp=.venv/.stamp-$(cat $locks requirements/torch.txt | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
-    say "about 5 minutes on two idle cores, once; if it is interrupted, the next one resumes"
+    say "about 4 minutes on two idle cores, once; if it is interrupted, the next one resumes"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || { say "1 of 6: making .venv"; "$PYTHON" -m venv --clear .venv; }
     installing "2 of 6: requirements/cpu.txt, about 600 MB" requirements/cpu.txt ||
         fail "requirements/cpu.txt did not install; make setup resumes"

@@ -17,7 +17,7 @@ MAX_TOKENS = 2048
 TEMPERATURE = 0.7
 """Of the small model's 64 answers two then do not stop by themselves, and half have at most 151 tokens."""
 
-LIVE = "about 4 minutes on two idle cores: 1 to start a service, 2 for static groups, 1 for Tailrace"
+LIVE = "about 3 minutes on two idle cores: 1 to start a service, 2 for both runs"
 REPLAY = "about half a minute: a recorded run, played faster than it was; no engine runs"
 
 NEXT = {

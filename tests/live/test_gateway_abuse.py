@@ -12,7 +12,7 @@ from random import Random
 import psutil
 import pytest
 from gateway_service import TOKENS, gateway
-from test_gateway_abuse_simulated import ABSURD
+from simulated.test_gateway_abuse import ABSURD
 from waiting import until
 
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
