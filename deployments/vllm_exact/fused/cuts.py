@@ -11,7 +11,7 @@ import triton.language as tl
 from tailrace.deployments.vllm_exact.fused.noise import LOWEST, order, units, value
 
 PIVOTS = tl.constexpr(16)
-CUT_BLOCK = tl.constexpr(256)
+CUT_BLOCK = tl.constexpr(512)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def cut(source, peak, floor, inv_t, by_mass, target):
     while hi - lo > 1:
         step = (hi - lo + PIVOTS - 1) // PIVOTS
         pivots = tl.minimum(lo + step * (1 + tl.arange(0, PIVOTS)), hi)
-        above = tl.zeros((PIVOTS,), tl.int64)
+        above = tl.full((PIVOTS,), 0, tl.int64)
         for begin in range(0, source[3] + source[4], CUT_BLOCK):
             x, _, here = piece(source, begin, CUT_BLOCK)
             own = tl.where(here, _units(x, peak, floor, inv_t, by_mass), 0)

@@ -21,7 +21,7 @@ SPAN, BLOCK, GROUP = 16_384, 1024, 64
 Fixed, since the order of a row's sums must not depend on the batch.
 """
 
-ROOM = 16
+ROOM, LEAST_ROOM = 16, 1024
 """The buffer of a row has room for one of so many of its logits: with its indexes an eighth of the row, written once."""
 
 WINDOW = 0.125
@@ -87,7 +87,7 @@ def draw(logits, keys, positions, shape: Shape) -> tuple[torch.Tensor, torch.Ten
     values = torch.empty((rows, 3), dtype=torch.float32, device=logits.device)
     if not rows:
         return tokens, values
-    parts, groups, room = -(-vocab // SPAN), -(-vocab // GROUP), max(1, vocab // ROOM)
+    parts, groups, room = -(-vocab // SPAN), -(-vocab // GROUP), max(LEAST_ROOM, vocab // ROOM)
     ints = torch.empty((rows, parts, INTS.value), dtype=torch.int32, device=logits.device)
     floats = torch.empty((rows, parts, FLOATS.value), dtype=torch.float64, device=logits.device)
     most = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)

@@ -12,7 +12,7 @@ from tailrace.deployments.vllm_exact.fused.cuts import bar_of, floor_of, piece, 
 from tailrace.deployments.vllm_exact.fused.noise import NONE, exponential, order, output, units, value, weight
 from tailrace.deployments.vllm_exact.fused.scan import FLOATS, GREEDY, INTS, OPEN
 
-LOOK = tl.constexpr(256)  # candidates per look
+LOOK = tl.constexpr(512)  # candidates per look
 SHAPE = tl.constexpr(8)  # columns of a row's filters
 
 
