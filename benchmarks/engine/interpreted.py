@@ -44,11 +44,14 @@ def forget() -> None:
 
 def _prepare_once(interpreter) -> None:
     """Has calls of helpers inside a running kernel use the language as the kernel's own call has prepared it."""
-    whole = interpreter.InterpretedFunction.__call__
+    whole, prepared = interpreter.InterpretedFunction.__call__, set()
 
     def call(self, *args, **given):
-        ours = self.fn.__module__.startswith(ROOM)
-        return self.rewrite()(*args, **given) if ours else whole(self, *args, **given)
+        module = self.fn.__module__
+        if module.startswith(ROOM) or module in prepared:
+            return self.rewrite()(*args, **given)
+        prepared.add(module)
+        return whole(self, *args, **given)
 
     interpreter.InterpretedFunction.__call__ = call
 
