@@ -25,6 +25,7 @@ def interpreted():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a function is defined
     try:
         kernel = import_module(f"{ROOM}.kernel")
+        from triton.experimental import gluon  # noqa: F401 - a launch imports it, and it asks for the setting too
         from triton.runtime import interpreter
     finally:
         os.environ.pop("TRITON_INTERPRET")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
-from tailrace.deployments.vllm_exact.kernel_gpu import floors
+from tailrace.deployments.vllm_exact.filters_torch import floors
 
 
 def kept_tokens(logits: torch.Tensor, columns: dict[str, np.ndarray]) -> list[tuple[int, ...]]:

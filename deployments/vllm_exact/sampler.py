@@ -97,7 +97,7 @@ class _Batch:
 
 
 class ExactSampler:
-    """A replacement of vLLM's `Sampler`. `kernel` is the module kernel_cpu or kernel_gpu."""
+    """A replacement of vLLM's `Sampler`. `kernel`: the module kernel_cpu, or fused.kernel."""
 
     logprobs_mode = "raw_logprobs"  # read by vLLM's warm-up
 
