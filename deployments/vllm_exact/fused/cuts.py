@@ -99,3 +99,19 @@ def ranked(keys, rank):
         else:
             hi = middle
     return hi.to(tl.int32)
+
+
+@triton.jit
+def heavy(keys, p, needed):
+    """Returns i32: the largest order of the keys i32[m] from which on their weights p f32[m] are at least `needed`.
+
+    If all together are not, the smallest.
+    """
+    lo, hi = tl.min(keys, 0).to(tl.int64) - 1, tl.max(keys, 0).to(tl.int64)
+    while hi - lo > 1:
+        middle = (lo + hi) // 2
+        if tl.sum(tl.where(keys.to(tl.int64) > middle, p, 0.0), 0) >= needed:
+            lo = middle
+        else:
+            hi = middle
+    return hi.to(tl.int32)

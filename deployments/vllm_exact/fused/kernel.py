@@ -33,7 +33,7 @@ LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}  # fused operations would g
 class Shape(NamedTuple):
     """The sampling parameters of n rows: heat f64[n, 3], filters f64[n, 8] and plan i32[n, 3], arrays or tensors."""
 
-    heat: np.ndarray | torch.Tensor  # 1 / T, reach of the margin as a factor, 0
+    heat: np.ndarray | torch.Tensor  # 1 / T, reach of the margin as a factor, 1 if the largest logits of groups are needed
     filters: np.ndarray | torch.Tensor  # log(min_p) T and top_p, each as given, wider, narrower; tolerance; T
     plan: np.ndarray | torch.Tensor  # mode, top_k, forced token or -1
 
@@ -50,8 +50,9 @@ def to_device(values: np.ndarray, device) -> torch.Tensor:
 def shape_of(vocab, temperature, top_p, top_k, min_p, forced, tolerance) -> Shape:
     """Returns the Shape, in arrays, of columns as those of `kernel_cpu.sample_rows`."""
     heat = temperature.astype(np.float64)
-    greedy = temperature < GREEDY_BELOW
-    filtered = (min_p > 0) | (top_p < 1) | ((top_k > 0) & (top_k < vocab))
+    greedy = heat < GREEDY_BELOW  # in float64, as in kernel_cpu.py
+    grouped = (top_p < 1) | ((top_k > 0) & (top_k < vocab))
+    filtered = grouped | (min_p > 0)
     with np.errstate(divide="ignore", over="ignore"):
         inv_t = 1.0 / np.where(greedy, 1.0, heat)
         by = np.where(greedy, 0, tolerance / np.where(greedy, 1, temperature)).astype(np.float32)
@@ -61,7 +62,7 @@ def shape_of(vocab, temperature, top_p, top_k, min_p, forced, tolerance) -> Shap
     columns = [*drops, *nuclei, tolerance, heat]
     mode = np.where(greedy, GREEDY.value, np.where(filtered, FILTERED.value, OPEN.value))
     return Shape(
-        np.stack([inv_t, reach, np.zeros_like(heat)], axis=1),
+        np.stack([inv_t, reach, grouped & ~greedy], axis=1),
         np.stack([each.astype(np.float64) for each in columns], axis=1),
         np.stack([mode, np.maximum(top_k, 0), forced], axis=1).astype(np.int32),
     )
@@ -97,10 +98,16 @@ def draw(logits, keys, positions, shape: Shape) -> tuple[torch.Tensor, torch.Ten
     given = logits, logits.stride(0), vocab, keys, positions, shape.heat, shape.plan
     scan[rows, parts](*given, ints, floats, most, BLOCK=block, SPAN=SPAN, GROUP=GROUP, **LAUNCH)
     settle[rows,](
-        *given, shape.filters, parts, ints, floats, most, kept, kept_at, room, tokens, values,
+        *given, shape.filters, parts, ints, floats, most, kept, kept_at, room, _rank(vocab, room), tokens, values,
         PARTS=triton.next_power_of_2(parts), GROUP=GROUP, GROUPS=triton.next_power_of_2(groups), BLOCK=block, **LAUNCH,
     )  # fmt: skip
     return tokens, values
+
+
+def _rank(vocab: int, room: int) -> int:
+    """Returns the rank, among the largest logits of groups, of one that about half of `room` logits are above."""
+    groups = -(-vocab // GROUP)
+    return groups if room >= vocab else int(groups * -np.expm1(-0.5 * room / groups))
 
 
 def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, forced, tolerance):

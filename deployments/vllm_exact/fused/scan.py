@@ -1,7 +1,7 @@
 """The first launch: one read of the logits; each program looks at SPAN logits of one row and leaves a few numbers.
 
 It leaves the largest and the second largest logit, the masses at temperature 1 and T, the two best tokens of the
-race (rows without filters), and the largest logit of every GROUP (rows with top_k). Invariant: they depend on the row alone.
+race (rows without filters), and the largest logit of every GROUP (rows with top_k or top_p). Invariant: they depend on the row alone.
 The race keeps a token by its logit and the logarithm of its noise, so no peak need be known: a score is compared
 relative to the largest logit so far. A float32 bound chooses the blocks that float64 looks at, as in kernel_cpu.py.
 Called by kernel.py; settle.py reads what is left.
@@ -56,12 +56,12 @@ def scan(
     logits, stride, vocab, keys, positions, heat, plan, ints, floats, groups,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """logits [n, vocab], rows `stride` apart; keys, positions i64[n]; heat f64[n, 3]: 1/T, reach; plan i32[n, 3]."""
+    """logits [n, vocab], rows `stride` apart; keys, positions i64[n]; heat f64[n, 3], plan i32[n, 3]: see `Shape`."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     seed = output(tl.load(keys + row).to(tl.uint64, bitcast=True), tl.load(positions + row))
     inv_t, reach = tl.load(heat + row * 3), tl.load(heat + row * 3 + 1)
-    mode, top_k, forced = tl.load(plan + row * 3), tl.load(plan + row * 3 + 1), tl.load(plan + row * 3 + 2)
-    races, grouped = (mode == OPEN) & (forced < 0), (mode == FILTERED) & (top_k > 0) & (top_k < vocab)
+    mode, forced = tl.load(plan + row * 3), tl.load(plan + row * 3 + 2)
+    races, grouped = (mode == OPEN) & (forced < 0), tl.load(heat + row * 3 + 2) > 0.0
     tempered = (mode != GREEDY) & (inv_t != 1.0)
     top, top_at, second = tl.full((), NONE, tl.int32), tl.full((), 0x7FFFFFFF, tl.int32), tl.full((), NONE, tl.int32)
     raw_mass, mass = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
@@ -96,7 +96,7 @@ def scan(
         if grouped:
             most_of = tl.max(tl.reshape(key, (BLOCK // GROUP, GROUP)), 1)
             places = begin // GROUP + tl.arange(0, BLOCK // GROUP)
-            tl.store(groups + row * tl.cdiv(vocab, GROUP) + places, most_of, places * GROUP < vocab)
+            tl.store(groups + row * ((vocab + GROUP - 1) // GROUP) + places, most_of, places * GROUP < vocab)
     place = row * parts + part
     _, _, token, _, _, token_2 = held
     tl.store(ints + place * INTS, top)

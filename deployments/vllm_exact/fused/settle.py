@@ -8,7 +8,7 @@ is read instead, several times. Invariant: token and floor are those of kernel_c
 import triton
 import triton.language as tl
 
-from tailrace.deployments.vllm_exact.fused.cuts import bar_of, floor_of, piece, ranked
+from tailrace.deployments.vllm_exact.fused.cuts import bar_of, floor_of, heavy, piece, ranked
 from tailrace.deployments.vllm_exact.fused.noise import NONE, exponential, order, output, units, value, weight
 from tailrace.deployments.vllm_exact.fused.scan import FLOATS, GREEDY, INTS, OPEN
 
@@ -35,16 +35,18 @@ def _two(scores, index, best, second, token):
 
 
 @triton.jit
-def _gather(row, vocab, kept, kept_at, room_for, peak, inv_t, theta, bars, weighs, BLOCK: tl.constexpr):
-    """Moves the logits from theta on to the buffer, if they fit; returns (count i32, units i64 from each bar on)."""
-    count = tl.full((), 0, tl.int32)
-    zero = tl.full((), 0, tl.int64)
-    sums = zero, zero, zero
+def _gather(row, vocab, kept, kept_at, room_for, peak, inv_t, theta, slack, bars, weighs, BLOCK: tl.constexpr):
+    """Moves the logits from theta on, and NaN, to the buffer, if they fit. Returns their number and units i64.
+
+    Units: of the row from each of three bars on, and, of those from the second bar on, of logits above theta by `slack`.
+    """
+    count, zero = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
+    sums = zero, zero, zero, zero
     for begin in range(0, vocab, BLOCK):
         index = begin + tl.arange(0, BLOCK)
         own = tl.load(row + index, index < vocab, other=-float("inf"))
         x = own.to(tl.float32)
-        passes = (x >= theta) & (index < vocab)
+        passes = ((x >= theta) | (x != x)) & (index < vocab)
         number = passes.to(tl.int32)
         place = count + tl.cumsum(number, 0) - number
         tl.store(kept + place, own, passes & (place < room_for))
@@ -56,6 +58,7 @@ def _gather(row, vocab, kept, kept_at, room_for, peak, inv_t, theta, bars, weigh
                 sums[0] + tl.sum(tl.where(x >= bars[0], some, 0), 0),
                 sums[1] + tl.sum(tl.where(x >= bars[1], some, 0), 0),
                 sums[2] + tl.sum(tl.where(x >= bars[2], some, 0), 0),
+                sums[3] + tl.sum(tl.where((x >= bars[1]) & (x > theta + slack), some, 0), 0),
             )
     tl.debug_barrier()  # the buffer is read by other threads than those that filled it
     return count, sums
@@ -63,26 +66,29 @@ def _gather(row, vocab, kept, kept_at, room_for, peak, inv_t, theta, bars, weigh
 
 @triton.jit
 def _bound(
-    peak, mass, vocab, temperature, slack, drop, top_p, top_k, groups,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    peak, mass, vocab, inv_t, slack, drop, top_p, top_k, groups, rank, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns f32: a logit below every token that the widest filters may keep, and below what comes close to them.
+    """Returns (theta, safe) f32: a logit below every token that the widest filters may keep, or come close to that.
 
-    min_p: its bar. top_k: the top_k + 1-th largest of the groups' largest logits. top_p alone, or with min_p:
-    a token's weight where all tokens of less weight together are less than is left out.
+    `safe` is surely so: min_p's bar, and for top_k the top_k + 1-th largest of the groups' largest logits. For top_p
+    theta is a guess, to be tested by the units above it: the groups' largest logits above it weigh enough, or it is
+    their rank-th, at which the buffer is about half full.
     """
-    theta = bar_of(peak, drop) - 2.0 * slack
-    if (top_k > 0) & (top_k < vocab):
-        number = tl.cdiv(vocab, GROUP)
-        if top_k < number:
-            offsets = tl.arange(0, GROUPS)
-            keys = tl.load(groups + offsets, offsets < number, other=NONE)
-            theta = tl.maximum(theta, value(ranked(keys, top_k + 1)) - 2.0 * slack)
-    elif top_p < 1.0:
-        mass = tl.where(drop == -float("inf"), mass, 1.0)
-        least = tl.log((1.0 - top_p) * 0.999 * mass / vocab) * temperature
-        theta = tl.maximum(theta, (peak.to(tl.float64) + least).to(tl.float32) - 2.0 * slack)
-    return theta
+    safe = bar_of(peak, drop) - slack
+    theta, number = safe, (vocab + GROUP - 1) // GROUP
+    limits = (top_k > 0) & (top_k < vocab)
+    if (limits & (top_k < number)) | ((limits == 0) & (top_p < 1.0) & (rank < number)):
+        offsets = tl.arange(0, GROUPS)
+        keys = tl.load(groups + offsets, offsets < number, other=NONE)
+        if limits:
+            theta = tl.maximum(theta, value(ranked(keys, top_k + 1)) - slack)
+            safe = theta
+        else:
+            p = tl.where(offsets < number, weight(value(keys), peak, inv_t.to(tl.float32)), 0.0)
+            needed = (mass * (1.0 - (1.0 - top_p) * 0.99)).to(tl.float32)
+            guess = tl.maximum(value(ranked(keys, rank)), value(heavy(keys, p, needed)))
+            theta = tl.maximum(theta, guess - slack)
+    return theta, safe
 
 
 @triton.jit
@@ -157,7 +163,7 @@ def _filtered(source, vocab, peak, inv_t, reach, seed, top_k, shape, sums, row, 
 @triton.jit
 def settle(
     logits, stride, vocab, keys, positions, heat, plan, shapes, parts, ints, floats, groups, kept, kept_at, room_for,
-    tokens, values, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    rank, tokens, values, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fills tokens i32[n] and values f32[n, 3]: logprob, raw logprob and margin, as `kernel_cpu.sample_rows`."""
     at_row = tl.program_id(0).to(tl.int64)
@@ -195,16 +201,19 @@ def settle(
                 margin = tl.where(second < best * reach, tl.log(second / best) * temperature, float("inf"))
         else:
             widest = tl.load(shape + 1), tl.load(shape + 4)
-            groups_of = groups + at_row * tl.cdiv(vocab, GROUP)
-            theta = _bound(
-                peak, mass, vocab, temperature, tl.load(shape + 6).to(tl.float32), widest[0], widest[1], top_k,
-                groups_of, GROUP, GROUPS,
+            groups_of = groups + at_row * ((vocab + GROUP - 1) // GROUP)
+            slack = 2.0 * tl.load(shape + 6).to(tl.float32)
+            theta, safe = _bound(
+                peak, mass, vocab, inv_t, slack, widest[0], widest[1], top_k, groups_of, rank, GROUP, GROUPS,
             )  # fmt: skip
             bars = bar_of(peak, tl.load(shape)), bar_of(peak, widest[0]), bar_of(peak, tl.load(shape + 2))
             weighs = (tl.load(shape + 3) < 1.0) & ((top_k <= 0) | (top_k >= vocab))
             own, own_at = kept + at_row * room_for, kept_at + at_row * room_for
-            count, sums = _gather(row, vocab, own, own_at, room_for, peak, inv_t, theta, bars, weighs, BLOCK)
-            fits = count <= room_for
+            count, sums = _gather(row, vocab, own, own_at, room_for, peak, inv_t, theta, slack, bars, weighs, BLOCK)
+            enough = tl.ceil(sums[1].to(tl.float64) * widest[1]).to(tl.int64)
+            sure = (theta == safe) | (sums[3] >= tl.maximum(enough, 1))
+            fits = sure & (count <= room_for)
+            theta = tl.where(sure, theta, safe)
             source = row, own, own_at, tl.where(fits, count, 0), tl.where(fits, 0, vocab), theta
             drawn = _filtered(source, vocab, peak, inv_t, reach, seed, top_k, shape, sums, row, forced)
             token, margin, inner, floor = drawn
