@@ -92,7 +92,8 @@ def _bytes(places, size: int):
 @contextmanager
 def counted(logits) -> Iterator[Traffic]:
     """Yields the Traffic of what interpreted kernels move meanwhile; `logits` is the tensor that they read."""
-    from triton.runtime.interpreter import _get_np_dtype, interpreter_builder as builder
+    from triton.runtime.interpreter import _get_np_dtype
+    from triton.runtime.interpreter import interpreter_builder as builder
 
     traffic, load, store = Traffic(logits), builder.create_masked_load, builder.create_masked_store
 

@@ -8,8 +8,8 @@ that of a draw of it, as `sample_rows` reports it. Called by sampler.py for the 
 import numpy as np
 import torch
 
-from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
 from tailrace.deployments.vllm_exact.filters_torch import floors
+from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
 
 
 def kept_tokens(logits: torch.Tensor, columns: dict[str, np.ndarray]) -> list[tuple[int, ...]]:

@@ -28,7 +28,7 @@ def piece(source, begin, BLOCK: tl.constexpr):
 
 @triton.jit
 def _units(x, peak, floor, inv_t, by_mass):
-    if by_mass:
+    if by_mass:  # noqa: SIM108 - an expression's condition must be known to the compiler
         found = units(x, peak, floor, inv_t)
     else:
         found = ((x >= floor) & (x > -float("inf"))).to(tl.int64)
@@ -77,7 +77,7 @@ def floor_of(source, peak, inv_t, drop, top_k, vocab, top_p, mass_units):
     """Returns f32: the floor of one row. `drop` f64: log(min_p) * T. `mass_units`: of the row from min_p's bar on."""
     floor = bar_of(peak, drop)
     limits = (top_k > 0) & (top_k < vocab)
-    if limits:
+    if limits:  # noqa: SIM102 - the sum is made only where it is needed
         if total(source, peak, floor, inv_t, False) > top_k:
             floor = tl.maximum(floor, cut(source, peak, floor, inv_t, False, top_k.to(tl.int64)))
     if top_p < 1.0:

@@ -62,6 +62,11 @@ def value(key):
 
 
 @triton.jit
+def is_nan(x):
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
 def weight(x, peak, inv_t):
     """Returns exp((x - peak) / T) in float32, good to 3e-5 of it, and e**-80 below that; 0 for -inf. NaN stays."""
     scaled = (x - peak) * inv_t

@@ -1,7 +1,8 @@
 """The first launch: one read of the logits; each program looks at SPAN logits of one row and leaves a few numbers.
 
 It leaves the largest and the second largest logit, the masses at temperature 1 and T, the two best tokens of the
-race (rows without filters), and the largest logit of every GROUP (rows with top_k or top_p). Invariant: they depend on the row alone.
+race (rows without filters), and the largest logit of every GROUP (rows with top_k or top_p).
+Invariant: they depend on the row alone.
 The race keeps a token by its logit and the logarithm of its noise, so no peak need be known: a score is compared
 relative to the largest logit so far. A float32 bound chooses the blocks that float64 looks at, as in kernel_cpu.py.
 Called by kernel.py; settle.py reads what is left.
@@ -38,7 +39,7 @@ def _race(x, index, passed, hashed, peak, inv_t, held):
     noise, logit = _take(log_noise, x, index, at)
     noise_2, logit_2 = _take(log_noise, x, index, at_second)
     noise_2 = tl.where(second < float("inf"), noise_2, float("inf"))
-    held_noise, held_logit, held_at, held_noise_2, held_logit_2, held_at_2 = held
+    held_noise, held_logit, held_at, held_noise_2, held_logit_2, _ = held
     held_best = held_noise - (held_logit.to(tl.float64) - peak.to(tl.float64)) * inv_t
     held_second = held_noise_2 - (held_logit_2.to(tl.float64) - peak.to(tl.float64)) * inv_t
     if best < held_best:
@@ -56,7 +57,7 @@ def scan(
     logits, stride, vocab, keys, positions, heat, plan, ints, floats, groups,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """logits [n, vocab], rows `stride` apart; keys, positions i64[n]; heat f64[n, 3], plan i32[n, 3]: see `Shape`."""
+    """logits [n, vocab], rows `stride` apart; keys, positions i64[n]; heat, plan: see `RowParameters`."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     seed = output(tl.load(keys + row).to(tl.uint64, bitcast=True), tl.load(positions + row))
     inv_t, reach = tl.load(heat + row * 3), tl.load(heat + row * 3 + 1)
