@@ -51,12 +51,17 @@ def differences(kernel, logits, columns: dict) -> dict:
     """Returns what differs between the fused kernel and kernel_cpu.py: tokens, close calls; the largest distances."""
     from tailrace.deployments.vllm_exact import kernel_cpu
 
-    cpu, fused = kernel_cpu.sample_rows(logits.float().numpy(), **columns), kernel.sample_rows(logits, **columns)
+    with np.errstate(all="ignore"):  # numpy warns of infinities and NaN, which are meant here
+        cpu, fused = kernel_cpu.sample_rows(logits.float().numpy(), **columns), kernel.sample_rows(logits, **columns)
+        return _differences(cpu, fused, columns, logits.shape[1])
+
+
+def _differences(cpu, fused, columns: dict, vocab: int) -> dict:
     finite = [np.isfinite(a) & np.isfinite(b) for a, b in zip(cpu[1:], fused[1:], strict=True)]
     kinds = sum(int((np.isnan(a) != np.isnan(b)).sum()) for a, b in zip(cpu[1:3], fused[1:3], strict=True))
     kinds += sum(int((np.isinf(a) != np.isinf(b)).sum()) for a, b in zip(cpu[1:3], fused[1:3], strict=True))
     bound = columns["tolerance"]
-    near = finite[2] & ((cpu[3] < bound) | (fused[3] < bound) | _open(columns, logits.shape[1]))
+    near = finite[2] & ((cpu[3] < bound) | (fused[3] < bound) | _open(columns, vocab))
     return {
         "tokens_differ": int((cpu[0] != fused[0]).sum()),
         "not_numbers_differ": kinds,
@@ -73,8 +78,7 @@ def _open(columns: dict, vocab: int):
 
 
 def _most(distances, where) -> float:
-    with np.errstate(invalid="ignore"):
-        return float(np.abs(distances[where]).max(initial=0.0))
+    return float(np.abs(distances[where]).max(initial=0.0))
 
 
 def measure(rows: int = 20_000, seed: int = 0, say=lambda text: None) -> dict:
@@ -138,6 +142,6 @@ def moved_bytes(kernel, logits, **filters) -> tuple[int, int]:
     usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "forced": -1, "tolerance": 2e-4} | filters
     kinds = dict.fromkeys(usual, np.float32) | {"top_k": np.int32, "forced": np.int32}
     columns = {name: np.full(1, value, kinds[name]) for name, value in usual.items()}
-    with counted(logits) as bytes_of:
+    with counted(logits) as bytes_of, np.errstate(all="ignore"):
         kernel.sample_rows(logits, np.array([7], np.uint64), np.array([3]), **columns)
     return bytes_of.logits + bytes_of.moved, bytes_of.on_chip

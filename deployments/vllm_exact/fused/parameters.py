@@ -1,4 +1,4 @@
-"""Sampling parameters of rows as the fused kernel takes them: what can be computed on the host once, is.
+"""Sampling parameters of rows as the fused kernel takes them, computed once on the host.
 
 Invariant: they depend on the requests alone, not on tokens or positions, so a batch's are kept while it is unchanged.
 Called by kernel.py and device_sampler.py.

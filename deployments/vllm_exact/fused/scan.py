@@ -5,7 +5,7 @@ race (rows without filters), and the largest logit of every GROUP (rows with top
 Invariant: they depend on the row alone.
 The race keeps a token by its logit and the logarithm of its noise, so no peak need be known: a score is compared
 relative to the largest logit so far. A float32 bound chooses the blocks that float64 looks at, as in kernel_cpu.py.
-Called by kernel.py; settle.py reads what is left.
+Called by kernel.py; settle.py reads these numbers.
 """
 
 import triton

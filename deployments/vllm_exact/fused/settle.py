@@ -1,4 +1,4 @@
-"""The second launch: one program a row takes what scan.py left, and draws.
+"""The second launch: one program a row takes the numbers of scan.py, and draws.
 
 A row without filters, or greedy, needs a few more logits at most. For a row with filters the logits are read once
 more: the candidates go to a buffer, from which floors, the race and margins come. Invariant: token and floor are those
