@@ -34,10 +34,11 @@ def measure(vocab: int = 151_936, dtype: str = "bf16") -> dict:
         "scan": {"BLOCK": kernel.BLOCK, "SPAN": kernel.SPAN, "GROUP": kernel.GROUP},
         "settle": {"PARTS": parts, "GROUP": kernel.GROUP, "GROUPS": groups, "BLOCK": kernel.BLOCK},
     }
+    if parts == 1:
+        fixed["settle"]["parts"] = 1  # Triton makes a constant of an integer argument that is 1
     found = {}
     for name, types in signatures(dtype).items():
-        types = types | dict.fromkeys(fixed[name], "constexpr")
-        source = ASTSource(getattr(kernel, name), types, fixed[name])
+        source = ASTSource(getattr(kernel, name), types | dict.fromkeys(fixed[name], "constexpr"), fixed[name])
         for capability in CAPABILITIES:
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.LAUNCH)
             found[f"{name} sm_{capability}"] = {"bytes": len(made.asm["cubin"])} | _units(made.asm["ptx"])

@@ -1,9 +1,9 @@
 """The exact samplers on a GPU: a step draws, verifies drafts and returns without waiting for the device.
 
-Positions come from the model runner's tensors. Tokens, values, positions and drafts of a step are
-copied after its work. They become records when those are asked for: vLLM has then waited for the tokens.
-Invariant: tokens and records are those of sampler.py. A batch with rules for tokens, or whose requests ask for likeliest
-tokens or masks, is drawn as there, and waits. Called by worker.py on GPUs.
+Positions come from the model runner's tensors. Tokens, values, positions and drafts of a step are copied after its
+work. They become records when those are asked for: vLLM has then waited for the tokens.
+Invariant: tokens and records are those of sampler.py. A batch with rules for tokens, or with requests that ask for
+likeliest tokens or masks, is drawn as there, and waits. Called by worker.py on GPUs.
 """
 
 from collections import deque

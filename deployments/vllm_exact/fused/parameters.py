@@ -39,7 +39,7 @@ def parameters_of(vocab, temperature, top_p, top_k, min_p, forced, tolerance) ->
     greedy = heat < GREEDY_BELOW  # in float64, as in kernel_cpu.py
     grouped = (top_p < 1) | ((top_k > 0) & (top_k < vocab))
     filtered = grouped | (min_p > 0)
-    with np.errstate(divide="ignore", over="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inv_t = 1.0 / np.where(greedy, 1.0, heat)
         by = np.where(greedy, 0, tolerance / np.where(greedy, 1, temperature)).astype(np.float32)
         reach = np.exp(np.clip(tolerance * inv_t, WINDOW, 30.0))
