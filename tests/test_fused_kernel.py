@@ -159,3 +159,25 @@ def test_it_compiles_for_gpus_and_no_float64_operation_is_fused():
     assert {name: part["fused_units"] for name, part in found.items()} == dict.fromkeys(found, 0)
     assert len(found) == 6 and all(part["bytes"] > 10_000 for part in found.values())
     assert all(part["constants"] > 0 for name, part in found.items() if name.startswith("settle"))
+
+
+def test_float32_alone_would_draw_other_tokens():
+    """Why scores are float64: of 3,000 rows of large logits, float32 scores give some another winner."""
+    rng = np.random.default_rng(0)
+    logits = (20 + 1e-4 * rng.standard_normal((3000, 200))).astype(np.float32)
+    log_noise = np.log(rng.exponential(size=logits.shape))
+    exact = (logits.astype(np.float64) / 1e-4 - log_noise).argmax(axis=1)
+    short = (logits / np.float32(1e-4) - log_noise.astype(np.float32)).argmax(axis=1)
+    assert 0 < (exact != short).sum() < 300
+
+
+def test_float32_masses_would_keep_other_tokens():
+    """Why units are float64: of 100 flat rows with top_p, float32 weights and sums end the kept tokens elsewhere."""
+    rng = np.random.default_rng(0)
+    logits = -np.sort(-rng.standard_normal((100, 20_000)).astype(np.float32), axis=1)
+    below = logits - logits[:, :1]
+    units = (np.exp(below.astype(np.float64)) * gumbel_rng.MASS_UNITS).astype(np.int64)
+    weights = np.exp(below)
+    exact = (units.cumsum(axis=1) - units < np.ceil(0.9 * units.sum(axis=1, keepdims=True))).sum(axis=1)
+    short = (weights.cumsum(axis=1) - weights < np.float32(0.9) * weights.sum(axis=1, keepdims=True)).sum(axis=1)
+    assert (exact != short).sum() > 0
