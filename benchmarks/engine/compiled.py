@@ -15,8 +15,8 @@ def signatures(dtype: str) -> dict[str, dict[str, str]]:
     """Returns the types of both launches' arguments for logits of this dtype."""
     given = {"logits": f"*{dtype}", "stride": "i64", "vocab": "i32", "keys": "*i64", "positions": "*i64"}
     given |= {"heat": "*fp64", "plan": "*i32"}
-    left = {"ints": "*i32", "floats": "*fp64", "groups": "*i32"}
-    buffer = {"kept": f"*{dtype}", "kept_at": "*i32", "room_for": "i32", "rank": "i32"}
+    left = {"ints": "*i32", "floats": "*fp64", "counts": "*i32"}
+    buffer = {"kept": f"*{dtype}", "kept_at": "*i32", "room_for": "i32"}
     results = {"tokens": "*i32", "values": "*fp32"}
     return {"scan": given | left, "settle": given | {"filters": "*fp64", "parts": "i32"} | left | buffer | results}
 
@@ -29,10 +29,10 @@ def measure(vocab: int = 151_936, dtype: str = "bf16") -> dict:
 
     from tailrace.deployments.vllm_exact.fused import kernel
 
-    parts, groups = (triton.next_power_of_2(-(-vocab // each)) for each in (kernel.SPAN, kernel.GROUP))
+    parts = triton.next_power_of_2(-(-vocab // kernel.SPAN))
     fixed = {
-        "scan": {"BLOCK": kernel.BLOCK, "SPAN": kernel.SPAN, "GROUP": kernel.GROUP},
-        "settle": {"PARTS": parts, "GROUP": kernel.GROUP, "GROUPS": groups, "BLOCK": kernel.BLOCK},
+        "scan": {"BLOCK": kernel.BLOCK, "SPAN": kernel.SPAN},
+        "settle": {"PARTS": parts, "BLOCK": kernel.BLOCK},
     }
     if parts == 1:
         fixed["settle"]["parts"] = 1  # Triton makes a constant of an integer argument that is 1

@@ -86,32 +86,3 @@ def floor_of(source, peak, inv_t, drop, top_k, vocab, top_p, mass_units):
         target = tl.maximum(tl.ceil(mass_units.to(tl.float64) * top_p).to(tl.int64), 1)
         floor = tl.maximum(floor, cut(source, peak, floor, inv_t, True, target))
     return floor
-
-
-@triton.jit
-def ranked(keys, rank):
-    """Returns i32: the order of the `rank`-th largest of the keys i32[m], 1 <= rank <= m."""
-    lo, hi = tl.min(keys, 0).to(tl.int64) - 1, tl.max(keys, 0).to(tl.int64)
-    while hi - lo > 1:
-        middle = (lo + hi) // 2
-        if tl.sum((keys.to(tl.int64) > middle).to(tl.int32), 0) >= rank:
-            lo = middle
-        else:
-            hi = middle
-    return hi.to(tl.int32)
-
-
-@triton.jit
-def heavy(keys, p, needed):
-    """Returns i32: the largest order of the keys i32[m] from which on their weights p f32[m] are at least `needed`.
-
-    If all together are not, the smallest.
-    """
-    lo, hi = tl.min(keys, 0).to(tl.int64) - 1, tl.max(keys, 0).to(tl.int64)
-    while hi - lo > 1:
-        middle = (lo + hi) // 2
-        if tl.sum(tl.where(keys.to(tl.int64) > middle, p, 0.0), 0) >= needed:
-            lo = middle
-        else:
-            hi = middle
-    return hi.to(tl.int32)

@@ -10,11 +10,11 @@ import torch
 import triton
 
 from tailrace.deployments.vllm_exact.fused.parameters import RowParameters, parameters_of, to_device
-from tailrace.deployments.vllm_exact.fused.scan import FLOATS, INTS, scan
+from tailrace.deployments.vllm_exact.fused.scan import BINS, FLOATS, INTS, scan
 from tailrace.deployments.vllm_exact.fused.settle import settle
 
-SPAN, BLOCK, GROUP = 16_384, 1024, 64
-"""Logits per program of the first launch, per look of a program, and per group.
+SPAN, BLOCK, LEAST_BLOCK = 16_384, 1024, 64
+"""Logits per program of the first launch, and per look of a program.
 
 Fixed, since the order of a row's sums must not depend on the batch.
 """
@@ -36,26 +36,20 @@ def draw(logits, keys, positions, parameters: RowParameters) -> tuple[torch.Tens
     values = torch.empty((rows, 3), dtype=torch.float32, device=logits.device)
     if not rows:
         return tokens, values
-    parts, groups, room = -(-vocab // SPAN), -(-vocab // GROUP), max(LEAST_ROOM, vocab // ROOM)
+    parts, room = -(-vocab // SPAN), max(LEAST_ROOM, vocab // ROOM)
     ints = torch.empty((rows, parts, INTS.value), dtype=torch.int32, device=logits.device)
     floats = torch.empty((rows, parts, FLOATS.value), dtype=torch.float64, device=logits.device)
-    most = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
+    counts = torch.empty((rows, parts, BINS.value), dtype=torch.int32, device=logits.device)
     kept = torch.empty((rows, room), dtype=logits.dtype, device=logits.device)
     kept_at = torch.empty((rows, room), dtype=torch.int32, device=logits.device)
-    block = min(BLOCK, max(GROUP, triton.next_power_of_2(vocab)))
+    block = min(BLOCK, max(LEAST_BLOCK, triton.next_power_of_2(vocab)))
     given = logits, logits.stride(0), vocab, keys, positions, parameters.heat, parameters.plan
-    scan[rows, parts](*given, ints, floats, most, BLOCK=block, SPAN=SPAN, GROUP=GROUP, **LAUNCH)
+    scan[rows, parts](*given, ints, floats, counts, BLOCK=block, SPAN=SPAN, **LAUNCH)
     settle[rows,](
-        *given, parameters.filters, parts, ints, floats, most, kept, kept_at, room, _rank(vocab, room), tokens, values,
-        PARTS=triton.next_power_of_2(parts), GROUP=GROUP, GROUPS=triton.next_power_of_2(groups), BLOCK=block, **LAUNCH,
+        *given, parameters.filters, parts, ints, floats, counts, kept, kept_at, room, tokens, values,
+        PARTS=triton.next_power_of_2(parts), BLOCK=block, **LAUNCH,
     )  # fmt: skip
     return tokens, values
-
-
-def _rank(vocab: int, room: int) -> int:
-    """Returns the rank, among the largest logits of groups, of one that about half of `room` logits are above."""
-    groups = -(-vocab // GROUP)
-    return groups if room >= vocab else int(groups * -np.expm1(-0.5 * room / groups))
 
 
 def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, forced, tolerance):

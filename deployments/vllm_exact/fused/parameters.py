@@ -16,10 +16,14 @@ WINDOW = 0.125
 """As in kernel_cpu.py: margins up to this, divided by T, are measured."""
 
 
+BINS_PER_T = 8
+"""Bins of counts per logit at temperature 1. Below 0.5 they become no finer, so that 256 reach 16 logits down."""
+
+
 class RowParameters(NamedTuple):
     """The sampling parameters of n rows: heat f64[n, 3], filters f64[n, 8] and plan i32[n, 3], arrays or tensors."""
 
-    heat: np.ndarray | torch.Tensor  # 1 / T, the margin's reach as a factor, 1 if the tops of groups are needed
+    heat: np.ndarray | torch.Tensor  # 1 / T, the margin's reach as a factor, bins per logit (0: no counts)
     filters: np.ndarray | torch.Tensor  # log(min_p) T and top_p, each as given, wider, narrower; tolerance; T
     plan: np.ndarray | torch.Tensor  # mode, top_k, forced token or -1
 
@@ -50,7 +54,7 @@ def parameters_of(vocab, temperature, top_p, top_k, min_p, forced, tolerance) ->
     columns = [*drops, *nuclei, tolerance, heat]
     mode = np.where(greedy, GREEDY.value, np.where(filtered, FILTERED.value, OPEN.value))
     return RowParameters(
-        np.stack([inv_t, reach, grouped & ~greedy], axis=1),
+        np.stack([inv_t, reach, np.where(grouped & ~greedy, BINS_PER_T / np.maximum(heat, 0.5), 0.0)], axis=1),
         np.stack([each.astype(np.float64) for each in columns], axis=1),
         np.stack([mode, np.maximum(top_k, 0), forced], axis=1).astype(np.int32),
     )

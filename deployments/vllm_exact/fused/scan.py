@@ -1,7 +1,7 @@
 """The first launch: one read of the logits; each program looks at SPAN logits of one row and leaves a few numbers.
 
 It leaves the largest and the second largest logit, the masses at temperature 1 and T, the two best tokens of the
-race (rows without filters), and the largest logit of every GROUP (rows with top_k or top_p).
+race (rows without filters), and how many logits are how far below the peak (rows with top_k or top_p).
 Invariant: they depend on the row alone.
 The race keeps a token by its logit and the logarithm of its noise, so no peak need be known: a score is compared
 relative to the largest logit so far. A float32 bound chooses the blocks that float64 looks at, as in kernel_cpu.py.
@@ -16,7 +16,8 @@ from tailrace.deployments.vllm_exact.fused.noise import NONE, log_exponential, o
 GREEDY, OPEN, FILTERED = (tl.constexpr(mode) for mode in (0, 1, 2))
 MOST_NOISE = tl.constexpr(36.8)  # no unit exponential variate of 52 bits is larger
 SLACK = tl.constexpr(1.0002)  # as in kernel_cpu.py; `weight` is right within 3e-5
-INTS, FLOATS = tl.constexpr(5), tl.constexpr(2)
+INTS, FLOATS = tl.constexpr(5), tl.constexpr(3)
+BINS, HEADROOM = tl.constexpr(256), tl.constexpr(64)  # of the counts; for logits above those of the first look
 
 
 @triton.jit
@@ -53,22 +54,31 @@ def _race(x, index, passed, hashed, peak, inv_t, held):
 
 
 @triton.jit
+def _binned(x, head, per_logit):
+    """Returns i32[BINS]: the number of logits by their distance below `head`; those above it are in the first bin."""
+    apart = (head - x) * per_logit
+    apart = tl.where(apart > 0.0, apart, 0.0)
+    return tl.histogram(tl.where(apart < BINS - 1.0, apart, BINS - 1.0).to(tl.int32), BINS)
+
+
+@triton.jit
 def scan(
-    logits, stride, vocab, keys, positions, heat, plan, ints, floats, groups,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    logits, stride, vocab, keys, positions, heat, plan, ints, floats, counts,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """logits [n, vocab], rows `stride` apart; keys, positions i64[n]; heat, plan: see `RowParameters`."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     seed = output(tl.load(keys + row).to(tl.uint64, bitcast=True), tl.load(positions + row))
     inv_t, reach = tl.load(heat + row * 3), tl.load(heat + row * 3 + 1)
     mode, forced = tl.load(plan + row * 3), tl.load(plan + row * 3 + 2)
-    races, grouped = (mode == OPEN) & (forced < 0), tl.load(heat + row * 3 + 2) > 0.0
+    races, per_logit = (mode == OPEN) & (forced < 0), tl.load(heat + row * 3 + 2).to(tl.float32)
     tempered = (mode != GREEDY) & (inv_t != 1.0)
     top, top_at, second = tl.full((), NONE, tl.int32), tl.full((), 0x7FFFFFFF, tl.int32), tl.full((), NONE, tl.int32)
     raw_mass, mass = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     peak, nothing = tl.full((), -float("inf"), tl.float32), tl.full((), float("inf"), tl.float64)
     zero, nowhere = tl.full((), 0.0, tl.float32), tl.full((), -1, tl.int32)
     held = nothing, zero, nowhere, nothing, zero, nowhere
+    head, bins = zero, tl.full((BINS,), 0, tl.int32)
     for begin in range(part * SPAN, tl.minimum(part * SPAN + SPAN, vocab), BLOCK):
         index = begin + tl.arange(0, BLOCK)
         here = index < vocab
@@ -94,16 +104,15 @@ def scan(
             passed = (room(hashed) < bound * p) & here & (x > -float("inf"))
             if tl.max(passed.to(tl.int32), 0) > 0:
                 held = _race(x, index, passed, hashed, peak, inv_t, held)
-        if grouped:
-            most_of = tl.max(tl.reshape(key, (BLOCK // GROUP, GROUP)), 1)
-            places = begin // GROUP + tl.arange(0, BLOCK // GROUP)
-            tl.store(groups + row * ((vocab + GROUP - 1) // GROUP) + places, most_of, places * GROUP < vocab)
+        if per_logit > 0.0:
+            head = tl.where(begin == part * SPAN, peak + HEADROOM / per_logit, head)
+            bins += _binned(x, head, per_logit)
     place = row * parts + part
-    _, _, token, _, _, token_2 = held
-    tl.store(ints + place * INTS, top)
-    tl.store(ints + place * INTS + 1, top_at)
-    tl.store(ints + place * INTS + 2, second)
-    tl.store(ints + place * INTS + 3, token)
-    tl.store(ints + place * INTS + 4, token_2)
+    numbers = top, top_at, second, held[2], held[5]
+    for which in tl.static_range(5):
+        tl.store(ints + place * INTS + which, numbers[which])
     tl.store(floats + place * FLOATS, raw_mass)
     tl.store(floats + place * FLOATS + 1, tl.where(tempered, mass, raw_mass))
+    tl.store(floats + place * FLOATS + 2, head.to(tl.float64))
+    if per_logit > 0.0:
+        tl.store(counts + place * BINS + tl.arange(0, BINS), bins)

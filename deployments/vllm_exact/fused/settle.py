@@ -11,7 +11,7 @@ import triton.language as tl
 from tailrace.deployments.vllm_exact.fused.candidates import candidates
 from tailrace.deployments.vllm_exact.fused.noise import NONE, output, value
 from tailrace.deployments.vllm_exact.fused.race import filtered, score_of, two_best
-from tailrace.deployments.vllm_exact.fused.scan import FLOATS, GREEDY, INTS, OPEN
+from tailrace.deployments.vllm_exact.fused.scan import BINS, FLOATS, GREEDY, INTS, OPEN
 
 COLUMNS = tl.constexpr(8)  # of a row's filters
 
@@ -47,8 +47,8 @@ def _open(row, left, there, peak, inv_t, reach, seed, temperature):
 
 @triton.jit
 def settle(
-    logits, stride, vocab, keys, positions, heat, plan, filters, parts, ints, floats, groups, kept, kept_at, room_for,
-    rank, tokens, values, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, vocab, keys, positions, heat, plan, filters, parts, ints, floats, counts, kept, kept_at, room_for,
+    tokens, values, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fills tokens i32[n] and values f32[n, 3]: logprob, raw logprob and margin, as `kernel_cpu.sample_rows`."""
     at = tl.program_id(0).to(tl.int64)
@@ -64,10 +64,10 @@ def settle(
         if (peak > -float("inf")) & (peak < float("inf")):  # else no distribution: the logprobs are NaN
             if mode != OPEN:
                 own, own_at = kept + at * room_for, kept_at + at * room_for
-                own_groups = groups + at * ((vocab + GROUP - 1) // GROUP)
+                per_logit = tl.load(heat + at * 3 + 2).to(tl.float32)
                 source, sums = candidates(
-                    row, vocab, own, own_at, room_for, peak, mass, inv_t, top_k, own_filters, own_groups, rank,
-                    GROUP, GROUPS, BLOCK,
+                    row, vocab, own, own_at, room_for, peak, mass, inv_t, per_logit, top_k, own_filters,
+                    floats + at * parts * FLOATS, counts + at * parts * BINS, parts, BLOCK,
                 )  # fmt: skip
                 drawn = filtered(source, vocab, peak, inv_t, reach, seed, top_k, own_filters, sums, row, forced)
                 token, margin, inner, floor = drawn
