@@ -14,6 +14,7 @@ from importlib import import_module
 import numpy as np
 
 ROOM = "tailrace.deployments.vllm_exact.fused"
+REPLACED: list[tuple] = []  # (module, name, function) of Triton's own library
 
 
 def interpreted():
@@ -33,18 +34,37 @@ def interpreted():
             os.environ["TRITON_INTERPRET"] = kept
     if not isinstance(kernel.scan, interpreter.InterpretedFunction):
         raise RuntimeError("the kernel is compiled in this process already")
+    _interpret_library(interpreter)
     _prepare_once(interpreter)
     return kernel
 
 
 def forget() -> None:
-    """Drops the loaded kernel, so that the next import may be of the other kind."""
+    """Drops the loaded kernel, so that the next import may be of the other kind, and restores Triton's library."""
     for name in [name for name in sys.modules if name.startswith(ROOM)]:
         del sys.modules[name]
+    while REPLACED:
+        setattr(*REPLACED.pop())
+
+
+def _interpret_library(interpreter) -> None:
+    """Has `tl.sum` and the like interpreted too: where Triton was imported earlier, they are to be compiled."""
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    for module in (tl.standard, tl):
+        for name, each in list(vars(module).items()):
+            if isinstance(each, JITFunction):
+                REPLACED.append((module, name, each))
+                same = getattr(tl.standard, name, None)
+                new = interpreter.InterpretedFunction(each.fn) if isinstance(same, JITFunction) else same
+                setattr(module, name, new)
 
 
 def _prepare_once(interpreter) -> None:
     """Has calls of helpers inside a running kernel use the language as the kernel's own call has prepared it."""
+    if interpreter.InterpretedFunction.__call__.__module__ == __name__:
+        return
     whole, prepared = interpreter.InterpretedFunction.__call__, set()
 
     def call(self, *args, **given):
