@@ -89,6 +89,15 @@ def test_a_row_inside_its_prompt_leaves_no_record(device_sampler):
     assert [np.isnan(record_of(sampler, i, 1).logprobs[0]) for i in range(5)] == [False, True, False, True, False]
 
 
+def test_a_row_inside_its_prompt_in_a_step_with_drafts(device_sampler):
+    drafts = [[], [3, 5], []]
+    sampler = device_sampler.DeviceSampler(runner_of(chunks()[:3], drafts, inside=(0,)))
+    emitted = sampler.verifier()(metadata_of(drafts), None, LOGITS[:5], None).sampled_token_ids
+    assert emitted.shape == (3, 3)
+    for i, count in ((0, 1), (1, int((emitted[1] >= 0).sum())), (2, 1)):
+        assert np.isfinite(record_of(sampler, i, count).logprobs).all()
+
+
 def test_a_step_does_not_read_what_it_has_drawn(device_sampler):
     """Nothing is noted before records or close calls are asked for, unless it has arrived anyway."""
     sampler = device_sampler.DeviceSampler(runner_of(chunks(), tolerance=0.5, stops=True))

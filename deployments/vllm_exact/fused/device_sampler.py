@@ -69,6 +69,10 @@ class DeviceSampler(ExactSampler):
             copy, note = self._later.popleft()
             note(*copy.arrays())
 
+    def opened_at(self, batch) -> np.ndarray:
+        """Returns i64[n]: the position of the first token that was drawn for each request."""
+        return self._records.opened_at(batch.slots)
+
     def must_wait(self, batch) -> bool:
         """Returns whether rows of the batch are drawn on the host's time; then all records are made up to now."""
         waits = bool(batch.rules or batch.tops or batch.masks)
@@ -87,7 +91,7 @@ class DeviceSampler(ExactSampler):
 
         def note(values, places):
             # A row inside a prompt is discarded by vLLM; its token has no place among the request's.
-            rows = np.flatnonzero(places >= self._records.opened_at(batch.slots))
+            rows = np.flatnonzero(places >= self.opened_at(batch))
             self.note(batch, rows, places[rows], values[rows].T, {})
 
         self.leave(note, values, places)
@@ -149,7 +153,8 @@ class DeviceRejectionSampler(ExactRejectionSampler):
             close = values[:, 2][at] < to_device(bars, logits.device)[:, None]
 
         def note(tokens, values, places, drafts):
-            first = places[rows[:, 0]]
+            # A row inside a prompt is discarded by vLLM; the token that is drawn at its end replaces its record.
+            first = np.maximum(places[rows[:, 0]], sampler.opened_at(batch))
             sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})
 
         sampler.leave(note, tokens, values, places, drafts)
