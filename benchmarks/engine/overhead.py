@@ -16,7 +16,7 @@ from benchmarks.engine.step_parts import MODEL, SAMPLER
 from benchmarks.http.servers import tiny_model
 from tailrace.app.errors import Failed
 
-ROUNDS, STEPS = 12, 4
+ROUNDS, STEPS = 8, 8
 FIRST_FAVOURED, FAVOURED = 1_000, 64
 """Tokens that the model says."""
 

@@ -72,5 +72,5 @@ def around_ours(parts: StepParts, stepper) -> None:
     parts.wrap(stepper, "stats", "stats")
     drafts = stepper._drafts
     if drafts is not None:
-        parts.wrap(drafts, "proposals", "propose", "made")
+        parts.wrap(drafts, "proposals", "propose", "made_by")
         parts.wrap(drafts._feed, "feed", "take", "append")
