@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the feed imports Ray, which nothing else here needs
     from tailrace.deployments.drafting.forks import Fork, Forks
 
 ALL_EVIDENCE = 8
-"""Maximum samples in a step at which each is drafted with all its evidence.
+"""Maximum samples in a step at which each is drafted with all its evidence, after every step.
 
 With 64 samples, each uses an eighth of its evidence. By `bench budgets` that costs 0.7 % of the throughput and saves
 half of the drafting time.
@@ -50,8 +50,8 @@ ASK_S, ASK_SAMPLE_S = 2e-4, 2e-5
 """Seconds of asking the index for proposals, and for each sample: `bench overhead` on one core, 16 to 256 samples."""
 
 FUTILE_SHARE, FUTILE_STEPS = 0.02, 8
-"""Share of the time of steps that asking for drafts that do not pay may take, and maximum steps between two such
-questions. An engine of a real model asks in every step: 64 samples take 1.5 ms, and its step 75 ms or more."""
+"""Share of the time of steps that asking for drafts that do not pay may take, roughly, and maximum steps from one such
+question to the next. Where a step takes as long as 50 questions it asks after each, as engines on CPUs do."""
 
 FADE = 0.99
 """Decay of the replica's acceptance: a verification 70 ago weighs one half."""
@@ -233,7 +233,7 @@ class EngineDrafts:
 
     def _is_due(self, running: int, cost: StepCost | None) -> bool:
         """Returns whether drafts are looked for after this step for all samples, or only for those whose drafts pay."""
-        if cost is None or not running:
+        if cost is None or running <= ALL_EVIDENCE:
             return True
         asking_s, step_s = ASK_S + ASK_SAMPLE_S * running, float(cost.at(running))
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / (FUTILE_SHARE * step_s))) == 0
