@@ -5,16 +5,19 @@ drafts that hit take turns on one core, a few steps each, so that a busy machine
 the step's thread is by timers around the parts (step_parts.py).
 """
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from statistics import median
 
-from benchmarks.engine.overhead_engines import HIT, KINDS, MISS, OFF, STOCK, EngineProcess, Steps
+from benchmarks.engine.overhead_engines import HIT, KINDS, MISS, OFF, POOL, STOCK, EngineProcess, Steps
 from benchmarks.engine.step_parts import MODEL, SAMPLER
 from benchmarks.http.servers import tiny_model
+from benchmarks.pool.pool_testbed import run, running_pool
 from tailrace.app.errors import Failed
+from tailrace.kvpool.config import PoolConfig, PoolEndpoint
 
 ROUNDS, STEPS = 8, 8
 FIRST_FAVOURED, FAVOURED = 1_000, 64
@@ -24,11 +27,28 @@ WARM_STEPS = 16
 """Of each engine before the first round: the costs of steps are learned, and drafts that do not pay are known."""
 
 
-def measure(demo: Path, samples: Sequence[int], say: Callable[[str], None], kinds: Sequence[str] = KINDS) -> dict:
+def measure(demo: Path, samples: Sequence[int], with_pool: bool, say: Callable[[str], None]) -> dict:
     """Milliseconds of a step, by samples and engine, and ratios of engines. `demo`: the demo model's folder."""
+    if not with_pool:
+        return _measure(demo, samples, KINDS[:-1], None, say)
+    return run(_with_pool(demo, samples, say))
+
+
+async def _with_pool(demo: Path, samples: Sequence[int], say: Callable[[str], None]) -> dict:
+    async with running_pool(PoolConfig(dram_gib=0.5)) as pool:
+        return await asyncio.to_thread(_measure, demo, samples, KINDS, pool.endpoint, say)
+
+
+def _measure(
+    demo: Path,
+    samples: Sequence[int],
+    kinds: Sequence[str],
+    pool: PoolEndpoint | None,
+    say: Callable[[str], None],
+) -> dict:
     with tempfile.TemporaryDirectory(prefix="tailrace-overhead-") as folder:
         model = str(talkative(tiny_model(demo, Path(folder) / "tiny")))
-        engines = {kind: EngineProcess(model, max(samples), kind) for kind in kinds}
+        engines = {kind: EngineProcess(model, max(samples), kind, pool) for kind in kinds}
         try:
             found = {count: _of_size(engines, count, say) for count in samples}
         except BrokenProcessPool:
@@ -97,7 +117,7 @@ def ratios(taken: dict[str, Sequence[Steps]]) -> dict[str, float]:
     found = {}
     if {STOCK, OFF} <= taken.keys():
         found["outside_ratio"] = _ratio(taken[OFF], taken[STOCK], outside_s)
-    for kind in (MISS, HIT):
+    for kind in (MISS, HIT, POOL):
         if {OFF, kind} <= taken.keys():
             found[f"{kind}_ratio"] = _ratio(taken[kind], taken[OFF], lambda run: run.process_s / run.steps)
             found[f"{kind}_wall_ratio"] = _ratio(taken[kind], taken[OFF], lambda run: run.wall_s / run.steps)

@@ -15,10 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.drafting.budgets import History
+from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
+from tailrace.deployments.messages.context import GroupRef, PastAnswer
+from tailrace.deployments.messages.drafts import DraftPlan
+from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.kvpool.config import PoolEndpoint
+from tailrace.policies.families.goodput import Goodput
 
-STOCK, OFF, MISS, HIT = "stock", "off", "miss", "hit"
-KINDS = (STOCK, OFF, MISS, HIT)
+STOCK, OFF, MISS, HIT, POOL = "stock", "off", "miss", "hit", "pool"
+KINDS = (STOCK, OFF, MISS, HIT, POOL)
+"""Of engines; the last one is ours without drafts and with a KV pool."""
 
 CONTEXT_TOKENS, ANSWER_TOKENS = 32, 1_600
 GROUP = 16
@@ -48,8 +55,8 @@ def config_of(model: str, samples: int, kind: str) -> EngineConfig:
 class EngineProcess:
     """One engine in a process of its own; its methods are its only calls."""
 
-    def __init__(self, model: str, samples: int, kind: str):
-        arguments = (config_of(model, samples, kind), kind)
+    def __init__(self, model: str, samples: int, kind: str, pool: PoolEndpoint | None = None):
+        arguments = (config_of(model, samples, kind), kind, pool if kind == POOL else None)
         self._process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_start, initargs=arguments)
 
     def begin(self, samples: int) -> None:
@@ -73,11 +80,11 @@ _engine = None
 """The engine that the calls of this process share."""
 
 
-def _start(config: EngineConfig, kind: str) -> None:
+def _start(config: EngineConfig, kind: str, pool: PoolEndpoint | None) -> None:
     global _engine  # noqa: PLW0603 - a worker process has no other place for what its calls share
     Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to stdout, which belongs to the result
-    _engine = StockEngine(config) if kind == STOCK else OurEngine(config, kind)
+    _engine = StockEngine(config) if kind == STOCK else OurEngine(config, kind, pool)
 
 
 def _call(name: str, *args):
@@ -164,15 +171,16 @@ class Answers(History):
 class OurEngine(TimedEngine):
     """Our engine, as its replica's thread runs it: each turn obeys, steps and takes a snapshot of the figures."""
 
-    def __init__(self, config: EngineConfig, kind: str):
+    def __init__(self, config: EngineConfig, kind: str, pool: PoolEndpoint | None):
         super().__init__()
+        self._kv = None if pool is None else KvPlan(0)
         self._replayed, self._answers = kind == HIT, {}
         from benchmarks.engine.step_parts import around_ours
         from tailrace.deployments.engine.engine_loop import EngineLoop
         from tailrace.deployments.engine.stepper import Stepper
 
         feed = Answers(self._answers) if kind in (MISS, HIT) else None
-        self._stepper = Stepper(config, "bench", 0, 0, None, feed)
+        self._stepper = Stepper(config, "bench", 0, 0, pool, feed)
         around_ours(self.parts, self._stepper)
         self._loop = EngineLoop(self._stepper)
 
@@ -185,13 +193,7 @@ class OurEngine(TimedEngine):
         while not all(one.first_token_s for one in self._running()) or len(self._running()) < samples:
             self._loop.turn(0.0)
 
-    def _chunk(self, number: int):
-        from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
-        from tailrace.deployments.messages.context import GroupRef, PastAnswer
-        from tailrace.deployments.messages.drafts import DraftPlan
-        from tailrace.deployments.messages.rollout import SamplingParams
-        from tailrace.policies.families.goodput import Goodput
-
+    def _chunk(self, number: int) -> ChunkRequest:
         group, forced = f"{self.begun}/{number // GROUP}", None
         ref, tokens = GroupRef(group, group), prompt(self.begun * 1_000 + number // GROUP)
         if self._replayed:
@@ -205,6 +207,7 @@ class OurEngine(TimedEngine):
             max_tokens=ANSWER_TOKENS,
             sampling=SamplingParams(ignore_eos=True),
             weights_version=0,
+            kv=self._kv,
             draft=DraftPlan(ref, number % GROUP, 1, ANSWER_TOKENS, (0, 0), Goodput()),
             forced=forced,
         )
