@@ -46,7 +46,7 @@ half of the drafting time.
 LOOK_S = 0.25
 """Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
 
-ASK_S, ASK_SAMPLE_S = 2e-4, 2e-5
+ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
 """Seconds of asking the index for proposals, and for each sample: `bench overhead` on one core, 16 to 256 samples."""
 
 FUTILE_SHARE, FUTILE_STEPS = 0.02, 8
