@@ -21,6 +21,7 @@ from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.kvpool.config import PoolEndpoint
+from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.families.goodput import Goodput
 
 STOCK, OFF, MISS, HIT, POOL = "stock", "off", "miss", "hit", "pool"
@@ -30,6 +31,9 @@ KINDS = (STOCK, OFF, MISS, HIT, POOL)
 CONTEXT_TOKENS, ANSWER_TOKENS = 32, 1_600
 GROUP = 16
 """Samples of a prompt."""
+
+HIT_TOKENS = 4
+"""Of each draft of HIT; MISS drafts as its policy decides."""
 
 VOCABULARY = 49_152
 
@@ -175,6 +179,7 @@ class OurEngine(TimedEngine):
         super().__init__()
         self._kv = None if pool is None else KvPlan(0)
         self._replayed, self._answers = kind == HIT, {}
+        self._policy = FixedBudget(tokens=HIT_TOKENS) if kind == HIT else Goodput()
         from benchmarks.engine.step_parts import around_ours
         from tailrace.deployments.engine.engine_loop import EngineLoop
         from tailrace.deployments.engine.stepper import Stepper
@@ -208,7 +213,7 @@ class OurEngine(TimedEngine):
             sampling=SamplingParams(ignore_eos=True),
             weights_version=0,
             kv=self._kv,
-            draft=DraftPlan(ref, number % GROUP, 1, ANSWER_TOKENS, (0, 0), Goodput()),
+            draft=DraftPlan(ref, number % GROUP, 1, ANSWER_TOKENS, (0, 0), self._policy),
             forced=forced,
         )
 
@@ -219,7 +224,7 @@ class OurEngine(TimedEngine):
         self._loop.turn(0.0)
 
     def made(self) -> int:
-        return self._loop.stats().work["tokens"]
+        return self._stepper._work["tokens"]
 
     def drafted(self) -> int:
         """Draft tokens of the next step."""
