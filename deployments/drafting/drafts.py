@@ -279,7 +279,7 @@ class EngineDrafts:
         for row, drafted in enumerate(fresh):
             if drafted.futile and not due:
                 continue
-            guess = self._from_model(drafted, most)
+            guess = NOTHING if self._model is None else self._from_model(drafted, most)
             if len(guess.tokens):
                 proposals[row] = guess
             elif self._indexed:
@@ -300,6 +300,8 @@ class EngineDrafts:
         if index.known(sample_index) > drafted.generated:  # a copy, or a lost chunk, has made more
             known = index.ahead(sample_index, drafted.generated, most)
             guess = guess.after(known).first(most) if len(known) else NOTHING
+        if not len(guess.tokens):
+            return guess
         room = self._room(drafted)
         return guess if len(guess.tokens) <= room else guess.first(max(0, room))
 
@@ -313,7 +315,7 @@ class EngineDrafts:
     def _from_model(self, drafted: DraftedTokens, most: int) -> Proposal:
         """Returns the draft model's tokens, unless the index knows the next tokens (see `_within`)."""
         plan, index = drafted.chunk.draft, drafted.group.index
-        if self._model is None or index.known(plan.sample_index) > drafted.generated:
+        if index.known(plan.sample_index) > drafted.generated:
             return NOTHING
         return self._model.proposal(drafted.chunk.chunk_id).first(max(0, min(most, self._room(drafted))))
 
