@@ -239,6 +239,7 @@ class EngineDrafts:
         return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / (FUTILE_SHARE * step_s))) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, forks: Forks | None) -> None:
+        """Runs `propose` for all chunks with new tokens, or, unless `due`, for those alone whose drafts pay."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
         for drafted in self._running.values():
