@@ -16,6 +16,7 @@ from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.observability import command as observability
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.overhead import command as overhead
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
@@ -58,6 +59,7 @@ command.add_command(fleet)
 command.add_command(http)
 command.add_command(ladder, "ladder")
 command.add_command(observability)
+command.add_command(overhead)
 command.add_command(processes)
 command.add_command(results)
 command.add_command(tail)
