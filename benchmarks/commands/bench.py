@@ -101,9 +101,19 @@ def simulator(samples, replicas, tokens, drafting, as_json):
 
 
 @command.command()
+@click.option("--triton", is_flag=True, help="Instead: the GPU's kernel, interpreted, against the CPU's; bytes a row.")
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=20_000, show_default=True, help="With --triton: rows drawn."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="With --triton: of the rows.")
 @AS_JSON
-def sampler(as_json):
-    """Milliseconds a row of the exact sampling kernels, beside plain torch."""
+def sampler(triton, rows, seed, as_json):
+    """Milliseconds a row of the exact sampling kernel, beside plain torch."""
+    if triton:
+        from benchmarks.engine.sampler_triton import measure as compare
+
+        print_result(compare(rows, seed, say), as_json)
+        return
     from benchmarks.engine.sampler import measure
 
     print_result(measure(), as_json)
