@@ -107,7 +107,9 @@ def _source(n, places, marks, token, chosen):
 
 
 @_njit
-def _draft(n, found, scores, ahead, table, end, norm, net, least, tokens, right, origin, lengths, xs, seen, work):
+def _draft(
+    n, found, scores, ahead, table, end, lesson, limit, norm, net, least, tokens, right, origin, lengths, xs, seen, work
+):
     """Runs `draft` for one sample; returns the number of paths."""
     paths, most = tokens.shape
     others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares, h = work[:14]
@@ -130,8 +132,10 @@ def _draft(n, found, scores, ahead, table, end, norm, net, least, tokens, right,
                 if not many:
                     break
                 noted = path == 0 and k < seen.shape[0]
-                x, out = (xs[k], seen[k]) if noted else (spare, spare_seen)
-                count = candidates(many, distinct, sums, runs, total, heard, base, norm, net, x, out, shares, h)
+                x, out = xs[k] if noted and lesson else spare, seen[k] if noted else spare_seen
+                count = candidates(
+                    min(many, limit), many, distinct, sums, runs, total, heard, base, norm, net, x, out, shares, h
+                )
                 out[CANDIDATES] = count
                 best = _best(count, shares, out, others[parent, k, which] if k == stem else -1)
                 if k > stem and paths > 1:
@@ -153,13 +157,14 @@ def _compiled(parts: int):
 
     @njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
     def draft(
-        samples, told, recent, found, scores, ahead, table, none, norm, net, least, tokens, right, origin, lengths,
-        done, xs, seen,
+        samples, limit, told, recent, found, scores, ahead, table, none, norm, net, least, tokens, right, origin,
+        lengths, done, xs, seen,
     ):  # fmt: skip
         """Drafts for each sample from the places found by `follow`, after its new tokens are in the phrase `table`.
         A path ends where the probability that all of it is right falls below the bound. `none`: an empty table.
-        Fills tokens, right, origin with paths, lengths with their lengths, done with counts. `xs` and `seen` get the
-        first path's features and candidates, for `learn`; seen[k, -1] = number of candidates.
+        `limit`: maximum scored candidates of a token.
+        Fills tokens, right, origin with paths, lengths with their lengths, done with counts. `seen` gets the first
+        path's candidates, seen[k, -1] their number, and `xs` the features of drafts that `learn` will learn from.
         """
         most, room, reach = tokens.shape[1:], found.shape[1], recent.shape[1]
         others, chances = np.empty((*most, ALTERNATIVES), np.int32), np.empty((*most, ALTERNATIVES), np.float32)
@@ -196,7 +201,7 @@ def _compiled(parts: int):
                 note_one(table, text, i, keys)
             into = tokens[s], right[s], origin[s], lengths[s], xs[row], seen[row]
             mine = table if samples[s, 4] >> OTHER & 1 else none
-            done[s] = _draft(told[s, 0], *what, mine, known, norm, net, least, *into, work)
+            done[s] = _draft(told[s, 0], *what, mine, known, samples[s, 6], limit, norm, net, least, *into, work)
         return parts
 
     return draft

@@ -25,6 +25,7 @@ from tailrace.deployments.draft_index.match_kernels import (
 )
 from tailrace.deployments.draft_index.proposal import Proposal
 from tailrace.deployments.draft_index.scorer import LESSONS, MOST_TOKENS, TOGETHER, CandidateScorer
+from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.draft_index.token_index import TokenIndex
 from tailrace.deployments.messages.context import PastAnswer, Source, bits
@@ -185,8 +186,8 @@ class GroupIndex:
                 sample.row = followers.add()
         rows = np.array(
             [
-                (s.row, s.last, i, s.known - s.followed, of, s.known - s.noted)
-                for s, (i, of) in zip(samples, wanted, strict=True)
+                (s.row, s.last, i, s.known - s.followed, of, s.known - s.noted, (self._drafts + n) % LESSONS == 0)
+                for n, (s, (i, of)) in enumerate(zip(samples, wanted, strict=True), 1)
             ],
             np.int64,
         )
@@ -199,19 +200,20 @@ class GroupIndex:
             live, live if past is None else past.arrays, past is not None, rows, places,
             followers.kept, followers.marks, followers.counts, evidence.recent, found, ahead, scores, told,
         )  # fmt: skip
+        limit = max(5, min(CANDIDATES, 4 + places[0] // 8))
         shape = count, paths, most
         tokens, right, sources = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
         ends, done = np.empty(shape[:2], np.int64), np.empty(count, np.int64)
         draft(
-            rows, told, evidence.recent, found, scores, ahead, *evidence.phrases, evidence.norm, evidence.net,
+            rows, limit, told, evidence.recent, found, scores, ahead, *evidence.phrases, evidence.norm, evidence.net,
             np.float32(least), tokens, right, sources, ends, done, followers.features, followers.seen,
         )  # fmt: skip
+        self._drafts += count
         proposals = []
         for s, (sample, (_, match, _)) in enumerate(zip(samples, told[:count].tolist(), strict=True)):
             sample.followed = sample.noted = sample.known
             if done[s]:
-                self._drafts += 1
-                sample.lesson = sample.known if self._drafts % LESSONS == 0 else -1
+                sample.lesson = sample.known if rows[s, 6] else -1
             lengths = ends[s, : done[s]].tolist()
             proposals.append(
                 [Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match) for p, n in enumerate(lengths)]

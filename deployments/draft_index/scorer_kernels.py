@@ -160,9 +160,8 @@ def _score(c, x, inner, offset, outer, h):
 
 
 @_njit
-def candidates(many, tokens, sums, runs, total, heard, base, norm, net, xs, out, shares, h):
+def candidates(count, many, tokens, sums, runs, total, heard, base, norm, net, xs, out, shares, h):
     """Scores the candidates with the strongest evidence; fills xs, out (tokens), shares (chances); returns a count."""
-    count = min(many, CANDIDATES)
     inner, offset, outer, none = net
     mean, scale = norm
     most = none[0, 0]

@@ -200,7 +200,7 @@ class EngineDrafts:
             proposals = self._proposals(fresh, cost)
             budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
-                drafted.draft = proposal.first(budget)
+                drafted.draft = proposal.first(budget) if budget else NOTHING
                 drafted.request.spec_token_ids = drafted.draft.tokens.tolist() if budget else []
                 if forks is not None and budget:
                     self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
