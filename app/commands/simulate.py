@@ -50,6 +50,7 @@ NO_EXTRA = ExtraSystems({})
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Training steps.")
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
               help="Share of replicas and prompts.")  # fmt: skip
+@click.option("--account", is_flag=True, help="Say where the seconds of the sample that ended last went.")
 @click.option("--check", is_flag=True, help="Verify the laws at every event.")
 @click.option("--report", type=click.Path(path_type=Path), default=None, help="Also write one HTML page, of seed 0.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Also write the JSON to this file.")
@@ -66,8 +67,8 @@ def command(**options):
 
 
 def run(
-    extra: ExtraSystems, *, workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, check,
-    report, out, listing, as_json,
+    extra: ExtraSystems, *, workload, acceptance, cluster, tokenizer, compare, config, seeds, steps, scale, account,
+    check, report, out, listing, as_json,
 ):  # fmt: skip
     """Run the command, with `extra` systems besides the product's own."""
     from tailrace.app.simulator.report import ratios
@@ -87,7 +88,8 @@ def run(
     _check_methods(scenario, systems, extra, trace, steps)
     scenario = scenario.scaled(scale) if scale < 1 else scenario
     setup_of = _papers(scenario, steps) if trace is None else _traces(trace, scenario, scale, tokenizer, acceptance)
-    summaries, pages = _run(scenario, setup_of, systems, extra, seeds, steps, check, report is not None)
+    spans = seeds if account else int(report is not None)
+    summaries, pages = _run(scenario, setup_of, systems, extra, seeds, steps, check, spans)
     result = ratios(summaries, next(iter(systems)))
     result |= {"claims": {key: list(claim.value) for key, claim in scenario.claims.items() if trace is None}}
     if out is not None:
@@ -98,7 +100,7 @@ def run(
     if as_json:
         click.echo(json.dumps(result))
     else:
-        _print(result)
+        _print(result, account)
 
 
 def _scenario(name: str, option: str = "--workload"):
@@ -178,9 +180,9 @@ def _check_methods(scenario, systems: dict, extra: ExtraSystems, trace: Path | N
 
 
 def _run(
-    scenario, setup_of, systems: dict, extra: ExtraSystems, seeds: int, steps: int, check: bool, spans: bool
+    scenario, setup_of, systems: dict, extra: ExtraSystems, seeds: int, steps: int, check: bool, spans: int
 ) -> tuple[dict, dict]:
-    """Summaries of every system by seed, and the first seed's runs, with spans if a page is wanted."""
+    """Summaries of every system by seed, and the first seed's runs. `spans`: number of seeds that record them."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -193,7 +195,7 @@ def _run(
             setup = setup_of(seed)
             for name, chosen in systems.items():
                 task = bar.add_task(f"{name}, seed {seed}", total=None)
-                how = {"spans": spans and not seed, "check": check, "progress": partial(_show, bar, task)}
+                how = {"spans": seed < spans, "check": check, "progress": partial(_show, bar, task)}
                 began_s = time.monotonic()
                 if name in extra.systems:
                     run = extra.run(scenario, name, seed, steps, **how)
@@ -201,7 +203,7 @@ def _run(
                     run = setup.run(name, chosen, seed, **how)
                 bar.remove_task(task)
                 summaries[name].append(summary(run))
-                if spans and not seed:
+                if not seed:
                     pages[name] = run
                 if not console.is_terminal:
                     took_s = time.monotonic() - began_s
@@ -242,21 +244,28 @@ def _list(scenario, extra: ExtraSystems, as_json: bool) -> None:
     Console().print(known, figures)
 
 
-def _print(result: dict) -> None:
+def _print(result: dict, account: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from tailrace.app.simulator.report import rows
+    from tailrace.app.simulator.report import account_rows, rows
 
-    header, *body = rows(result)
-    shown = [header.index(name) for name in SHOWN]
-    table = Table(*SHOWN, title=f"{result['workload']}: against {result['baseline']}, {len(result['seeds'])} seed(s)")
-    for row in body:
-        table.add_row(*(row[column] for column in shown))
-    console = Console()
-    console.print(table)
+    console, table = Console(), rows(result)
+    shown = [table[0].index(name) for name in SHOWN]
+    title = f"{result['workload']}: against {result['baseline']}, {len(result['seeds'])} seed(s)"
+    console.print(_table([[row[column] for column in shown] for row in table], title))
+    if account:
+        console.print(_table(account_rows(result), "seconds of the sample that ended last, and the best bound"))
     for key, claim in result["claims"].items():
         console.print(claim_line(key, claim, result), highlight=False)
+
+
+def _table(rows: Sequence[Sequence[str]], title: str):
+    from rich.table import Table
+
+    table = Table(*rows[0], title=title)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
 
 
 def claim_line(key: str, claim: Sequence[float], result: dict) -> str:

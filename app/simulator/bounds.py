@@ -84,6 +84,16 @@ def bounds(
     return {**found, "best_s": max(found.values())}
 
 
+def alone_s(
+    group: WorkloadGroup, index: int, model: ReplicaModel, acceptance: Chances | None = None, most_drafts: int = 0
+) -> float:
+    """Of one sample, the seconds of its steps one after another with the best drafts: its part of longest_s, without
+    its prompt."""
+    samples = _samples([group], acceptance, most_drafts)
+    alone = [model.step.seconds(1 + w, 0) for w in range(samples.made.shape[1])]
+    return float(samples.least_s(model.step, alone)[index])
+
+
 def _work_s(samples: Samples, model: ReplicaModel) -> float:
     """Min replica time of all answers: a token costs its sample's part of a step over the step's tokens, or more.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import ceil
 
+from tailrace.app.simulator.account import PARTS
 from tailrace.app.simulator.types import Ended, Moment, SimulatedRun, Span
 
 TAIL_SHARE = 0.1
@@ -22,7 +23,8 @@ def summary(run: SimulatedRun) -> dict:
     tail_s: from 90 % of a step's samples ended to all of them, summed over steps. replica_s: replicas up, integrated;
     returned_replica_s: replicas of the run's beginning that were not up, integrated to its end.
     idle_share: of replica_s, when a replica did nothing; None where no spans were recorded. acceptance_length: tokens
-    per verification. bound_share: of the makespan, the share that the best lower bound needs.
+    per verification. bound_share: of the makespan, the share that the best lower bound needs. last_*: seconds of the
+    sample that ended last, see `account`; None where no spans were recorded.
     """
     ended = run.ended
     tokens = sum(sample.tokens for sample in ended)
@@ -55,6 +57,7 @@ def summary(run: SimulatedRun) -> dict:
             "bounds": dict(run.bounds),
             "bound_share": _ratio(run.bounds["best_s"], run.makespan_s) if "best_s" in run.bounds else None,
             "events": run.events,
+            **{f"last_{part}": run.account.get(part) for part in PARTS},
         }
     )
 
@@ -134,6 +137,15 @@ def rows(comparison: dict) -> list[list[str]]:
         counts = [number(mean[key]) for key in keys]
         table.append([system, *times, *seconds, *shares, *counts])
     return table
+
+
+def account_rows(comparison: dict) -> list[list[str]]:
+    """Seconds of the sample that ended last, of each system: the heads, then means over the seeds."""
+    heads = ["system", "waited", "loaded", "crowd", "drafts", "alone", "best bound"]
+    keys = [f"last_{part}" for part in PARTS]
+    means = comparison["mean"].items()
+    rows = [[name, *(number(mean[key]) for key in keys), number(mean["bounds"].get("best_s"))] for name, mean in means]
+    return [heads, *rows]
 
 
 def number(value: float | None) -> str:

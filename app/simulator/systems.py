@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal
 
 from tailrace.app.simulator.acceptance import BestOf, Chances, ModelledMethod
+from tailrace.app.simulator.account import account
 from tailrace.app.simulator.bounds import bounds
 from tailrace.app.simulator.decoupled import Odds
 from tailrace.app.simulator.hardware import replica_model
@@ -211,4 +212,5 @@ class Setup:
             reveal=chosen.reveal, holds=chosen.holds, system=name, progress=progress,
         )  # fmt: skip
         found = [bounds(step, self.cluster, best, drafts) for step in self.workload.steps]
-        return replace(run, bounds={key: sum(of_step[key] for of_step in found) for key in found[0]})
+        spent = account(run, self.workload, self.cluster, best, drafts) if spans else {}
+        return replace(run, bounds={key: sum(of_step[key] for of_step in found) for key in found[0]}, account=spent)

@@ -4,7 +4,8 @@ All are values. Only a workload knows true lengths (law 3): the host passes on n
 Seconds are of the simulated clock, which starts at 0.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -142,7 +143,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A finished simulation. `moments` are sampled at changes; `spans` are empty unless requested."""
+    """A finished simulation. `moments` are sampled at changes; `spans` and `account` are empty unless requested."""
 
     system: str
     workload: str
@@ -153,3 +154,4 @@ class SimulatedRun:
     spans: tuple[Span, ...]
     events: int
     bounds: dict[str, float]
+    account: Mapping[str, float] = field(default_factory=dict)

@@ -42,6 +42,8 @@ class DraftPlanner:
 
         All samples that have not ended share engines and draft models.
         """
+        if not self._policy.replicas:
+            return None, ""
         samples, engines, drafters = self._buffer.unended, self._table.staying, self._drafters or self._policy.replicas
         on_engine = min(-(-samples // max(1, engines)), self._table.max_running(replica_id))
         on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))

@@ -18,7 +18,7 @@ from tailrace.policies.protocol.views import DraftModelsView
 @runtime_checkable
 class DraftModels(Protocol):
     """The interface to the core. `acceptance`: prior chance that a draft token is right if all earlier ones are.
-    `replicas`: running draft models, or their max where the tail policy decides the number."""
+    `replicas`: running draft models, or their max where the tail policy decides the number; 0: no `way` is asked."""
 
     acceptance: float
     replicas: int

@@ -104,7 +104,7 @@ class Host:
             stderr=subprocess.STDOUT,
         )
         self._connect()
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + 120.0
         while not self.answers():
             if time.monotonic() > deadline_s or self._init.poll() is not None:
                 raise RuntimeError(f"host {self.name} did not start: {(self._folder / 'init.log').read_text()}")

@@ -1,0 +1,65 @@
+"""Where the seconds of a simulated step went: the parts add up, and each is of its cause."""
+
+import json
+
+import pytest
+
+from tailrace.app.cli import run
+from tailrace.app.simulator.account import PARTS
+from tailrace.app.simulator.systems import Setup, system
+from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
+
+STEP = StepModel(1.0, 0.2, 0.001)
+
+
+def parts(lengths: tuple[int, ...], name: str = "verl", running: int = 8, capacity: int = 10_000, steps: int = 1):
+    """The account of a group on one replica, and its makespan."""
+    group = WorkloadGroup("g", 10, lengths)
+    cluster = Cluster(ReplicaModel(STEP, capacity, running, 100.0, 1_000.0, 0.1), 1)
+    workload = Workload("made-up", max(lengths), ((group,),) * steps)
+    found = Setup(workload, cluster, 16, None).run(name, system(name), 0, spans=True)
+    assert sum(found.account.values()) == pytest.approx(found.makespan_s)
+    return found.account, found.makespan_s
+
+
+def test_a_sample_alone_neither_waits_nor_shares():
+    account, makespan_s = parts((50,))
+    assert account["waited_s"] == pytest.approx(0.0, abs=1e-6) and account["loaded_s"] == pytest.approx(0.1)
+    assert account["crowd_s"] == pytest.approx(0.0, abs=0.1) and account["drafts_s"] == pytest.approx(0.0, abs=0.1)
+    assert account["alone_s"] == pytest.approx(makespan_s - 0.1, rel=0.01)
+
+
+def test_mates_that_run_beside_it_are_a_crowd():
+    alone, _ = parts((50,))
+    account, _ = parts((50, 50, 50, 50))
+    token_s = STEP.token_s + STEP.context_s * (10 + 50 / 2)
+    assert account["crowd_s"] == pytest.approx(50 * 3 * token_s, rel=0.01)
+    assert account["alone_s"] == pytest.approx(alone["alone_s"])
+
+
+def test_mates_that_run_before_it_make_it_wait():
+    account, _ = parts((50, 50, 50, 50), running=1)
+    one, _ = parts((50,))
+    assert account["waited_s"] == pytest.approx(3 * one["alone_s"], rel=0.05)
+    assert account["crowd_s"] == pytest.approx(0.0, abs=0.1)
+
+
+def test_the_last_samples_of_all_steps_count():
+    one, _ = parts((50, 20))
+    both, _ = parts((50, 20), steps=2)
+    assert both["alone_s"] == pytest.approx(2 * one["alone_s"])
+
+
+def test_the_command_shows_it_and_leaves_it_out_unless_asked(capsys):
+    words = ["simulate", "--workload", "das-7b-16k", "--scale", "0.02", "--compare", "routed,tailrace"]
+    assert run([*words, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]["tailrace"]
+    assert all(plain[f"last_{part}"] is None for part in PARTS)
+    assert run([*words, "--json", "--account"]) == 0
+    mean = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]
+    for name, figures in mean.items():
+        assert sum(figures[f"last_{part}"] for part in PARTS) == pytest.approx(figures["makespan_s"], rel=1e-4), name
+    assert mean["routed"]["last_drafts_s"] == pytest.approx(0.0, abs=1.0), "no drafts, and none are best"
+    assert mean["tailrace"]["last_drafts_s"] > 0
+    assert run([*words, "--account"]) == 0
+    assert "sample that ended last" in capsys.readouterr().out
