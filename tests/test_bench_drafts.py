@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.drafting import drafts_refused
 from benchmarks.drafting.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
 from tailrace.app.errors import BadInput
 from tailrace.app.files.traces import read_trace
@@ -59,6 +60,21 @@ def test_a_copy_is_drafted_nearly_whole_and_noise_is_not(play):
     assert play([noise], Setting(mates=1)).tokens_per_step < 1.05
 
 
+def test_a_target_is_drafted_from_the_prompts_before_it_and_from_no_later_target():
+    """Two prompts share their answer. The second one's target is drafted from the first prompt's, each time."""
+    words = " ".join(map(str, range(300, 400)))
+    lines = [line(name, ["one 1", words, words]) for name in ("a", "b")]
+    found = read_rollouts(lines, lambda text: [int(w) for w in text.split() if w.isdigit()] or [7])
+    assert replay(found[:1], Setting()).tokens_per_step < 1.1
+    both = replay(found, Setting())
+    assert both.steps < 1.3 * replay(found[:1], Setting()).steps, "the second prompt's targets take few steps"
+    assert (
+        replay_arctic(found, Setting()).tokens_per_step
+        < 1.1
+        < replay_arctic(found, Setting(), kept=True).tokens_per_step
+    )
+
+
 @pytest.fixture(scope="module")
 def rollouts():
     if not TRACE.is_file() or not (demo_model_dir() / "tokenizer.json").is_file():
@@ -85,3 +101,11 @@ def test_on_real_rollouts_probabilities_are_right(tallies):
     assert tally.bins[:, 0].sum() > 2000
     assert tally.calibration_gap < 0.07
     assert tally.index_bytes / tally.index_tokens <= 200
+
+
+def test_refusals_are_split_and_oracles_are_above_the_draft(rollouts, tallies):
+    found = drafts_refused.measure(rollouts, SETTINGS["mates_15"])
+    refused, oracle = found["refused"], found["oracle"]
+    assert abs(sum(refused.values()) - 1) < 0.01 and refused["wrong_branch"] > refused["stopped_by_length"] > 0
+    assert min(oracle.values()) > tallies["mates_15"].tokens_per_step
+    assert oracle["paths_2"] < oracle["paths_4"] < oracle["paths_8"]

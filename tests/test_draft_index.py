@@ -219,3 +219,38 @@ def test_odd_input_is_taken():
     index.extend(6, 0, frozen[::2])
     assert index.known(6) == 100
     assert len(first(index, most=10_000).tokens) <= MOST_TOKENS
+
+
+def two_groups(settings=IndexSettings()) -> GroupIndex:  # noqa: B008 -- frozen
+    """The second of two groups of an engine, with a sample of nothing but a phrase that the first group has written."""
+    evidence = CandidateScorer(settings)
+    for sample in range(4):
+        GroupIndex(evidence, PROMPT[:3]).extend(sample, 0, ANSWER)
+    index = GroupIndex(evidence, PROMPT[6:])
+    index.extend(9, 0, ANSWER[50:56])
+    return index
+
+
+def test_answers_to_other_prompts_are_evidence_by_their_phrases():
+    proposal = first(two_groups())
+    assert proposal.tokens.tolist() == ANSWER[56:64].tolist()
+    assert set(proposal.sources.tolist()) == {Source.OTHER} and proposal.match_tokens == 0
+
+
+@pytest.mark.parametrize("off", ["other_prompts", "group_context"])
+def test_answers_to_other_prompts_can_be_switched_off(off):
+    assert two_groups(IndexSettings(**{off: False})).propose(9, 8) == []
+    index = two_groups()
+    assert index.propose_for([9], 8, sources=[bits(Source.OWN, Source.MATE, Source.HISTORY)]) == [[]]
+
+
+def test_a_drafted_samples_new_tokens_become_phrases_too():
+    evidence = CandidateScorer()
+    index = GroupIndex(evidence, PROMPT)
+    for at in range(0, 60, 3):
+        index.propose(0, 4)
+        index.extend(0, at, ANSWER[at : at + 3])
+    index.propose(0, 4)
+    other = GroupIndex(evidence, PROMPT[6:])
+    other.extend(9, 0, ANSWER[40:46])
+    assert first(other).tokens.tolist() == ANSWER[46:54].tolist()

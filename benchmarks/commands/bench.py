@@ -16,6 +16,7 @@ from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.observability import command as observability
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.overhead import command as overhead
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
@@ -58,6 +59,7 @@ command.add_command(fleet)
 command.add_command(http)
 command.add_command(ladder, "ladder")
 command.add_command(observability)
+command.add_command(overhead)
 command.add_command(processes)
 command.add_command(results)
 command.add_command(tail)
@@ -222,8 +224,9 @@ def _counter(tokenizer: str | None) -> Callable[[str], int]:
     "--ablation", is_flag=True, help="Ratios instead: each of the index's parts against the index without it."
 )
 @click.option("--fit", type=click.Path(path_type=Path), help="Fit the evidence's prior to the trace instead; to FILE.")
+@click.option("--prior", type=click.Path(exists=True, path_type=Path), help="Begin with this file of --fit.")
 @AS_JSON
-def drafts(trace, tokenizer, ablation, fit, as_json):
+def drafts(trace, tokenizer, ablation, fit, prior, as_json):
     """Tokens per verification that the draft index brings, beside Arctic's rule; what its service takes and gives."""
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
@@ -244,7 +247,7 @@ def drafts(trace, tokenizer, ablation, fit, as_json):
 
         print_result(measure_ablation(rollouts, say), as_json)
         return
-    result = measure(rollouts, say)
+    result = measure(rollouts, say, prior)
     from benchmarks.control_plane.context import measure as measure_context
 
     print_result(result | measure_context([mate for prompt in rollouts for mate in prompt.mates]), as_json)

@@ -1,4 +1,4 @@
-"""Fits the prior of the draft index's evidence (deployments/context/scorer_weights.json) to a trace: `bench drafts
+"""Fits the prior of the draft index's evidence (deployments/draft_index/scorer_weights.json) to a trace: `bench drafts
 --fit FILE`.
 
 Drafts for answers of the checkpoint before the last, so `bench drafts` can be run on the last one with fresh targets.

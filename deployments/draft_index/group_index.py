@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tailrace.deployments.draft_index.alignment_state import AlignmentState
+from tailrace.deployments.draft_index.draft_kernels import draft
 from tailrace.deployments.draft_index.match_kernels import (
     LOOKED_UP,
     NOBODY,
@@ -24,7 +25,7 @@ from tailrace.deployments.draft_index.match_kernels import (
 )
 from tailrace.deployments.draft_index.proposal import Proposal
 from tailrace.deployments.draft_index.scorer import LESSONS, MOST_TOKENS, TOGETHER, CandidateScorer
-from tailrace.deployments.draft_index.scorer_kernels import draft
+from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.draft_index.token_index import TokenIndex
 from tailrace.deployments.messages.context import PastAnswer, Source, bits
@@ -63,15 +64,15 @@ def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
 class _IndexedSample:
     """A sample in the index. `row`: its row of `AlignmentState`, or -1 if it is not drafted for.
 
-    `followed`: known tokens at its latest draft.
+    `followed`: known tokens at its latest draft. `noted`: those in the phrase table; its next draft adds the others.
     `lesson`: answer position at which a draft to learn from began, or -1 without one.
     """
 
-    __slots__ = ("followed", "known", "last", "lesson", "row", "run")
+    __slots__ = ("followed", "known", "last", "lesson", "noted", "row", "run")
 
     def __init__(self, last: int):
         self.known, self.last, self.run = 0, last, -1
-        self.row, self.followed, self.lesson = -1, 0, -1
+        self.row, self.followed, self.lesson, self.noted = -1, 0, -1, 0
 
 
 class GroupIndex:
@@ -86,7 +87,9 @@ class GroupIndex:
         self._past: TokenIndex | None = None
         self._samples: dict[int, _IndexedSample] = {}
         self._followers = AlignmentState()
-        self._sources = bits(*Source) & ~(0 if evidence.settings.group_context else bits(Source.MATE))
+        settings = evidence.settings
+        self._sources = bits(*Source) & ~(0 if settings.group_context else bits(Source.MATE, Source.OTHER))
+        self._sources &= ~(0 if settings.other_prompts else bits(Source.OTHER))
         self._drafts = 0
 
     @property
@@ -127,6 +130,9 @@ class GroupIndex:
         last = -1 if gap else sample.last
         sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
         sample.known = start + len(tokens)
+        if sample.row < 0:  # else its next draft does it
+            self._evidence.note(tokens)
+            sample.noted = sample.known
 
     def interrupt(self, sample_index: int) -> None:
         """The next tokens are not the sample's own: its last draft teaches nothing."""
@@ -142,6 +148,10 @@ class GroupIndex:
         text, _, _, blocks, _ = self._arena.arrays
         found = context(text, blocks, sample.last, window)
         return window[::-1][:most] if found == count else _NO_TOKENS
+
+    def candidates(self, sample_index: int) -> np.ndarray:
+        """Returns the candidates of a sample's latest draft, as `TrainingExample.seen`."""
+        return self._followers.lesson(self._sample(sample_index).row).seen
 
     def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
         """Calls `propose_for` with one sample and all its evidence."""
@@ -175,29 +185,35 @@ class GroupIndex:
             if sample.row < 0:
                 sample.row = followers.add()
         rows = np.array(
-            [(s.row, s.last, i, s.known - s.followed, of) for s, (i, of) in zip(samples, wanted, strict=True)], np.int64
+            [
+                (s.row, s.last, i, s.known - s.followed, of, s.known - s.noted, (self._drafts + n) % LESSONS == 0)
+                for n, (s, (i, of)) in enumerate(zip(samples, wanted, strict=True), 1)
+            ],
+            np.int64,
         )
         rows[:, 4] &= self._sources
+        rows[:, 5] *= evidence.settings.other_prompts
         found, scores, told, ahead = evidence.found, evidence.scores, evidence.told, evidence.ahead(most)
         live, past = self._arena.arrays, self._past
         places = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
         follow(
             live, live if past is None else past.arrays, past is not None, rows, places,
-            followers.kept, followers.marks, followers.counts, found, ahead, scores, told,
+            followers.kept, followers.marks, followers.counts, evidence.recent, found, ahead, scores, told,
         )  # fmt: skip
+        limit = max(5, min(CANDIDATES, 4 + places[0] // 8))
         shape = count, paths, most
         tokens, right, sources = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
         ends, done = np.empty(shape[:2], np.int64), np.empty(count, np.int64)
         draft(
-            rows, told, found, scores, ahead, evidence.norm, evidence.net, np.float32(least),
-            tokens, right, sources, ends, done, followers.features, followers.seen,
+            rows, limit, told, evidence.recent, found, scores, ahead, *evidence.phrases, evidence.norm, evidence.net,
+            np.float32(least), tokens, right, sources, ends, done, followers.features, followers.seen,
         )  # fmt: skip
+        self._drafts += count
         proposals = []
-        for s, (sample, (places_told, match)) in enumerate(zip(samples, told[:count].tolist(), strict=True)):
-            sample.followed = sample.known
-            if places_told:
-                self._drafts += 1
-                sample.lesson = sample.known if self._drafts % LESSONS == 0 else -1
+        for s, (sample, (_, match, _)) in enumerate(zip(samples, told[:count].tolist(), strict=True)):
+            sample.followed = sample.noted = sample.known
+            if done[s]:
+                sample.lesson = sample.known if rows[s, 6] else -1
             lengths = ends[s, : done[s]].tolist()
             proposals.append(
                 [Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match) for p, n in enumerate(lengths)]

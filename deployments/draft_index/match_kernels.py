@@ -254,11 +254,11 @@ def _tell(arena, me, end, sources, tracks, found, ahead, scores, n):
 
 
 @_njit
-def _follow(arena, live, sample, most, kept, found, ahead, scores, n):
-    """Runs `follow` for one sample in one arena; returns (rows, tracks kept, longest match)."""
+def _follow(arena, live, sample, most, kept, window, found, ahead, scores, n):
+    """Runs `follow` for one sample in one arena; returns (rows, tracks kept, longest match, tokens of context)."""
     last, me, fresh, sources = sample
     blocks, (keep, marks_kept, kept_count) = live[3], kept
-    window, slots = np.empty(REACH, np.int32), np.empty(_SLOTS, np.int16)
+    slots = np.empty(_SLOTS, np.int16)
     known = context(live[0], blocks, last, window)
     end = blocks[last >> BLOCK_BITS, START] + (last & (BLOCK - 1)) + 1 if last >= 0 else 0
     places, lengths, marks = np.empty(ROOM, np.int32), np.empty(ROOM, np.int32), np.empty((ROOM, 2), np.float32)
@@ -278,11 +278,11 @@ def _follow(arena, live, sample, most, kept, found, ahead, scores, n):
     match = lengths[:count].max() if count else 0
     count = _prune(places, lengths, marks, count, most[0])
     keep[:count, 0], keep[:count, 1], marks_kept[:count] = places[:count], lengths[:count], marks[:count]
-    return n, count, match
+    return n, count, match, known
 
 
 @_entry
-def follow(live, past, has_past, samples, most, kept, marks, counts, found, ahead, scores, told):
+def follow(live, past, has_past, samples, most, kept, marks, counts, recent, found, ahead, scores, told):
     """Follows samples of the arena `live` over their newest tokens, through it and `past`, and looks their contexts up.
     samples i64[S, 5]: row of the kept tracks, last place, sample index, new tokens, sources to draft from. The limits
     are (tracks, places looked up). Writes the places from which they may continue. Output for each place: found
@@ -294,7 +294,7 @@ def follow(live, past, has_past, samples, most, kept, marks, counts, found, ahea
         sample = samples[s, 1], samples[s, 2], samples[s, 3], samples[s, 4]
         for a in range(2 if has_past else 1):
             kept_now, arena = (kept[row, a], marks[row, a], counts[row, a]), past if a else live
-            found_now = found[s], ahead[s], scores[s]
-            n, counts[row, a], longest = _follow(arena, live, sample, most, kept_now, *found_now, n)
+            found_now = recent[s], found[s], ahead[s], scores[s]
+            n, counts[row, a], longest, told[s, 2] = _follow(arena, live, sample, most, kept_now, *found_now, n)
             match = max(match, longest)
         told[s, 0], told[s, 1] = n, match

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from tailrace.deployments.draft_index.alignment_state import TrainingExample
-from tailrace.deployments.draft_index.match_kernels import ROOM
+from tailrace.deployments.draft_index.match_kernels import REACH, ROOM
+from tailrace.deployments.draft_index.phrase_kernels import COLUMNS, SLOTS, note
 from tailrace.deployments.draft_index.scorer_kernels import FEATURES, HIDDEN
 from tailrace.deployments.draft_index.scorer_training import learn
 from tailrace.deployments.draft_index.settings import IndexSettings
@@ -33,16 +34,18 @@ TOGETHER = 16
 class CandidateScorer:
     """The network, and the scratch space of the indexes that use it."""
 
-    def __init__(self, settings: IndexSettings = IndexSettings()):  # noqa: B008 -- frozen
+    def __init__(self, settings: IndexSettings = IndexSettings(), prior: Path | None = None):  # noqa: B008 -- frozen
         self.settings = settings
-        prior = json.loads(PRIOR.read_text())
-        array = {name: np.array(values, np.float32, ndmin=2) for name, values in prior.items()}
+        weights = json.loads((prior or PRIOR).read_text())
+        array = {name: np.array(values, np.float32, ndmin=2) for name, values in weights.items()}
         self.norm = (array["mean"][0], array["scale"][0])
         self.net = (array["inner"], array["offset"], array["outer"], array["none"])
         assert self.net[0].shape == (FEATURES, HIDDEN)
         self.found = np.empty((TOGETHER, 2 * ROOM, 5), np.int32)
         self.scores = np.empty((TOGETHER, 2 * ROOM, 2), np.float32)
-        self.told = np.empty((TOGETHER, 2), np.int64)
+        self.told = np.empty((TOGETHER, 3), np.int64)
+        self.recent = np.empty((TOGETHER, REACH), np.int32)
+        self.phrases = (np.zeros((SLOTS, COLUMNS), np.int32), np.zeros((2, COLUMNS), np.int32))
         self._ahead: dict[int, np.ndarray] = {}
 
     def ahead(self, most: int) -> np.ndarray:
@@ -50,6 +53,15 @@ class CandidateScorer:
         if most not in self._ahead:
             self._ahead[most] = np.empty((TOGETHER, 2 * ROOM, most), np.int32)
         return self._ahead[most]
+
+    def note(self, tokens: np.ndarray) -> None:
+        """Counts tokens (i32[n], one after the other) in the phrase table."""
+        if self.settings.other_prompts:
+            note(self.phrases[0], tokens)
+
+    def forget(self) -> None:
+        """Empties the phrase table."""
+        self.phrases[0][:] = 0
 
     def learn(self, lesson: TrainingExample, truth: np.ndarray) -> None:
         """Learns from the tokens (i32[n]) that were really emitted where the draft of `lesson` began."""

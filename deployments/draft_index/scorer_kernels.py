@@ -1,10 +1,8 @@
-"""The next tokens and their probabilities, from the places at which a sample may continue (numba).
+"""The candidates for a sample's next token and their probabilities, from places and the phrase table (numba).
 
-A network of one hidden layer, shared by all groups, scores each candidate token by its evidence (`FEATURES`).
+A network of one hidden layer, shared by all groups, scores each candidate by its evidence (`FEATURES`).
 The scores and that of "none of these" give probabilities (softmax).
-Drafting continues greedily, and the places move along. Other paths branch off an earlier one at the point where
-that is likeliest to be right. Functions compiled together stay in this file.
-Called by group_index.py; scorer.py owns the network.
+Called by draft_kernels.py, which is compiled with this file; scorer.py owns the network.
 """
 
 from math import exp, sqrt
@@ -12,19 +10,20 @@ from math import exp, sqrt
 import numpy as np
 from numba import njit
 
+from tailrace.deployments.draft_index.phrase_kernels import ORDERS
+
 LENGTH, SOURCE, FROM_RUN, AHEAD, WORTH = 0, 1, 2, 3, 4  # as in match_kernels.py
 OWN, HISTORY = 0, 2
 WEIGHT_ONE = 1024
-FAST, SLOW = np.float32(0.9), np.float32(0.96)
-
-FEATURES, HIDDEN = 22, 16
+LOGS, HIDDEN = 14 + ORDERS, 16
+FEATURES = LOGS + 8 + ORDERS
 CANDIDATES, TOKENS = 12, 96
 """Maximum scored candidates, and maximum distinct tokens examined."""
 
-LEAVE = np.float32(4.0)
-"""Minimum alignment before a drafted token at which a place that disagrees with it is still followed."""
+CUT = np.float32(0.03)
+"""A candidate with less of the first one's evidence is not scored. That saves a third of the time, and no token."""
 
-FAINT, ALTERNATIVES = np.float32(1.2), 2
+FAINT = np.float32(1.2)
 _MATCHES, _STEPS, _LAST = (2, 3, 5, 8), 16, 63
 _BY_SCORE = np.exp(np.arange(256) / (2 * _STEPS)).astype(np.float32)
 _BY_LENGTH = np.exp(0.5 * np.minimum(np.arange(64), 10)).astype(np.float32)
@@ -52,7 +51,7 @@ def _ln(x):
 
 
 @_njit
-def _gather(n, found, scores, token, tokens, sums, runs, total):
+def gather(n, found, scores, token, tokens, sums, runs, total):
     """Sums up the evidence for each distinct next token; returns the number of tokens."""
     many = 0
     total[:] = 0
@@ -111,22 +110,38 @@ def _credit(i, found, scores, j, s, runs, total):
 
 
 @_njit
-def _features(j, s, runs, total, mean, scale, c, x):
-    """Fills x[c] with one candidate's evidence, as numbers of mean 0 and deviation 1, roughly."""
+def _features(j, s, runs, heard, base, mean, scale, c, x):
+    """Fills x[c] with one candidate's evidence, as numbers of mean 0 and deviation 1, roughly. The logarithms come
+    first, and are taken together: vectors do that."""
     few, some, one = np.float32(0.02), np.float32(0.05), np.float32(1)
     for m in range(4):
-        x[c, m] = _ln(s[j, m] + some) - _ln(total[m] + np.float32(0.3))
-        x[c, 14 + m] = _ln(s[j, 14 + m] + few) - _ln(total[4 + m] + one)
-    x[c, 4], x[c, 5] = sqrt(s[j, 4]), sqrt(s[j, 5])
-    x[c, 6], x[c, 7], x[c, 8], x[c, 9] = s[j, 6], s[j, 7], s[j, 8], s[j, 9]
+        x[c, m], x[c, 4 + m] = s[j, m] + some, s[j, 14 + m] + few
     for r in range(3):
-        x[c, 10 + r] = _ln(one + np.float32(_bits(runs[j, r])))
-    x[c, 13] = s[j, 13]
-    x[c, 18] = _ln(s[j, 14] + few)
-    x[c, 19] = _ln(s[j, 19] + few) - _ln(total[4] + one)
-    x[c, 20], x[c, 21] = _ln(s[j, 20]), s[j, 21] / s[j, 17]
+        x[c, 8 + r] = one + np.float32(_bits(runs[j, r]))
+    x[c, 11], x[c, 12], x[c, 13] = s[j, 19] + few, s[j, 14] + few, s[j, 20] + np.float32(0.3)
+    for o in range(ORDERS):
+        x[c, 14 + o] = heard[j, o] + np.float32(0.1)
+    for f in range(LOGS):
+        x[c, f] = _ln(x[c, f]) - base[f]
+    f = LOGS
+    x[c, f], x[c, f + 1] = sqrt(s[j, 4]), sqrt(s[j, 5])
+    x[c, f + 2], x[c, f + 3], x[c, f + 4], x[c, f + 5] = s[j, 6], s[j, 7], s[j, 8], s[j, 9]
+    x[c, f + 6], x[c, f + 7] = s[j, 13], s[j, 21] / (s[j, 17] + few)
+    for o in range(ORDERS):
+        x[c, f + 8 + o] = base[14 + o]
     for f in range(FEATURES):
         x[c, f] = (x[c, f] - mean[f]) * scale[f]
+
+
+@_njit
+def _base(total, heard, base):
+    """Fills base with the parts of the logarithms that all candidates share: those of totals."""
+    base[:] = 0
+    for m in range(4):
+        base[m], base[4 + m] = _ln(total[m] + np.float32(0.3)), _ln(total[4 + m] + np.float32(1))
+    base[11] = base[4]
+    for o in range(ORDERS):
+        base[14 + o] = _ln(heard[TOKENS, o] + np.float32(0.4))
 
 
 @_njit
@@ -145,20 +160,31 @@ def _score(c, x, inner, offset, outer, h):
 
 
 @_njit
-def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
+def candidates(count, many, tokens, sums, runs, total, heard, base, norm, net, xs, out, shares, h):
     """Scores the candidates with the strongest evidence; fills xs, out (tokens), shares (chances); returns a count."""
-    count = min(many, CANDIDATES)
     inner, offset, outer, none = net
     mean, scale = norm
     most = none[0, 0]
+    for j in range(many):
+        shares[j] = sums[j, 17]
+        for o in range(ORDERS):
+            shares[j] += (1 + o) * heard[j, o] / (1 + heard[TOKENS, o])
+    _base(total, heard, base)
+    worth = np.float32(0)
     for c in range(count):
-        best = -1
-        for j in range(many):
-            if sums[j, 20] > 0 and (best < 0 or sums[j, 17] > sums[best, 17]):
+        best = 0
+        for j in range(1, many):
+            if shares[j] > shares[best]:
                 best = j
-        _features(best, sums, runs, total, mean, scale, c, xs)
+        if c == 0:
+            worth = CUT * shares[best]
+        elif shares[best] < worth:
+            count = c
+            break
+        _features(best, sums, runs, heard, base, mean, scale, c, xs)
         out[c] = tokens[best]
-        sums[best, 20] = 0  # taken
+        shares[best] = -1  # taken
+    for c in range(count):
         shares[c] = _score(c, xs, inner, offset, outer, h)
         most = max(most, shares[c])
     whole = exp(none[0, 0] - most)
@@ -167,134 +193,3 @@ def _candidates(many, tokens, sums, runs, total, norm, net, xs, out, shares, h):
         whole += shares[c]
     shares[:count] /= whole
     return count
-
-
-@_njit
-def _move(n, k, most, found, scores, ahead, at, token, chosen):
-    """Moves the places over the chosen token, the k-th drafted; returns the number that can continue."""
-    kept = 0
-    for i in range(n):
-        hit = token[i] == chosen
-        fast = FAST * scores[i, 0]
-        follows = ahead[at[i], k + 1] if k + 1 < most else -1
-        if follows < 0 or (not hit and fast < LEAVE):
-            continue
-        slow = SLOW * scores[i, 1]
-        found[kept, LENGTH] = found[i, LENGTH] + 1 if hit else 0
-        for column in range(SOURCE, WORTH + 1):
-            found[kept, column] = found[i, column]
-        scores[kept, 0], scores[kept, 1] = fast + hit, slow + hit
-        at[kept], token[kept] = at[i], follows
-        kept += 1
-    return kept
-
-
-@_njit
-def _branch(path, lengths, chances):
-    """Returns the likeliest point at which a path may branch off an earlier one: (path, position, alternative)."""
-    parent, stem, which, chance = -1, -1, 0, np.float32(0)
-    for p in range(path):
-        for k in range(lengths[p]):
-            for a in range(ALTERNATIVES):
-                if chances[p, k, a] > chance:
-                    parent, stem, which, chance = p, k, a, chances[p, k, a]
-    if parent >= 0:
-        chances[parent, stem, which] = 0
-    return parent, stem, which
-
-
-@_njit
-def _rank(count, shares, out, best, prefix, others, chances):
-    """Stores the next best candidates, and the probability that the draft and then they are right."""
-    for a in range(ALTERNATIVES):
-        second = -1
-        for c in range(count):
-            taken = c == best
-            for b in range(a):
-                taken |= out[c] == others[b]
-            if not taken and (second < 0 or shares[c] > shares[second]):
-                second = c
-        others[a] = out[second] if second >= 0 else -1
-        chances[a] = prefix * shares[second] if second >= 0 else np.float32(0)
-
-
-@_njit
-def _best(count, shares, out, wanted):
-    """Returns the likeliest candidate, or that of the wanted token (>= 0)."""
-    best = 0
-    for c in range(count):
-        if out[c] == wanted:
-            return c
-        if shares[c] > shares[best]:
-            best = c
-    return best
-
-
-@_njit
-def _source(n, places, marks, token, chosen):
-    """Returns the source of the place with the strongest evidence for the chosen token."""
-    source, most = 0, np.float32(-1)
-    for i in range(n):
-        if token[i] == chosen and marks[i, 0] > most:
-            most, source = marks[i, 0], places[i, SOURCE]
-    return np.uint8(source)
-
-
-@_njit
-def _draft(n, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, xs, seen, work):
-    """Runs `draft` for one sample; returns the number of paths."""
-    paths, most = tokens.shape
-    others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares, h = work
-    chances[:], lengths[:], seen[:, CANDIDATES] = 0, 0, 0
-    for path in range(paths):
-        parent, stem, which = _branch(path, lengths, chances)
-        if path and parent < 0:
-            return path
-        places[:n], marks[:n], token[:n] = found[:n], scores[:n], ahead[:n, 0]
-        for i in range(n):
-            at[i] = i
-        here, prefix = n, np.float32(1)
-        for k in range(most):
-            if k < stem:
-                chosen, share, source = tokens[parent, k], right[parent, k], origin[parent, k]
-            else:
-                many = _gather(here, places, marks, token, distinct, sums, runs, total)
-                if not many:
-                    break
-                noted = path == 0 and k < seen.shape[0]
-                x, out = (xs[k], seen[k]) if noted else (spare, spare_seen)
-                count = _candidates(many, distinct, sums, runs, total, norm, net, x, out, shares, h)
-                out[CANDIDATES] = count
-                best = _best(count, shares, out, others[parent, k, which] if k == stem else -1)
-                if k > stem and paths > 1:
-                    _rank(count, shares, out, best, prefix, others[path, k], chances[path, k])
-                chosen, share = out[best], shares[best]
-                if k > stem and prefix * share < least:
-                    break
-                source = _source(here, places, marks, token, chosen)
-            tokens[path, k], right[path, k], origin[path, k] = chosen, share, source
-            prefix *= share
-            lengths[path] = k + 1
-            here = _move(here, k, most, places, marks, ahead, at, token, chosen)
-    return paths if lengths[0] else 0
-
-
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
-def draft(samples, told, found, scores, ahead, norm, net, least, tokens, right, origin, lengths, done, xs, seen):
-    """Drafts for each sample from the places found by `follow`. A path ends where the probability that all of it is
-    right falls below the bound. Fills tokens, right, origin with paths, lengths with their lengths, done with counts.
-    `xs` and `seen` get the first path's features and candidates, for `learn`; seen[k, -1] = number of candidates.
-    """
-    most, room = tokens.shape[1:], found.shape[1]
-    others, chances = np.empty((*most, ALTERNATIVES), np.int32), np.empty((*most, ALTERNATIVES), np.float32)
-    distinct, runs = np.empty(TOKENS, np.int32), np.empty((TOKENS, 3), np.uint64)
-    sums, total = np.empty((TOKENS, FEATURES), np.float32), np.empty(8, np.float32)
-    spare, spare_seen = np.empty((CANDIDATES, FEATURES), np.float32), np.empty(CANDIDATES + 1, np.int32)
-    places, marks = np.empty((room, found.shape[2]), np.int32), np.empty((room, 2), np.float32)
-    at, token = np.empty(room, np.int64), np.empty(room, np.int32)
-    shares, h = np.empty(CANDIDATES, np.float32), np.empty(HIDDEN, np.float32)
-    work = others, chances, distinct, runs, sums, total, spare, spare_seen, places, marks, at, token, shares, h
-    for s in range(samples.shape[0]):
-        what, row = (found[s], scores[s], ahead[s]), samples[s, 0]
-        into = tokens[s], right[s], origin[s], lengths[s], xs[row], seen[row]
-        done[s] = _draft(told[s, 0], *what, norm, net, least, *into, work)

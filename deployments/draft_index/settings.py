@@ -14,6 +14,9 @@ class IndexSettings(BaseModel):
     history: bool = True
     """Draft from answers of earlier epochs."""
 
+    other_prompts: bool = True
+    """Draft from answers to other prompts too, by the phrases they share. Needs `group_context`."""
+
     learning: bool = True
     """Learn the weights of evidence from tokens that prove right."""
 

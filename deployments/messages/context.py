@@ -17,6 +17,7 @@ class Source(IntEnum):
     MATE = 1  # other samples of its group
     HISTORY = 2  # answers to the same prompt in earlier epochs
     MODEL = 3  # a draft model, see deployments.drafter
+    OTHER = 4  # answers to other prompts
 
 
 def bits(*sources: Source) -> int:

@@ -18,7 +18,7 @@ EVIDENCE = {
 
 
 def by_source(tokens: np.ndarray) -> dict[str, int]:
-    """Counts i64[4] under the names of their sources, those that are not 0."""
+    """Counts i64[5] under the names of their sources, those that are not 0."""
     return {source.name.lower(): int(tokens[source]) for source in Source if tokens[source]}
 
 
@@ -39,7 +39,7 @@ class DraftPlan:
 
 @dataclass(slots=True)
 class DraftReport:
-    """How drafts went: tokens by `Source`, int64[4], and verifications that accepted more than j tokens, int64[K].
+    """How drafts went: tokens by `Source`, int64[5], and verifications that accepted more than j tokens, int64[K].
 
     `model_tested`: tokens of a draft model whose turn came, all before them being right, whether they were verified or
     had been overtaken by then; `model_accepted`: those of them that were right.
