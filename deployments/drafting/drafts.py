@@ -200,8 +200,8 @@ class EngineDrafts:
             proposals = self._proposals(fresh, cost)
             budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
             for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
-                drafted.draft = proposal.first(budget) if budget else NOTHING
-                drafted.request.spec_token_ids = drafted.draft.tokens.tolist() if budget else []
+                drafted.draft = draft = proposal.first(budget) if budget else NOTHING
+                drafted.request.spec_token_ids = draft.tokens.tolist() if budget else []
                 if forks is not None and budget:
                     self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
         self._spent_s += time.perf_counter() - began_s
@@ -224,7 +224,7 @@ class EngineDrafts:
         most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
         proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
         for row, drafted in enumerate(fresh):
-            guess = self._from_model(drafted, most)
+            guess = self._from_model(drafted, most) if self._model is not None else NOTHING
             if len(guess.tokens):
                 proposals[row] = guess
             elif self._indexed:
@@ -258,7 +258,7 @@ class EngineDrafts:
     def _from_model(self, drafted: DraftedTokens, most: int) -> Proposal:
         """Returns the draft model's tokens, unless the index knows the next tokens (see `_within`)."""
         plan, index = drafted.chunk.draft, drafted.group.index
-        if self._model is None or index.known(plan.sample_index) > drafted.generated:
+        if index.known(plan.sample_index) > drafted.generated:
             return NOTHING
         return self._model.proposal(drafted.chunk.chunk_id).first(max(0, min(most, self._room(drafted))))
 
@@ -278,7 +278,8 @@ class EngineDrafts:
         count = len(fresh)
         right = np.zeros((count, max(1, *(len(p.tokens) for p in proposals))), np.float32)
         for row, proposal in zip(right, proposals, strict=True):
-            row[: len(proposal.right)] = proposal.right
+            if proposal is not NOTHING:
+                row[: len(proposal.right)] = proposal.right
         plans = [drafted.chunk.draft for drafted in fresh]
 
         def column(values, kind=np.int32):
