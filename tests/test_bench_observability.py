@@ -1,4 +1,4 @@
-"""Parts of `bench observability` that need no Ray: what spans, counting and windows cost."""
+"""Parts of `bench observability` that need no Ray: the cost of spans, counting and windows."""
 
 import json
 import subprocess

@@ -1,6 +1,8 @@
 """Drafts of one engine: limits, counts and memory. The request stands in for vLLM's, whose two attributes are used."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -239,3 +241,96 @@ def test_answers_of_another_model_are_no_drafts(foreign, drafted):
     seen = {token for _ in range(4) for tokens in engine.step().values() for token in tokens}
     assert not (seen & {2_000_000_000, 60_000})
     assert (1500 in seen) == drafted and drafts._groups.foreign_answers == (not drafted)
+
+
+class Asked(Goodput):
+    """The policy, and the number of samples that had a proposal, each time that it was asked."""
+
+    asked: ClassVar[list[int]] = []
+
+    def decide(self, view, memory):
+        self.asked.append(int((view.proposed > 0).sum()))
+        return super().decide(view, memory)
+
+
+def crowd(count: int, step_s: float, dear_s: float) -> tuple[EngineDrafts, dict[int, Request]]:
+    """Drafts of `count` samples of a group. A step of them takes `step_s`, one of twice the tokens `dear_s`."""
+    drafts, requests = EngineDrafts(DraftConfig(method="group", draft_tokens=8), 4096, None), {}
+    for tokens, seconds in ((count, step_s), (2 * count, dear_s)):
+        for _ in range(16):
+            drafts.timed(tokens, seconds)
+    for sample in range(count):
+        plan = DraftPlan(GroupRef("b/p", "key"), sample, 0, 600, (0, 0), Asked())
+        chunk = ChunkRequest(f"c{sample}", 0, PROMPT, len(PROMPT), 600, SamplingParams(), 0, draft=plan)
+        requests[sample] = Request(len(PROMPT))
+        drafts.open(chunk, requests[sample])
+    Asked.asked.clear()
+    return drafts, requests
+
+
+def write(drafts: EngineDrafts, requests: dict[int, Request], text: Callable[[int, int], int], steps: int) -> int:
+    """Steps in which sample i writes text(i, position), more where its draft is right. Returns the tokens drafted."""
+    drafted = 0
+    for _ in range(steps):
+        made = []
+        for sample, request in requests.items():
+            at, draft = request.num_tokens - len(PROMPT), request.spec_token_ids
+            rest = [text(sample, place) for place in range(at, at + len(draft) + 1)]
+            made.append((f"c{sample}", rest[: accepted_tokens(draft, rest) + 1]))
+            request.num_tokens, request.spec_token_ids = request.num_tokens + len(made[-1][1]), []
+            drafted += len(draft)
+        drafts.made_by(made)
+        drafts.propose()
+    return drafted
+
+
+def noise(sample: int, place: int) -> int:
+    """One of eight tokens, so that something like it was always written, and never tells what follows."""
+    return 100 + (sample * 7919 + place * place * 104729 + sample * place * 1299709) % 1013 % 8
+
+
+def test_drafts_that_do_not_pay_are_looked_for_as_their_time_allows():
+    drafts, requests = crowd(16, 0.001, 0.1)
+    assert write(drafts, requests, noise, 40) == 0
+    assert len(Asked.asked) == 6, "after the first step, then after every eighth"
+    drafts.stop()
+    drafts, requests = crowd(16, 1.0, 100.0)
+    assert write(drafts, requests, noise, 40) == 0
+    assert len(Asked.asked) == 40, "a step of a second can spare the time"
+    drafts.stop()
+    drafts, requests = crowd(8, 0.001, 0.1)
+    write(drafts, requests, noise, 40)
+    assert len(Asked.asked) == 40, "few samples are drafted for after every step"
+    drafts.stop()
+
+
+def test_a_sample_whose_drafts_pay_is_drafted_for_after_every_step():
+    """Half of the samples say the same 20 tokens again and again; the others say what nobody has said."""
+
+    def text(sample: int, place: int) -> int:
+        return ANSWER[place % 20] if sample < 8 else 10_000 + sample * 1_000 + place
+
+    drafts, requests = crowd(16, 0.001, 0.00101)
+    assert write(drafts, requests, text, 40) > 16 * 8
+    tokens = [request.num_tokens - len(PROMPT) for request in requests.values()]
+    assert min(tokens[:8]) > 60 and tokens[8:] == [40] * 8
+    assert Asked.asked == [0] * 3 + [8] * 17, "after steps 1, 8 and 16, and after each from 24 on"
+    report = drafts.close("c0")
+    assert report.verifications == 40 and report.accepted.sum() == tokens[0] - 40
+    drafts.stop()
+
+
+def test_tokens_that_no_draft_was_looked_for_after_are_known_when_their_chunk_ends():
+    drafts, requests = crowd(16, 0.001, 0.1)
+    write(drafts, requests, lambda sample, place: ANSWER[place], 13)
+    chunk = ChunkRequest(
+        "copy", 0, PROMPT, len(PROMPT), 60, SamplingParams(), 0,
+        draft=DraftPlan(GroupRef("b/p", "key"), 3, 0, 60, (0, 0), FIXED),
+    )  # fmt: skip
+    drafts.close("c3")
+    request = Request(len(PROMPT))
+    drafts.open(chunk, request)
+    drafts.made("copy", ANSWER[:1])
+    drafts.propose()
+    assert request.spec_token_ids == ANSWER[1:9], "of all thirteen tokens that the chunk before it has made"
+    drafts.stop()

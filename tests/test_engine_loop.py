@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tailrace.deployments.engine.engine_loop import LOAD_ALLOWANCE_S, SLOW_STEPS, STEP_ALLOWANCE_S, EngineLoop
+from tailrace.deployments.engine.engine_loop import (
+    LOAD_ALLOWANCE_S,
+    SLOW_STEPS,
+    SNAPSHOT_S,
+    STEP_ALLOWANCE_S,
+    EngineLoop,
+)
 from tailrace.deployments.messages.errors import EngineDown
 
 
@@ -18,6 +24,7 @@ class Script:
         self.progress_s = 0.0
         self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
         self.in_step = lambda: None
+        self.steps_of_a_chunk, self.snapshots = 1, 0
 
     @property
     def busy(self):
@@ -37,6 +44,9 @@ class Script:
         self.in_step()
         if self.on_step:
             raise self.on_step
+        self.steps_of_a_chunk -= 1
+        if self.steps_of_a_chunk > 0:
+            return []
         ended, self.running = self.running, []
         return [(chunk_id, f"result of {chunk_id}") for chunk_id in ended]
 
@@ -55,6 +65,7 @@ class Script:
         return not self.running
 
     def stats(self):
+        self.snapshots += 1
         version, _, digest = self.loaded[-1] if self.loaded else (0, "", "start")
         return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest, asleep=())
 
@@ -88,6 +99,19 @@ def test_a_chunk_is_answered_once_and_a_refused_one_alone(loop):
     assert loop.turn(0.0)
     assert (first, second) == (["result of a"], ["result of b"])
     assert [str(error) for error in twice] == ["already running here"]
+
+
+def test_figures_are_renewed_by_news_and_by_age_not_by_every_step(loop, script):
+    script.step_s, script.steps_of_a_chunk = SNAPSHOT_S / 8, 100
+    answers = submit(loop, "a")
+    loop.turn(0.0)
+    assert script.snapshots == 2, "a chunk came"
+    while not answers:
+        before = script.snapshots
+        loop.turn(0.0)
+    assert 2 + 99 // 9 <= script.snapshots <= 3 + 99 // 8 and script.snapshots > before, "a chunk ended"
+    loop.turn(0.0)
+    assert script.snapshots > before + 1, "an idle engine's are of now"
 
 
 def test_a_load_waits_for_chunks_in_flight_and_later_chunks_for_the_load(loop, script):

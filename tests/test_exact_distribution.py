@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 import torch
+import torch_kernel
 from scipy.stats import chisquare
 
-from tailrace.deployments.vllm_exact import kernel_cpu, kernel_gpu
+from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.sampler import verify
 
 VOCAB, SAMPLES, DRAFTS = 12, 6000, 3
-KERNELS = {"cpu": kernel_cpu.sample_rows, "torch": lambda a, *rest: kernel_gpu.sample_rows(torch.from_numpy(a), *rest)}
+KERNELS = {
+    "cpu": kernel_cpu.sample_rows,
+    "torch": lambda a, *rest: torch_kernel.sample_rows(torch.from_numpy(a), *rest),
+}
 FILTERS = {
     "plain": {},
     "cool": {"temperature": 0.5},

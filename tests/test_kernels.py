@@ -5,10 +5,14 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
+import torch_kernel
 
-from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu, kernel_gpu
+from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu
 
-KERNELS = {"cpu": kernel_cpu.sample_rows, "torch": lambda a, *rest: kernel_gpu.sample_rows(torch.from_numpy(a), *rest)}
+KERNELS = {
+    "cpu": kernel_cpu.sample_rows,
+    "torch": lambda a, *rest: torch_kernel.sample_rows(torch.from_numpy(a), *rest),
+}
 KINDS = {
     "keys": np.uint64, "positions": np.int64, "temperature": np.float32, "top_p": np.float32,
     "top_k": np.int32, "min_p": np.float32, "forced": np.int32, "tolerance": np.float32,

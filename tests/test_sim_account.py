@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tailrace.app.cli import run
-from tailrace.app.simulator.account import PARTS
+from tailrace.app.simulator.report import PARTS
 from tailrace.app.simulator.systems import Setup, system
 from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
 
@@ -51,7 +51,7 @@ def test_the_last_samples_of_all_steps_count():
 
 
 def test_the_command_shows_it_and_leaves_it_out_unless_asked(capsys):
-    words = ["simulate", "--workload", "das-7b-16k", "--scale", "0.02", "--compare", "routed,tailrace"]
+    words = ["simulate", "--workload", "das-7b-16k", "--scale", "0.01", "--compare", "routed,tailrace"]
     assert run([*words, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out.splitlines()[-1])["mean"]["tailrace"]
     assert all(plain[f"last_{part}"] is None for part in PARTS)

@@ -36,7 +36,7 @@ class Way:
         self._breaks += 1
 
     def _arrive(self) -> None:
-        """The first frame is due. A loop may call what is due at one time in any order."""
+        """The first frame is due. A loop may call those of one time in any order."""
         held_s = max(self._replica.parted_until_s, self._replica.silent_until_s)
         if held_s > self._loop.time():
             self._last_s = max(self._last_s, held_s)

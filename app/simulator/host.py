@@ -18,7 +18,7 @@ from tailrace.app.simulator.fleet import ModelledFleet
 from tailrace.app.simulator.occupancy_series import OccupancySeries
 from tailrace.app.simulator.replica import ModelledReplica
 from tailrace.app.simulator.speculation import AcceptanceSource, Speculation, by_policy
-from tailrace.app.simulator.types import Cluster, Ended, Moment, SimulatedRun, Span, Workload
+from tailrace.app.simulator.types import TURN_MARK, Cluster, Ended, Moment, SimulatedRun, Span, Workload
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
@@ -40,9 +40,6 @@ HOLD_S = 3600.0
 
 KEPT_S = 60.0
 """For which the pool keeps the prompt of a request that has ended (`IDLE_S` of `deployments.batches.open_sessions`)."""
-
-TURN_MARK = "@"
-"""Between a sample's id and the number of a turn that is a request of its own."""
 
 TICK_S = 1.0
 """Between ticks at which nothing has come, where the core looks around by itself: a live one looks more often, and

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Literal
 
 from tailrace.app.simulator.acceptance import BestOf, Chances, ModelledMethod
-from tailrace.app.simulator.account import account
 from tailrace.app.simulator.bounds import bounds
 from tailrace.app.simulator.decoupled import Odds
 from tailrace.app.simulator.hardware import replica_model
 from tailrace.app.simulator.host import simulate
 from tailrace.app.simulator.race_methods import RaceMethods, RacingSpeculation, race_methods_of
+from tailrace.app.simulator.report import account
 from tailrace.app.simulator.scenario import Scenario
 from tailrace.app.simulator.speculation import Speculation, by_policy
 from tailrace.app.simulator.types import Cluster, SimulatedRun, Workload, WorkloadGroup

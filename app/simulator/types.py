@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+TURN_MARK = "@"
+"""Between a sample's id and the number of a turn that is a request of its own."""
+
 
 class Gap(NamedTuple):
     """Between two turns of a sample: after `tokens` tokens of all turns so far a tool takes `tool_s` seconds, and

@@ -16,6 +16,7 @@ from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.observability import command as observability
 from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.overhead import command as overhead
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
 from benchmarks.commands.tail import command as tail
@@ -58,6 +59,7 @@ command.add_command(fleet)
 command.add_command(http)
 command.add_command(ladder, "ladder")
 command.add_command(observability)
+command.add_command(overhead)
 command.add_command(processes)
 command.add_command(results)
 command.add_command(tail)
@@ -99,9 +101,19 @@ def simulator(samples, replicas, tokens, drafting, as_json):
 
 
 @command.command()
+@click.option("--triton", is_flag=True, help="Instead: the GPU's kernel, interpreted, against the CPU's; bytes a row.")
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=20_000, show_default=True, help="With --triton: rows drawn."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="With --triton: of the rows.")
 @AS_JSON
-def sampler(as_json):
-    """Milliseconds a row of the exact sampling kernels, beside plain torch."""
+def sampler(triton, rows, seed, as_json):
+    """Milliseconds a row of the exact sampling kernel, beside plain torch."""
+    if triton:
+        from benchmarks.engine.sampler_triton import measure as compare
+
+        print_result(compare(rows, seed, say), as_json)
+        return
     from benchmarks.engine.sampler import measure
 
     print_result(measure(), as_json)

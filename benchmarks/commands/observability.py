@@ -19,7 +19,7 @@ CHUNK_TOKENS = 64
 @click.option("--steps", type=click.IntRange(min=8), default=300, show_default=True, help="With vLLM's own figures.")
 @AS_JSON
 def command(part, replicas, running, speed, pairs, every_group, rounds, steps, as_json):
-    """What metrics, traces and a board add to the coordinator's loop and to an engine's step, within one run each.
+    """Shares that metrics, traces and a board add to the coordinator's loop and an engine's step, in one run each.
 
     The real coordinator over a modelled fleet as in `bench fleet`, and one engine with the demo model. A collector's
     process takes the spans. vLLM's own figures are measured too: the service leaves them off.

@@ -10,14 +10,14 @@ ROUNDS = 7
 
 
 def measure(rows: int = 16, vocab: int = 49152, threads: tuple[int, ...] = (1, 2)) -> dict:
-    """ms per row of `rows` rows of `vocab` normal logits (spread 3), per kernel; torch ones per number of threads.
+    """ms per row of `rows` rows of `vocab` normal logits (spread 3), per kind; torch's per number of threads.
 
     race: softmax and q.exponential_().argmax, what samplers without replayable noise do.
     """
     import numpy as np
     import torch
 
-    from tailrace.deployments.vllm_exact import kernel_cpu, kernel_gpu
+    from tailrace.deployments.vllm_exact import kernel_cpu
 
     rng = np.random.default_rng(0)
     tensor = torch.from_numpy((3 * rng.standard_normal((rows, vocab))).astype(np.float32))
@@ -47,7 +47,6 @@ def measure(rows: int = 16, vocab: int = 49152, threads: tuple[int, ...] = (1, 2
         "numba_top_k_50": (None, lambda: kernel_cpu.sample_rows(tensor, *best_of)),
     }
     for count in threads:
-        cases[f"torch_{count}_threads"] = (count, lambda: kernel_gpu.sample_rows(tensor, *plain))
         cases[f"race_{count}_threads"] = (count, race)
     best_ms = dict.fromkeys(cases, float("inf"))
     before = torch.get_num_threads()

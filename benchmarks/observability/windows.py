@@ -1,4 +1,4 @@
-"""Windows of a coordinator with all observers and without, and what these cost by them. Pure arithmetic."""
+"""Windows of a coordinator with all observers and without, and the cost of these by them. Pure arithmetic."""
 
 from typing import NamedTuple
 

@@ -18,6 +18,7 @@ from tailrace.deployments.draft_index.match_kernels import (
     NOBODY,
     PAST,
     PROMPT,
+    REACH,
     TRACKS,
     WEIGHT_ONE,
     context,
@@ -133,7 +134,7 @@ class GroupIndex:
         last = -1 if gap else sample.last
         sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
         sample.known = start + len(tokens)
-        if sample.row < 0:  # else its next draft does it
+        if sample.row < 0 or len(tokens) > REACH // 2:  # else its next draft does it
             self._evidence.note(tokens)
             sample.noted = sample.known
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +37,7 @@ if TYPE_CHECKING:  # the feed imports Ray, which nothing else here needs
     from tailrace.deployments.drafting.forks import Fork, Forks
 
 ALL_EVIDENCE = 8
-"""Maximum samples in a step at which each is drafted with all its evidence.
+"""Maximum samples in a step at which each is drafted with all its evidence, after every step.
 
 With 64 samples, each uses an eighth of its evidence. By `bench budgets` that costs 0.7 % of the throughput and saves
 half of the drafting time.
@@ -44,6 +45,13 @@ half of the drafting time.
 
 LOOK_S = 0.25
 """Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
+
+ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
+"""Seconds of asking the index for proposals, and for each sample: `bench overhead` on one core, 16 to 256 samples."""
+
+FUTILE_SHARE, FUTILE_STEPS = 0.02, 8
+"""Share of the time of steps that asking for drafts that do not pay may take, roughly, and maximum steps from one such
+question to the next. Where a step takes as long as 50 questions it asks after each, as engines on CPUs do."""
 
 FADE = 0.99
 """Decay of the replica's acceptance: a verification 70 ago weighs one half."""
@@ -65,6 +73,8 @@ class DraftedTokens:
     report: DraftReport
     draft: Proposal  # in verification now, or verified in the step that has just ended
     accepted: int = 0  # accepted tokens of `draft`
+    unread: list[int] = field(default_factory=list)  # the last tokens, which its group's index does not have yet
+    futile: bool = False  # its last proposal did not pay
 
 
 class EngineDrafts:
@@ -87,6 +97,7 @@ class EngineDrafts:
         self._groups, self._feed, self._model = GroupIndexes(config, feed, vocabulary), feed, model
         self._running: dict[str, DraftedTokens] = {}  # by chunk id
         self._fresh: list[DraftedTokens] = []  # those with new tokens in this step
+        self._steps = 0
         self._free: list[int] = []
         self._policy = self._memory = None
         self._times = StepCostEstimator()
@@ -136,32 +147,45 @@ class EngineDrafts:
         self._groups.settle()
 
     def made(self, chunk_id: str, tokens: list[int]) -> None:
-        """Takes the tokens of a chunk that a step has emitted: the accepted part of its draft, and one more."""
-        drafted = self._running.get(chunk_id)
-        if drafted is None or not tokens:
-            return
+        """Takes the tokens of one chunk, see `made_by`."""
+        self.made_by([(chunk_id, tokens)])
+
+    def made_by(self, made: Iterable[tuple[str, list[int]]]) -> None:
+        """Takes the tokens of chunks that a step has emitted: of each the accepted part of its draft, and one more."""
         began_s = time.perf_counter()
-        start = drafted.generated
-        drafted.generated += len(tokens)
-        draft = drafted.draft
-        drafted.accepted = accepted = accepted_tokens(draft.tokens.tolist(), tokens) if len(draft.tokens) else 0
-        drafted.report.count(draft.sources, accepted)
-        if len(draft.tokens):
-            self._accepted = FADE * self._accepted + accepted
-            self._drafted = FADE * self._drafted + len(draft.tokens)
-        if self._model is not None:
-            self._model.made(chunk_id, tokens)
-            if len(draft.sources) and draft.sources[0] == Source.MODEL:
-                self._model.judge(chunk_id, accepted, len(draft.tokens))
-        self._spread(drafted, start, tokens)
-        self._fresh.append(drafted)
+        running, fresh, model = self._running, self._fresh, self._model
+        for chunk_id, tokens in made:
+            drafted = running.get(chunk_id)
+            if drafted is None or not tokens:
+                continue
+            drafted.generated += len(tokens)
+            drafted.unread += tokens
+            drafted.accepted = 0
+            if model is not None:
+                model.made(chunk_id, tokens)
+            if len(drafted.draft.tokens):
+                self._count(drafted, tokens)
+            else:
+                drafted.report.verifications += 1
+            fresh.append(drafted)
         self._spent_s += time.perf_counter() - began_s
+
+    def _count(self, drafted: DraftedTokens, tokens: list[int]) -> None:
+        """Counts the accepted tokens of a chunk's draft; `tokens`: those that its verification has emitted."""
+        draft = drafted.draft
+        drafted.accepted = accepted = accepted_tokens(draft.tokens.tolist(), tokens)
+        drafted.report.count(draft.sources, accepted)
+        self._accepted = FADE * self._accepted + accepted
+        self._drafted = FADE * self._drafted + len(draft.tokens)
+        if self._model is not None and draft.sources[0] == Source.MODEL:
+            self._model.judge(drafted.chunk.chunk_id, accepted, len(draft.tokens))
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
         drafted = self._running.pop(chunk_id, None)
         if drafted is None:
             return None
+        self._read(drafted)
         self._groups.close(drafted.group)
         if self._model is not None:
             drafted.report.model_tested, drafted.report.model_accepted = self._model.close(chunk_id, goes_on)
@@ -180,7 +204,14 @@ class EngineDrafts:
     def heard(self, chunk: ChunkRequest, start: int, tokens: list[int]) -> None:
         """Takes tokens that a copy of the chunk has made: the chunk will make them too."""
         if (drafted := self._running.get(chunk.chunk_id)) is not None and tokens:
+            self._read(drafted)
             self._spread(drafted, start, tokens)
+
+    def _read(self, drafted: DraftedTokens) -> None:
+        """Brings the index up to a chunk's last token."""
+        if drafted.unread:
+            tokens, drafted.unread = drafted.unread, []
+            self._spread(drafted, drafted.generated - len(tokens), tokens)
 
     def _spread(self, drafted: DraftedTokens, start: int, tokens: list[int]) -> None:
         """Gives new tokens to the index here and to the mates on other engines."""
@@ -192,19 +223,39 @@ class EngineDrafts:
     def propose(self, forks: Forks | None = None) -> None:
         """Sets drafts after a step: the next draft on each continuing request, the other branches on its forks."""
         began_s = time.perf_counter()
-        self._groups.receive()
-        fresh = [drafted for drafted in self._fresh if drafted.chunk.chunk_id in self._running]
-        fresh, self._fresh = self._apart(fresh)
+        fresh, self._fresh = self._fresh, []
         cost = self._times.cost()
-        if fresh and cost is not None and self._policy.max_draft_tokens:
-            proposals = self._proposals(fresh, cost)
-            budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
-            for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
-                drafted.draft = draft = proposal.first(budget) if budget else NOTHING
-                drafted.request.spec_token_ids = draft.tokens.tolist() if budget else []
-                if forks is not None and budget:
-                    self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
+        self._steps += 1
+        due = self._model is not None or forks is not None or self._is_due(len(fresh), cost)
+        if due or not all([drafted.futile for drafted in fresh]):
+            self._draft(fresh, cost, due, forks)
         self._spent_s += time.perf_counter() - began_s
+
+    def _is_due(self, running: int, cost: StepCost | None) -> bool:
+        """Returns whether drafts are looked for after this step for all samples, or only for those whose drafts pay."""
+        if cost is None or running <= ALL_EVIDENCE:
+            return True
+        asking_s, step_s = ASK_S + ASK_SAMPLE_S * running, float(cost.at(running))
+        return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / (FUTILE_SHARE * step_s))) == 0
+
+    def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, forks: Forks | None) -> None:
+        """Runs `propose` for all chunks with new tokens, or, unless `due`, for those alone whose drafts pay."""
+        fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
+        groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
+        for drafted in self._running.values():
+            if due or id(drafted.group) in groups:
+                self._read(drafted)
+        self._groups.receive()
+        fresh, self._fresh = self._apart(fresh)
+        if not fresh or cost is None or not self._policy.max_draft_tokens:
+            return
+        proposals = self._proposals(fresh, cost, due)
+        budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
+        for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
+            drafted.draft, drafted.futile = proposal.first(budget) if budget else NOTHING, not budget
+            drafted.request.spec_token_ids = drafted.draft.tokens.tolist() if budget else []
+            if forks is not None and budget:
+                self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
 
     def _apart(self, fresh: list[DraftedTokens]) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
         """Returns chunks in the next step, and chunks that skip it because they alternate with their draft models."""
@@ -218,13 +269,18 @@ class EngineDrafts:
             parts[waits].append(drafted)
         return parts
 
-    def _proposals(self, fresh: list[DraftedTokens], cost: StepCost) -> list[Proposal]:
-        """Returns each chunk's proposal, group by group: one call of the index serves all samples of a group."""
+    def _proposals(self, fresh: list[DraftedTokens], cost: StepCost, due: bool) -> list[Proposal]:
+        """Returns each chunk's proposal, group by group: one call of the index serves all samples of a group.
+
+        Unless all are due, chunks whose last proposal did not pay get nothing.
+        """
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
         most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
         proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
         for row, drafted in enumerate(fresh):
-            guess = self._from_model(drafted, most) if self._model is not None else NOTHING
+            if drafted.futile and not due:
+                continue
+            guess = NOTHING if self._model is None else self._from_model(drafted, most)
             if len(guess.tokens):
                 proposals[row] = guess
             elif self._indexed:
@@ -245,6 +301,8 @@ class EngineDrafts:
         if index.known(sample_index) > drafted.generated:  # a copy, or a lost chunk, has made more
             known = index.ahead(sample_index, drafted.generated, most)
             guess = guess.after(known).first(most) if len(known) else NOTHING
+        if not len(guess.tokens):
+            return guess
         room = self._room(drafted)
         return guess if len(guess.tokens) <= room else guess.first(max(0, room))
 
@@ -282,21 +340,21 @@ class EngineDrafts:
                 row[: len(proposal.right)] = proposal.right
         plans = [drafted.chunk.draft for drafted in fresh]
 
-        def column(values, kind=np.int32):
-            return np.fromiter(values, kind, count)
+        def column(values: list, kind=np.int32):
+            return np.array(values, kind)
 
         return DraftView(
             right=right,
-            proposed=column(len(p.tokens) for p in proposals),
-            match_tokens=column(p.match_tokens for p in proposals),
-            slot=column((d.slot for d in fresh), np.int64),
-            verifications=column((d.report.verifications - 1 for d in fresh), np.int64),
-            drafted_last=column(len(d.draft.tokens) for d in fresh),
-            accepted_last=column(d.accepted for d in fresh),
-            generated=column(d.generated for d in fresh),
-            expected=column(plan.expected_tokens for plan in plans),
-            medium_at=column(plan.class_starts[0] for plan in plans),
-            long_at=column(plan.class_starts[1] for plan in plans),
+            proposed=column([len(p.tokens) for p in proposals]),
+            match_tokens=column([p.match_tokens for p in proposals]),
+            slot=column([d.slot for d in fresh], np.int64),
+            verifications=column([d.report.verifications - 1 for d in fresh], np.int64),
+            drafted_last=column([len(d.draft.tokens) for d in fresh]),
+            accepted_last=column([d.accepted for d in fresh]),
+            generated=column([d.generated for d in fresh]),
+            expected=column([plan.expected_tokens for plan in plans]),
+            medium_at=column([plan.class_starts[0] for plan in plans]),
+            long_at=column([plan.class_starts[1] for plan in plans]),
             acceptance=self._accepted / self._drafted,
             cost=cost,
         )

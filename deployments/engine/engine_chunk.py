@@ -41,6 +41,11 @@ class EngineChunk:
         """Returns whether its KV is saved although it has come to a stop: its sample has another turn."""
         return self.chunk.kv is not None and self.chunk.kv.save_stopped
 
+    def take(self, token_ids: list[int]) -> None:
+        """Takes the tokens, one or more, that a step has emitted."""
+        self.token_ids += token_ids
+        self.verifications += 1
+
     def has_tokens(self, now_s: float, output) -> None:
         """Notes its first tokens. `output`: vLLM's RequestOutput of the step."""
         if self.first_token_s is None:

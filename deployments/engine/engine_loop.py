@@ -37,6 +37,10 @@ LOAD_ALLOWANCE_S = 900.0
 """Seconds that a load of weights may take: hundreds of GB come from a network folder."""
 
 
+SNAPSHOT_S = 0.02
+"""Maximum age of the figures of an engine whose steps bring new tokens alone; whatever else happens renews them."""
+
+
 class EngineLoop:
     """`now`: a monotonic clock, seconds. One thread calls `turn` and `end`; any thread may call the other methods."""
 
@@ -47,7 +51,7 @@ class EngineLoop:
         self._later: deque[tuple] = deque()  # a load of weights that waits for running chunks, and later commands
         self._lock = threading.Lock()  # between `submit` and the end of the loop, which answers the remaining calls
         self._down: EngineDown | None = None
-        self._stats = stepper.stats()
+        self._stats, self._snapshot_s = stepper.stats(), now()
         self._turn_began_s: float | None = None  # of the turn in progress; None between turns
         self._allowance_s = STEP_ALLOWANCE_S
         self._slowest_s = 0.0
@@ -91,7 +95,7 @@ class EngineLoop:
 
     def transfer_weights(self, transfer: Transfer) -> Future[str]:
         """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
-        return self._ask(self._transfer, transfer)
+        return self._ask(self._slowly, self._stepper.transfer_weights, transfer)
 
     def fall_asleep(self) -> Future[None]:
         """Gives back the memory of weights and KV after the chunks in flight. `load_weights` brings the weights back,
@@ -105,15 +109,15 @@ class EngineLoop:
 
     def read_weights(self) -> Future[WeightsRead]:
         """Gives the weights as they are computed with. Takes seconds, in which no step ends."""
-        return self._ask(self._read)
+        return self._ask(self._slowly, self._stepper.read_weights)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
         """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
-        return self._ask(self._refusal, source)
+        return self._ask(self._slowly, self._stepper.weights_refusal, source)
 
     def load_adapter(self, path: str) -> Future[str]:
         """Loads a folder's adapter between two steps. Gives its digest, or AdapterRefused, one line."""
-        return self._ask(self._load_adapter, path)
+        return self._ask(self._slowly, self._stepper.adapters.load, path)
 
     def name_adapter(self, adapter: Adapter) -> Future[None]:
         """From now on reports this content of a name, unless a later one is known."""
@@ -127,7 +131,7 @@ class EngineLoop:
         return self._ask(self._stepper.peek, chunk_id)
 
     def stats(self) -> EngineStats:
-        """Returns the latest snapshot, made after a step; costs nothing."""
+        """Returns the latest snapshot, made after a step, SNAPSHOT_S or a step old; costs nothing."""
         return self._stats
 
     @property
@@ -156,13 +160,16 @@ class EngineLoop:
         """Obeys the inbox and steps once. Returns False when the loop is down. Waits up to `wait_s` if it is idle."""
         waiting = self._next(0.0 if self._stepper.busy else wait_s)
         self._turn_began_s = began_s = self._now()
+        news = waiting is not None or not self._stepper.busy
         try:
             self._obey(waiting)
             if self._stepper.busy:
                 for chunk_id, result in self._stepper.step():
                     self._on_done.pop(chunk_id)(result)
+                    news = True
             self._catch_up()
-            self._stats = self._stepper.stats()
+            if news or began_s - self._snapshot_s >= SNAPSHOT_S:
+                self._stats, self._snapshot_s = self._stepper.stats(), began_s
         except Exception as error:  # noqa: BLE001 - the edge of the loop: every chunk gets the error, Serve restarts
             self._stop(f"engine {self._stats.replica_id}: a step failed: {error!r}")
         self._turn_began_s = None
@@ -276,21 +283,9 @@ class EngineLoop:
         self._stepper.wake_kv()
         self._stats = self._stepper.stats()
 
-    def _read(self) -> WeightsRead:
+    def _slowly(self, command: Callable, *args):
         self._allowance_s = LOAD_ALLOWANCE_S
-        return self._stepper.read_weights()
-
-    def _refusal(self, source: str) -> str | None:
-        self._allowance_s = LOAD_ALLOWANCE_S
-        return self._stepper.weights_refusal(source)
-
-    def _transfer(self, transfer: Transfer) -> str:
-        self._allowance_s = LOAD_ALLOWANCE_S
-        return self._stepper.transfer_weights(transfer)
-
-    def _load_adapter(self, path: str) -> str:
-        self._allowance_s = LOAD_ALLOWANCE_S
-        return self._stepper.adapters.load(path)
+        return command(*args)
 
     def _rejoin(self, master_address: str) -> None:
         self._stepper.rejoin_pool(master_address)

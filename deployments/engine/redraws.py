@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tailrace.deployments.engine.engine_chunk import EngineChunk
+from tailrace.deployments.engine.step_outputs import StepOutputs
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
 from tailrace.deployments.vllm_exact.pause import alone
@@ -24,20 +25,22 @@ IDLE_STEPS = 8
 
 
 class Redraws:
-    """The redraws of one engine. `engine`: vLLM's. `drop`: ends the account of a vLLM request, by its own id.
+    """The redraws of one engine. `drop`: ends the account of a vLLM request, by its own id.
 
     `replace`: takes a chunk's id and the request that continues it.
     """
 
     def __init__(
         self,
-        engine,
+        outputs: StepOutputs,
         requests: Requests,
         has_pool: bool,
         drop: Callable[[str], None],
         replace: Callable[[str, object], None],
     ):
-        self._engine, self._requests, self._drop, self._replace = engine, requests, drop, replace
+        self._engine, self._outputs, self._requests = outputs.engine, outputs, requests
+        self._drop, self._replace = drop, replace
+        engine = outputs.engine
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._step_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._max_model_len = engine.vllm_config.model_config.max_model_len
@@ -80,9 +83,9 @@ class Redraws:
         with alone(self._scheduler):
             request = self._requests.add(name, chunk, context, 1, self._kv, private=True)
             for _ in range(len(context) // self._step_tokens + IDLE_STEPS):
-                for output in self._engine.step():
-                    if output.request_id == name:
-                        drawn = output.outputs[0]
+                for output in self._outputs.step():
+                    if output.name == name:
+                        drawn = output
                     else:
                         outputs.append(output)
                 if drawn is not None:
@@ -91,7 +94,7 @@ class Redraws:
                 raise RuntimeError(f"{name}: no room for {len(context)} tokens, although it was reserved")
         record = self._engine.collective_rpc("take_record", args=(request.request_id, len(context), 1))[0]
         self._drop(request.request_id)
-        return drawn.token_ids[0], drawn.finish_reason == "stop", record
+        return drawn.token_ids[0], drawn.reason == "stop", record
 
     def _change(self, running: EngineChunk, context: np.ndarray, ended: bool, left: int) -> None:
         """Ends the chunk's request, which holds another token last; `left`: tokens that a new request may make."""

@@ -18,6 +18,7 @@ from tailrace.deployments.engine.adapters import Adapters
 from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
 from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.redraws import Redraws
+from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
 from tailrace.deployments.engine.weight_calls import WeightCalls
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
@@ -45,9 +46,11 @@ class Stepper(WeightCalls):
         model: Drafters | None = None,
     ):
         self._engine = launch(config, rank, pool)
+        self._outputs = StepOutputs(self._engine)
         self._weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
+        self._unscheduled: dict[str, EngineChunk] = {}  # those of them that no step has computed yet
         self._ended: list[tuple[str, ChunkResult | Exception]] = []  # not handed out yet
         self.progress_s = 0.0  # when a step last made tokens, on the monotonic clock
         self._past_preemptions = 0
@@ -56,14 +59,11 @@ class Stepper(WeightCalls):
         self._requests = Requests(self._engine, *exact, self.adapters.request)
         if self._requests.eos_token_id is None:
             raise ValueError(f"model {config.model}: its tokenizer names no end-of-sequence token")
-        settings = self._engine.vllm_config
         self._constant = {
+            **self._requests.limits(),
             "replica_id": replica_id,
-            "block_tokens": settings.cache_config.block_size,
-            "kv_capacity_blocks": self._requests.kv_blocks,
             "max_running": config.max_running,
             "max_loras": self.adapters.slots,
-            "max_model_len": settings.model_config.max_model_len,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
         self._speeds, self._link, self._drafts = SpeedEstimator(), None, None
@@ -77,16 +77,14 @@ class Stepper(WeightCalls):
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
-            vocabulary = settings.model_config.get_vocab_size()
-            self._drafts = EngineDrafts(config.draft, settings.model_config.max_model_len, feed, model, vocabulary)
+            length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
+            self._drafts = EngineDrafts(config.draft, length, feed, model, vocabulary)
         parts = self._requests, config.draft, self._constant, pool is not None, self._forget
         self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
-        self._redraws = Redraws(self._engine, self._requests, pool is not None, self._forget, self._replace)
+        self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
         self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
         self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
-        warmup.warm_up(self)
-        if self._drafts is not None:
-            warmup.rehearse(self, self._constant["max_running"], self._constant["draft_tokens"])
+        warmup.warm_up(self, config.max_running, config.draft.draft_tokens if self._drafts is not None else 0)
         self.reset_cache()
         self._work = Counter(dict.fromkeys(self._work, 0))
         self._step_counts = [0] * len(self._step_counts)
@@ -122,7 +120,8 @@ class Stepper(WeightCalls):
         except ValueError:
             self.adapters.free(chunk)
             raise
-        self._running[chunk.chunk_id] = EngineChunk(chunk, request.request_id, request, submitted_s)
+        running = EngineChunk(chunk, request.request_id, request, submitted_s)
+        self._running[chunk.chunk_id] = self._unscheduled[chunk.chunk_id] = running
         if self._drafts is not None:
             self._drafts.open(chunk, request)
 
@@ -152,14 +151,14 @@ class Stepper(WeightCalls):
         if self._forks is not None:
             self._forks.fit(self._chunks())
         began_s = time.monotonic()
-        outputs = self._engine.step()
+        outputs = self._outputs.step()
         ended_s = time.monotonic()
         self._redraws.after_step()
         self._work.update(steps=1, step_us=int((ended_s - began_s) * 1e6))
         self._step_counts[bisect_left(STEP_BOUNDS_S, ended_s - began_s)] += 1
-        for running in self._running.values():
-            if running.scheduled_s is None and running.request.num_computed_tokens > 0:
-                running.scheduled_s = began_s
+        for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
+            running.scheduled_s = began_s
+            del self._unscheduled[running.chunk.chunk_id]
         self._receive(outputs, ended_s)
         self.progress_s = ended_s if outputs else self.progress_s
         if not outputs:
@@ -176,28 +175,41 @@ class Stepper(WeightCalls):
         ended, self._ended = self._ended, []
         return ended
 
-    def _receive(self, outputs: list, ended_s: float) -> None:
-        """Takes the outputs of a step; redraws may add some."""
+    def _receive(self, outputs: list[StepOutput], ended_s: float) -> None:
+        """Takes the outputs of a step, in one pass; redraws may add some."""
+        made, ended = [], []
         for output in outputs:
+            name, token_ids, reason, whole = output
             if self._forks is not None and self._is_forks(output):
                 continue
-            running, made = self._running[output.request_id], output.outputs[0]
-            reason = made.finish_reason if output.finished else None
-            token_ids, reason = self._redraws.settle(running, made.token_ids, reason, outputs)
-            token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
-            if stopped and reason is None:
-                self._leave(running, keep_kv=running.keeps_kv)
-            self._take(running, token_ids)
-            running.has_tokens(ended_s, output)
-            if stopped or reason is not None:
-                self._finish(output.request_id, "stop" if stopped else reason)
+            running = self._running[name]
+            if self._requests.redraws or running.chunk.sampling.stop:
+                token_ids, reason = self._cut(running, output, outputs)
+            if token_ids:
+                running.take(token_ids)
+                made.append((name, token_ids))
+            running.has_tokens(ended_s, whole)
+            if reason is not None:
+                ended.append((name, reason))
+        self._work.update(tokens=sum([len(token_ids) for _, token_ids in made]), verifications=len(made))
+        if self._drafts is not None:
+            self._drafts.made_by(made)
+        for name, reason in ended:
+            self._finish(name, reason)
 
-    def _is_forks(self, output) -> bool:
+    def _cut(self, running: EngineChunk, output: StepOutput, outputs: list) -> tuple[list[int], str | None]:
+        """Returns the tokens of an output, the last one redrawn if close, up to a stop text; and the reason to end."""
+        token_ids, reason = self._redraws.settle(running, output.token_ids, output.reason, outputs)
+        token_ids, stopped = running.until_stop(token_ids, self._requests.decode)
+        if stopped and reason is None:
+            self._leave(running, keep_kv=running.keeps_kv)
+        return token_ids, "stop" if stopped else reason
+
+    def _is_forks(self, output: StepOutput) -> bool:
         """Returns whether a fork made these tokens; its chunk then drafts from them."""
-        token_ids = output.outputs[0].token_ids
-        taken = self._forks.take(output.request_id, token_ids, output.finished)
+        taken = self._forks.take(output.name, output.token_ids, output.reason is not None)
         if taken is not None:
-            self._drafts.heard(*taken, token_ids)
+            self._drafts.heard(*taken, output.token_ids)
         return taken is not None
 
     def _branch(self) -> None:
@@ -220,13 +232,6 @@ class Stepper(WeightCalls):
         if self._drafts is not None:
             self._drafts.replace(chunk_id, request)
 
-    def _take(self, running: EngineChunk, token_ids: list[int]) -> None:
-        running.token_ids += token_ids
-        running.verifications += bool(token_ids)
-        self._work.update(tokens=len(token_ids), verifications=bool(token_ids))
-        if self._drafts is not None:
-            self._drafts.made(running.chunk.chunk_id, token_ids)
-
     def _finish(self, chunk_id: str, reason: str) -> None:
         running = self._running[chunk_id]
         end = ENDS.get(reason, ChunkEnd.ABORTED)
@@ -248,6 +253,7 @@ class Stepper(WeightCalls):
     def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult:
         """Closes a chunk and returns its result. `goes_on`: the sample may have another chunk here."""
         running = self._running.pop(chunk_id)
+        self._unscheduled.pop(chunk_id, None)
         self.adapters.free(running.chunk)
         self._past_preemptions += running.request.num_preemptions
         record = self._redraws.keep(running, len(running.token_ids))

@@ -24,12 +24,14 @@ ANSWER, WRONG = 1, 2
 """The forced token of a rehearsed chunk, and the token of its drafts, which always differs."""
 
 
-def warm_up(stepper) -> None:
-    """Compiles the kernels and measures prompts. `stepper`: an idle Stepper."""
+def warm_up(stepper, max_running: int, draft_tokens: int) -> None:
+    """Compiles the kernels and measures prompts, and drafts of up to `draft_tokens`. `stepper`: an idle Stepper."""
     for tokens in CONTEXT_TOKENS:
         stepper.add(chunk_of("warm-up", tokens, 2, stepper.stats().weights_version), time.monotonic())
         while stepper.busy:
             stepper.step()
+    if draft_tokens:
+        rehearse(stepper, max_running, draft_tokens)
 
 
 def rehearse(stepper, max_running: int, draft_tokens: int) -> None:

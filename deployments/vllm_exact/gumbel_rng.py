@@ -2,8 +2,8 @@
 
 The numbers of position `t` of the sample with 64-bit key `k` are a SplitMix64 stream (Steele, Lea, Flood 2014,
 "Fast splittable pseudorandom number generators") seeded by output `t` of the SplitMix64 stream seeded by `k`.
-Invariant: they depend on (key, position, vocabulary index) only, and both kernels make the same integers.
-This file is the reference in plain Python; kernel_cpu.py and kernel_gpu.py repeat it in numba and torch.
+Invariant: they depend on (key, position, vocabulary index) only, and all kernels make the same integers.
+This file is the reference in plain Python; kernel_cpu.py and fused/noise.py repeat it in numba and Triton.
 It also holds the two other numbers that the kernels share.
 """
 

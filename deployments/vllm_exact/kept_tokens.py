@@ -8,8 +8,8 @@ that of a draw of it, as `sample_rows` reports it. Called by sampler.py for the 
 import numpy as np
 import torch
 
+from tailrace.deployments.vllm_exact.filters_torch import floors
 from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
-from tailrace.deployments.vllm_exact.kernel_gpu import floors
 
 
 def kept_tokens(logits: torch.Tensor, columns: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
@@ -17,7 +17,7 @@ def kept_tokens(logits: torch.Tensor, columns: dict[str, np.ndarray]) -> list[tu
 
     `columns`: `temperature`, `top_p`, `top_k`, `min_p` of the rows, [n]. A greedy row keeps its draw alone.
     """
-    greedy = columns["temperature"] < GREEDY_BELOW
+    greedy = columns["temperature"].astype(np.float64) < GREEDY_BELOW  # in float64, as in the kernels
     peaks = logits.argmax(dim=1)
     floor = _floors_cpu(logits, peaks, columns) if logits.device.type == "cpu" else _floors(logits, peaks, columns)
     kept = (logits >= floor[:, None]) & (logits > -torch.inf)
@@ -52,7 +52,7 @@ def top_logprobs(logits: torch.Tensor, count: int, columns: dict[str, np.ndarray
     """
     names = ("temperature", "top_p", "top_k", "min_p")
     heat, top_p, top_k, min_p = (torch.from_numpy(columns[name]).to(logits.device)[:, None] for name in names)
-    greedy = heat < GREEDY_BELOW
+    greedy = heat.double() < GREEDY_BELOW
     heat = torch.where(greedy, 1.0, heat).double()
     filters = torch.where(greedy, 1.0, top_p), torch.where(greedy, 0, top_k), torch.where(greedy, 0.0, min_p)
     ordered, tokens = logits.sort(dim=1, descending=True, stable=True)

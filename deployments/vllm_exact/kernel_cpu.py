@@ -5,7 +5,7 @@ It depends neither on the other rows nor on the machine's vector width. The marg
 The winner is argmin(E_i / p_i), p_i = exp((logit_i - max) / T).
 Since E = -log(u) >= 1 - u, an element can only win if 1 - u_i < best * p_i.
 That bound is tested in float32 over whole blocks. The few elements that pass are scored in float64.
-The bound's rounding therefore never decides. Called by sampler.py; kernel_gpu.py is its twin.
+The bound's rounding therefore never decides. Called by sampler.py; fused/kernel.py is its twin.
 """
 
 from math import exp, log

@@ -79,6 +79,10 @@ class LogprobStore:
                 self._open(req_id, int(position))
         return np.array([self._slot_of[req_id] for req_id in req_ids], np.int64)
 
+    def opened_at(self, slots: np.ndarray) -> np.ndarray:
+        """Returns i64[n]: the first position of the requests in these rows."""
+        return self._first[slots]
+
     def write(self, slots, positions, logprobs, raw_logprobs, margins, drafted=0, accepted=0):
         """Writes one entry per (slot, position), all i64[m]; the values are arrays [m] or one number.
 

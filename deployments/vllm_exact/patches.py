@@ -29,8 +29,12 @@ def verify_drafts_only(engine) -> None:
     vLLM does not pad when the number of draft tokens follows the batch's size.
     This patch sets a table by batch size with equal entries. vLLM's option for it would give up full graphs.
     Remove when the padding has a switch. `engine`: vLLM's LLMEngine, with speculation.
+
+    It also leaves out a pass over all requests after each step that would give them the drafts of `NoDrafts`: none. The
+    scheduler has dropped the drafts of the step before.
     """
-    scheduler = engine.engine_core.engine_core.scheduler
+    core = engine.engine_core.engine_core
+    core.check_for_draft_tokens, scheduler = False, core.scheduler
     scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (scheduler.max_num_running_reqs + 1)
 
 

@@ -43,7 +43,7 @@ class Requests:
         self._bad_words = lru_cache(256)(self._as_tokens)
         self._form_refusal = lru_cache(256)(form_check.refusal)
         model = engine.vllm_config.model_config
-        self._vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
+        self.vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
         self._no_features = features_unfit(model)
         self._tried: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # features and prompts that the model takes
         self.block_tokens = engine.vllm_config.cache_config.block_size
@@ -55,6 +55,11 @@ class Requests:
         if self.kv_blocks < 1:
             raise ValueError("redraw_close_calls: a redraw of max_model_len fills the KV cache; raise kv_cache_gib")
 
+    def limits(self) -> dict[str, int]:
+        """Returns the limits that never change, by their names in EngineStats."""
+        sizes = {"block_tokens": self.block_tokens, "kv_capacity_blocks": self.kv_blocks}
+        return sizes | {"max_model_len": self._max_model_len}
+
     def refusal(self, chunk: ChunkRequest) -> str | None:
         """Returns the reason, in a few words, why a chunk cannot run on this model, or None if it can."""
         context = len(chunk.token_ids)
@@ -64,9 +69,9 @@ class Requests:
             return f"the answer begins at {chunk.prompt_tokens}, {chunk.turn_start} in a context of {context} tokens"
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
-        if chunk.forced is not None and not all(0 <= token < self._vocabulary for token in chunk.forced):
+        if chunk.forced is not None and not all(0 <= token < self.vocabulary for token in chunk.forced):
             # Inside a step it would fail all chunks; vLLM itself checks the context only.
-            return f"forced has a token outside the vocabulary of {self._vocabulary}"
+            return f"forced has a token outside the vocabulary of {self.vocabulary}"
         return self._sampling_refusal(chunk.sampling)
 
     def _check_features(self, chunk: ChunkRequest) -> None:
@@ -89,8 +94,8 @@ class Requests:
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
-        if (wrong := next((token for token in tokens if token >= self._vocabulary), None)) is not None:
-            return f"token {wrong} is outside the vocabulary of {self._vocabulary}"
+        if (wrong := next((token for token in tokens if token >= self.vocabulary), None)) is not None:
+            return f"token {wrong} is outside the vocabulary of {self.vocabulary}"
         try:
             self._bad_words(sampling.bad_words)
         except ValueError as error:

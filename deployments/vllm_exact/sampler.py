@@ -97,7 +97,7 @@ class _Batch:
 
 
 class ExactSampler:
-    """A replacement of vLLM's `Sampler`. `kernel` is the module kernel_cpu or kernel_gpu."""
+    """A replacement of vLLM's `Sampler`. `kernel`: the module kernel_cpu, or fused.kernel."""
 
     logprobs_mode = "raw_logprobs"  # read by vLLM's warm-up
 
@@ -106,8 +106,16 @@ class ExactSampler:
         self._sample_rows = kernel.sample_rows
         self._batch: _Batch | None = None
         self._rule_book = RuleBook(model_runner)
-        self.records = LogprobStore()
+        self._records = LogprobStore()
         self._closed: dict[str, int] = {}  # request -> position of the close call that ended its last step
+
+    @property
+    def records(self) -> LogprobStore:
+        return self._records
+
+    def verifier(self) -> "ExactRejectionSampler":
+        """Returns the replacement of vLLM's `RejectionSampler` that shares this one's requests and records."""
+        return ExactRejectionSampler(self)
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -143,11 +151,33 @@ class ExactSampler:
         owner = np.arange(len(positions))
         drawn, more = self.draw(logits, batch, owner, positions)
         if batch.slots is not None:
-            self.records.write(batch.slots, positions, *drawn[1:])
-            self.records.write_more(batch.slots, positions, owner, more)
-            rows = np.flatnonzero(batch.stops & (drawn[3] < batch.columns["tolerance"]))
-            self.close(batch, rows, positions[rows])
+            self.note(batch, owner, positions, drawn[1:], more)
         return output(drawn[0][:, None], logits.device)
+
+    def note(self, batch: _Batch, rows: np.ndarray, positions: np.ndarray, values, more) -> None:
+        """Keeps the records of one token of each of these requests, and its close calls. `values`: of the tokens."""
+        self._records.write(batch.slots[rows], positions, *values)
+        self._records.write_more(batch.slots[rows], positions, rows, more)
+        closed = np.flatnonzero(batch.stops[rows] & (values[2] < batch.columns["tolerance"][rows]))
+        self.close(batch, rows[closed], positions[closed])
+
+    def note_drafts(self, batch: _Batch, first, counts, rows, drafts, tokens, values, more) -> np.ndarray:
+        """Keeps the records of a step with drafts, and its close calls. Returns the tokens i32[n, w] that it emits.
+
+        first i64[n]: positions of first tokens; counts, rows, drafts: see `layout`; tokens, values: of rows of logits.
+        """
+        emitted, accepted = verify(tokens[rows], drafts, counts)
+        if batch.slots is None:
+            return emitted
+        if batch.stops.any():
+            close = (values[2][rows] < batch.columns["tolerance"][:, None]) & batch.stops[:, None]
+            emitted, ended, at = cut_at(emitted, close)
+            self.close(batch, ended, first[ended] + at)
+        i, j = np.nonzero(emitted != NOTHING)
+        values, drafted = [column[rows[i, j]] for column in values], np.where(j == 0, counts[i], 0)
+        self._records.write(batch.slots[i], first[i] + j, *values, drafted, j < accepted[i])
+        self._records.write_more(batch.slots[i], first[i] + j, rows[i, j], more)
+        return emitted
 
     def batch(self, count: int) -> tuple[_Batch, np.ndarray]:
         """Returns the step's `count` requests and the absolute position i64[count] of each one's next token."""
@@ -165,7 +195,7 @@ class ExactSampler:
             return known, positions
         args = [(state.sampling_params.extra_args or {}).get(ARGS_KEY, WARM_UP) for state in states]
         replays = {i: a for i, a in enumerate(args) if a["forced"] is not None}
-        slots = self.records.slots(held.req_ids, positions)
+        slots = self._records.slots(held.req_ids, positions)
         stops = np.array([a.get("stops", False) for a in args], bool)
         rules = self._rule_book.of(states, args)
         tops = {i: a["tops"] for i, a in enumerate(args) if a.get("tops")}
@@ -179,11 +209,7 @@ class ExactSampler:
 
         Returns its results, and more of the rows of requests that ask for it, see `LogprobStore.write_more`.
         """
-        forced = np.full(len(owner), NOTHING, np.int32)
-        if batch.replays:
-            for row, (i, position) in enumerate(zip(owner.tolist(), positions.tolist(), strict=True)):
-                if i in batch.replays:
-                    forced[row] = forced_token(batch.replays[i], position)
+        forced = forced_tokens(batch.replays, owner, positions)
         columns = {name: values[owner] for name, values in batch.columns.items()}
         logits, raw = logits.float(), None
         if batch.rules:
@@ -226,17 +252,7 @@ class ExactRejectionSampler:
         owner, offset = np.zeros((2, logits.shape[0]), np.int64)
         owner[rows[here]], offset[rows[here]] = np.nonzero(here)
         (tokens, *values), more = self._sampler.draw(logits, batch, owner, first[owner] + offset)
-        emitted, accepted = verify(tokens[rows], drafts, counts)
-        if batch.slots is not None:
-            if batch.stops.any():
-                close = (values[2][rows] < batch.columns["tolerance"][:, None]) & batch.stops[:, None]
-                emitted, ended, at = cut_at(emitted, close)
-                self._sampler.close(batch, ended, first[ended] + at)
-            i, j = np.nonzero(emitted != NOTHING)
-            values = [column[rows[i, j]] for column in values]
-            drafted = np.where(j == 0, counts[i], 0)
-            self._sampler.records.write(batch.slots[i], first[i] + j, *values, drafted, j < accepted[i])
-            self._sampler.records.write_more(batch.slots[i], first[i] + j, rows[i, j], more)
+        emitted = self._sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values, more)
         return output(emitted, logits.device)
 
 
@@ -259,6 +275,14 @@ def forced_token(args: dict, position: int) -> int:
     """Returns the token of a replayed sample at `position`: the next one of its list, then end of sequence."""
     place = position - args["prompt_tokens"]
     return args["forced"][place] if place < len(args["forced"]) else args["eos"]
+
+
+def forced_tokens(replays: dict[int, dict], owner: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Returns i32[m]: the token of each row that belongs to a replay, else -1. `replays`: arguments by batch index."""
+    forced = np.full(len(owner), NOTHING, np.int32)
+    for row in np.flatnonzero(np.isin(owner, list(replays))).tolist():
+        forced[row] = forced_token(replays[owner[row]], int(positions[row]))
+    return forced
 
 
 def output(tokens: np.ndarray, device):

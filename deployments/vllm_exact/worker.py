@@ -18,7 +18,7 @@ from tailrace.deployments.staging.given_back import give_back, trim
 from tailrace.deployments.staging.held import HeldWeights, is_packed
 from tailrace.deployments.staging.received import ReceivedWeights
 from tailrace.deployments.vllm_exact import lora
-from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler
+from tailrace.deployments.vllm_exact.sampler import ExactSampler
 from tailrace.deployments.vllm_exact.weight_loading import Tensors, load_in_place, read_tensors, refusal, tensors_of
 
 
@@ -30,9 +30,9 @@ class ExactWorker:
             lora.prepare(self.model_runner)
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        runner.sampler = ExactSampler(runner, self.kernel())
+        runner.sampler = self.sampler_of(runner)
         if hasattr(runner, "rejection_sampler"):  # only built when something drafts
-            runner.rejection_sampler = ExactRejectionSampler(runner.sampler)
+            runner.rejection_sampler = runner.sampler.verifier()
         if self.model_config.is_multimodal_model:
             encoder.encode_alone(runner)
         self._received = ReceivedWeights()
@@ -121,10 +121,10 @@ if current_platform.is_cpu():
     class ExactCPUWorker(ExactWorker, CPUWorker):
         """vLLM's CPU worker, with the numba kernel."""
 
-        def kernel(self):
+        def sampler_of(self, runner) -> ExactSampler:
             from tailrace.deployments.vllm_exact import kernel_cpu
 
-            return kernel_cpu
+            return ExactSampler(runner, kernel_cpu)
 
         def fall_asleep(self) -> None:
             """Gives back the memory of weights and KV; no request may be in flight. Raises ValueError before that.
@@ -148,12 +148,12 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
     class ExactGPUWorker(ExactWorker, Worker):
-        """vLLM's GPU worker, with the torch kernel."""
+        """vLLM's GPU worker, with the fused kernel."""
 
-        def kernel(self):
-            from tailrace.deployments.vllm_exact import kernel_gpu
+        def sampler_of(self, runner) -> ExactSampler:
+            from tailrace.deployments.vllm_exact.fused.device_sampler import DeviceSampler
 
-            return kernel_gpu
+            return DeviceSampler(runner)
 
         def fall_asleep(self) -> None:
             """Gives back the memory of weights and KV, by vLLM's sleep mode. Raises ValueError before that."""

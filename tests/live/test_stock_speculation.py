@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch_kernel
 
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.rollout import SamplingParams
-from tailrace.deployments.vllm_exact import kernel_cpu, kernel_gpu
+from tailrace.deployments.vllm_exact import kernel_cpu
 from tailrace.deployments.vllm_exact.patches import make_llvmlite_scannable
 from tailrace.deployments.vllm_exact.sampler import ExactRejectionSampler, ExactSampler, extra_args
 from tests.test_exact_distribution import TARGET, VOCAB, distribution, p_value
@@ -93,7 +94,7 @@ def p_values(output):
     return [p_value(first[i :: len(DRAFTS)], p) for i in range(len(DRAFTS))]
 
 
-@pytest.mark.parametrize("kernel", [kernel_cpu, kernel_gpu])
+@pytest.mark.parametrize("kernel", [kernel_cpu, torch_kernel])
 def test_exact_speculation_has_the_targets_distribution(kernel):
     runner = runner_of([chunk(i) for i in range(REQUESTS)])
     logits = LOGITS.repeat(sum(len(d) + 1 for d in all_drafts()), 1)

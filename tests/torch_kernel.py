@@ -1,18 +1,17 @@
-"""Draws tokens with torch on any device: the twin of kernel_cpu.py in batched float64 tensor operations.
+"""A sampling kernel in torch, on any device, in batched float64 tensor operations: a reference for the others.
 
-Owns `sample_rows`. Invariant: the noise integers and the filters are those of the CPU kernel.
-The same logits therefore give the same tokens.
-One synchronisation per call, at its end. Called by sampler.py on GPUs.
+Invariant: the noise integers and the filters are those of kernel_cpu.py, so the same logits give the same tokens.
+Tests compare the product's kernels with it, on GPUs too.
 """
 
 import numpy as np
 import torch
 
+from tailrace.deployments.vllm_exact.filters_torch import floors
 from tailrace.deployments.vllm_exact.gumbel_rng import (
     GAMMA,
     GREEDY_BELOW,
     MASK_64,
-    MASS_UNITS,
     MIX_1,
     MIX_2,
     UNIFORM_SHIFT,
@@ -52,31 +51,6 @@ def exponentials(keys, positions, vocab):
     """Returns f64[n, vocab]: unit exponential noise, -log(u)."""
     bits = _shift(hashes(keys, positions, vocab), UNIFORM_SHIFT)
     return -torch.log((bits.to(torch.float64) + 0.5) * UNIFORM_STEP)
-
-
-def _cut(ordered, units, target):
-    """Returns f32[n, 1]: the smallest logit with fewer units strictly above it than target; rows of `ordered` fall."""
-    starts = torch.ones_like(ordered, dtype=torch.bool)
-    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    place = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
-    first = torch.where(starts, place, 0).cummax(dim=1).values  # of the run of equal logits
-    above = (units.cumsum(dim=1) - units).gather(1, first)
-    kept = (above < target).sum(dim=1, keepdim=True)
-    return ordered.gather(1, (kept - 1).clamp(min=0))
-
-
-def floors(logits, ordered, peak, temperature, top_p, top_k, min_p):
-    """Returns f32[n, 1]: the smallest kept logit after min_p, top_k, top_p; -inf: all are kept. `ordered` falls."""
-    bar = peak.double() + torch.log(min_p.double()) * temperature
-    floor = bar.float()
-    floor = torch.where(floor.double() < bar, torch.nextafter(floor, torch.full_like(floor, torch.inf)), floor)
-    ones = ((ordered >= floor) & (ordered > -torch.inf)).long()
-    limited = (top_k > 0) & (top_k < logits.shape[1]) & (ones.sum(dim=1, keepdim=True) > top_k)
-    floor = torch.where(limited, torch.maximum(floor, _cut(ordered, ones, top_k)), floor)
-    weights = torch.exp((ordered.double() - peak.double()) * (1.0 / temperature))
-    units = torch.where(ordered >= floor, weights * MASS_UNITS, 0.0).long()
-    target = torch.ceil(units.sum(dim=1, keepdim=True).double() * top_p.double()).long().clamp(min=1)
-    return torch.where(top_p < 1.0, torch.maximum(floor, _cut(ordered, units, target)), floor)
 
 
 def _moved(top_p, top_k, min_p, by):

@@ -1,0 +1,54 @@
+"""The outputs of vLLM's steps: tokens of requests that continue are taken as they are, without an object for each.
+
+Symptom (vLLM 0.32): for 256 requests its output processor makes 256 objects of 20 fields a step, 1.3 ms on a CPU core.
+Invariant: a request's first and last outputs pass through vLLM's processor, which keeps its books by them; so do all
+outputs where vLLM keeps figures. Requests are those of `Requests.add`: new tokens only, no text, no logprobs of vLLM's.
+Remove when the engine's step can give the core's outputs. Owned by the stepper, on the engine's thread.
+"""
+
+from typing import NamedTuple
+
+
+class StepOutput(NamedTuple):
+    """New tokens of the request with this name, and the reason of its end, or None while it continues.
+
+    `whole`: vLLM's RequestOutput, or None between a request's first output and its last.
+    """
+
+    name: str
+    token_ids: list[int]
+    reason: str | None
+    whole: object | None
+
+
+class StepOutputs:
+    """`engine`: vLLM's LLMEngine in this process."""
+
+    def __init__(self, engine):
+        self.engine, processor = engine, engine.output_processor
+        self._states, self._process_all = processor.request_states, processor.process_outputs
+        self._continued: list[StepOutput] = []
+        processor.process_outputs = self._process
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step of the engine. Returns an output for each request that has made tokens or ended."""
+        whole = self.engine.step()
+        found, self._continued = self._continued, []
+        for output in whole:
+            made = output.outputs[0]
+            reason = made.finish_reason if output.finished else None
+            found.append(StepOutput(output.request_id, made.token_ids, reason, output))
+        return found
+
+    def _process(self, outputs: list, engine_core_timestamp=None, iteration_stats=None, weight_version=None):
+        """Replaces `OutputProcessor.process_outputs`, which gets the outputs that are not taken here."""
+        rest = outputs
+        if iteration_stats is None:
+            states, continued, rest = self._states, self._continued, []
+            for output in outputs:
+                state = states.get(output.request_id)
+                if state is None or state.is_prefilling or output.finish_reason is not None:
+                    rest.append(output)
+                else:
+                    continued.append(StepOutput(state.external_req_id, output.new_token_ids, None, None))
+        return self._process_all(rest, engine_core_timestamp, iteration_stats, weight_version)

@@ -1,0 +1,187 @@
+"""The exact samplers on a GPU: a step draws, verifies drafts and returns without waiting for the device.
+
+Positions come from the model runner's tensors. Tokens, values, positions and drafts of a step are copied after its
+work. They become records when those are asked for: vLLM has then waited for the tokens.
+Invariant: tokens and records are those of sampler.py. A batch with rules for tokens, or with requests that ask for
+likeliest tokens or masks, is drawn as there, and waits. Called by worker.py on GPUs.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tailrace.deployments.vllm_exact.fused import kernel
+from tailrace.deployments.vllm_exact.fused.parameters import RowParameters, parameters_of, to_device
+from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
+from tailrace.deployments.vllm_exact.sampler import (
+    NOTHING,
+    ExactRejectionSampler,
+    ExactSampler,
+    forced_tokens,
+)
+
+
+class HostCopy:
+    """Tensors on their way to the host, in the order of the device's work."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self._copies = [each.to("cpu", non_blocking=True) for each in tensors]
+        self._arrived = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    @property
+    def arrived(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Returns the arrays, and waits for them."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return [each.numpy() for each in self._copies]
+
+
+class DeviceSampler(ExactSampler):
+    """A replacement of vLLM's `Sampler` on a GPU."""
+
+    def __init__(self, model_runner):
+        super().__init__(model_runner, kernel)
+        self._later: deque[tuple[HostCopy, Callable]] = deque()
+        self._known: tuple | None = None  # (batch, vocabulary, keys, parameters) of the last plain step
+
+    @property
+    def records(self) -> LogprobStore:
+        self.settle()
+        return self._records
+
+    def take_closed(self) -> dict[str, int]:
+        self.settle()
+        return super().take_closed()
+
+    def verifier(self) -> "DeviceRejectionSampler":
+        return DeviceRejectionSampler(self)
+
+    def settle(self, only_arrived: bool = False) -> None:
+        """Makes records of the steps that have left some, in their order; `only_arrived`: waits for none."""
+        while self._later and (self._later[0][0].arrived or not only_arrived):
+            copy, note = self._later.popleft()
+            note(*copy.arrays())
+
+    def must_wait(self, batch) -> bool:
+        """Returns whether rows of the batch are drawn on the host's time; then all records are made up to now."""
+        waits = bool(batch.rules or batch.tops or batch.masks)
+        if waits:
+            self.settle()
+        return waits
+
+    def __call__(self, logits, sampling_metadata, **given):
+        batch, _ = self.batch(logits.shape[0])
+        if batch.slots is None or self.must_wait(batch):
+            return super().__call__(logits, sampling_metadata, **given)
+        owner = np.arange(logits.shape[0])
+        tokens, values, places = self.start(
+            logits, batch, owner, self._runner.query_start_loc.gpu[1 : len(owner) + 1] - 1
+        )
+
+        def note(values, places):
+            # A row inside a prompt is discarded by vLLM; its token has no place among the request's.
+            rows = np.flatnonzero(places >= self._records.opened_at(batch.slots))
+            self.note(batch, rows, places[rows], values[rows].T, {})
+
+        self.leave(note, values, places)
+        return device_output(tokens[:, None])
+
+    def start(self, logits, batch, owner: np.ndarray, indexes: torch.Tensor):
+        """Returns (tokens i32[m], values f32[m, 3], positions i64[m]) of rows of logits, all on the device.
+
+        Row r belongs to request owner[r]; its logits are those after token indexes[r] of the step.
+        """
+        self.settle(only_arrived=True)
+        places = self._runner.positions[indexes].long() + 1
+        keys, parameters = self._of(batch, owner, logits)
+        tokens, values = kernel.draw(logits, keys, places, parameters)
+        return tokens, values, places
+
+    def leave(self, note: Callable, *tensors: torch.Tensor) -> None:
+        """Has `note` called with these tensors as arrays, once records are asked for."""
+        self._later.append((HostCopy(*tensors), note))
+
+    def _of(self, batch, owner: np.ndarray, logits) -> tuple[torch.Tensor, RowParameters]:
+        """Returns keys i64[m] and parameters of the rows on the device. Those of a plain step are kept for the next."""
+        vocab, plain = logits.shape[1], len(owner) == len(batch.states) and not batch.replays
+        if plain and self._known and self._known[0] is batch and self._known[1] == vocab:
+            return self._known[2:]
+        columns = {name: values[owner] for name, values in batch.columns.items()}
+        keys = to_device(columns.pop("key").view(np.int64), logits.device)
+        forced = forced_tokens(batch.replays, owner, self._host_positions(owner))
+        parameters = parameters_of(vocab, **columns, forced=forced).to(logits.device)
+        if plain:
+            self._known = (batch, vocab, keys, parameters)
+        return keys, parameters
+
+    def _host_positions(self, owner: np.ndarray) -> np.ndarray:
+        """Returns i64[m]: the positions of rows, from the host's own count; for replays."""
+        held = self._runner.input_batch
+        first = held.num_tokens_no_spec[: held.num_reqs].astype(np.int64)
+        starts = np.searchsorted(owner, owner)
+        return first[owner] + np.arange(len(owner)) - starts
+
+
+class DeviceRejectionSampler(ExactRejectionSampler):
+    """A replacement of vLLM's `RejectionSampler` on a GPU; shares requests and records with its DeviceSampler."""
+
+    def __call__(self, metadata, draft_probs, logits, sampling_metadata):
+        sampler, counts = self._sampler, np.asarray(metadata.num_draft_tokens, np.int64)
+        batch, _ = sampler.batch(len(counts))
+        if batch.slots is None or sampler.must_wait(batch):
+            return super().__call__(metadata, draft_probs, logits, sampling_metadata)
+        rows, drafted = places_of(counts)
+        owner = np.repeat(np.arange(len(counts)), counts + 1)
+        tokens, values, places = sampler.start(logits, batch, owner, metadata.logits_indices)
+        at = to_device(rows, logits.device)
+        drafts = torch.nn.functional.pad(metadata.draft_token_ids.int(), (0, 1), value=NOTHING)
+        drafts = drafts[to_device(drafted, logits.device)]
+        close = None
+        if batch.stops.any():
+            bars = np.where(batch.stops, batch.columns["tolerance"], np.float32(0.0))
+            close = values[:, 2][at] < to_device(bars, logits.device)[:, None]
+
+        def note(tokens, values, places, drafts):
+            first = places[rows[:, 0]]
+            sampler.note_drafts(batch, first, counts, rows, drafts, tokens, values.T, {})
+
+        sampler.leave(note, tokens, values, places, drafts)
+        return device_output(emitted(tokens[at], drafts, close))
+
+
+def places_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (rows i64[n, w], drafts i64[n, w - 1]): where the row of token j is, and its draft among all; -1: none.
+
+    counts i64[n]: drafts by request. vLLM lays the rows of a request, its drafts' and then the bonus token's, together.
+    """
+    column = np.arange(counts.max(initial=0) + 1)
+    starts, first = np.cumsum(counts + 1) - counts - 1, np.cumsum(counts) - counts
+    rows = np.where(column <= counts[:, None], starts[:, None] + column, NOTHING)
+    return rows, np.where(column[:-1] < counts[:, None], first[:, None] + column[:-1], NOTHING)
+
+
+def emitted(drawn: torch.Tensor, drafts: torch.Tensor, close: torch.Tensor | None) -> torch.Tensor:
+    """Returns i32[n, w]: the draws i32[n, w] up to the first unlike its draft, or that is `close`; then -1.
+
+    drafts i32[n, w - 1], -1 where there is none. The same as `verify` and `cut_at`, on the device.
+    """
+    ends = torch.ones_like(drawn, dtype=torch.bool)
+    ends[:, :-1] = (drawn[:, :-1] != drafts) | (drafts == NOTHING)
+    if close is not None:
+        ends |= close
+    before = ends.int().cumsum(1) - ends.int()
+    return torch.where(before == 0, drawn, NOTHING)
+
+
+def device_output(tokens: torch.Tensor):
+    """Returns vLLM's SamplerOutput of int32 tokens [n, w] that stay where they are."""
+    from vllm.v1.outputs import SamplerOutput
+
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
