@@ -244,12 +244,13 @@ def test_answers_to_other_prompts_can_be_switched_off(off):
     assert index.propose_for([9], 8, sources=[bits(Source.OWN, Source.MATE, Source.HISTORY)]) == [[]]
 
 
-def test_a_drafted_samples_new_tokens_become_phrases_too():
+@pytest.mark.parametrize("piece", [3, 60])
+def test_a_drafted_samples_new_tokens_become_phrases_too(piece):
     evidence = CandidateScorer()
     index = GroupIndex(evidence, PROMPT)
-    for at in range(0, 60, 3):
+    for at in range(0, 60, piece):
         index.propose(0, 4)
-        index.extend(0, at, ANSWER[at : at + 3])
+        index.extend(0, at, ANSWER[at : at + piece])
     index.propose(0, 4)
     other = GroupIndex(evidence, PROMPT[6:])
     other.extend(9, 0, ANSWER[40:46])

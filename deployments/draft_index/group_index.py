@@ -18,6 +18,7 @@ from tailrace.deployments.draft_index.match_kernels import (
     NOBODY,
     PAST,
     PROMPT,
+    REACH,
     TRACKS,
     WEIGHT_ONE,
     context,
@@ -29,6 +30,9 @@ from tailrace.deployments.draft_index.scorer_kernels import CANDIDATES
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.draft_index.token_index import TokenIndex
 from tailrace.deployments.messages.context import PastAnswer, Source, bits
+
+PHRASED = 5
+"""Minimum aligned places at which phrases are looked up: with over 100 samples in a step their time would show."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -130,7 +134,7 @@ class GroupIndex:
         last = -1 if gap else sample.last
         sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
         sample.known = start + len(tokens)
-        if sample.row < 0:  # else its next draft does it
+        if sample.row < 0 or len(tokens) > REACH // 2:  # else its next draft does it
             self._evidence.note(tokens)
             sample.noted = sample.known
 
@@ -196,6 +200,8 @@ class GroupIndex:
         found, scores, told, ahead = evidence.found, evidence.scores, evidence.told, evidence.ahead(most)
         live, past = self._arena.arrays, self._past
         places = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
+        if places[0] < PHRASED:
+            rows[:, 4] &= ~bits(Source.OTHER)
         follow(
             live, live if past is None else past.arrays, past is not None, rows, places,
             followers.kept, followers.marks, followers.counts, evidence.recent, found, ahead, scores, told,
@@ -210,13 +216,18 @@ class GroupIndex:
         )  # fmt: skip
         self._drafts += count
         proposals = []
-        for s, (sample, (_, match, _)) in enumerate(zip(samples, told[:count].tolist(), strict=True)):
+        each = zip(samples, done.tolist(), ends.tolist(), told[:count, 1].tolist(), rows[:, 6].tolist(), strict=True)
+        for s, (sample, many, lengths, match, teaches) in enumerate(each):
             sample.followed = sample.noted = sample.known
-            if done[s]:
-                sample.lesson = sample.known if rows[s, 6] else -1
-            lengths = ends[s, : done[s]].tolist()
+            if not many:
+                proposals.append([])
+                continue
+            sample.lesson = sample.known if teaches else -1
             proposals.append(
-                [Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match) for p, n in enumerate(lengths)]
+                [
+                    Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match)
+                    for p, n in enumerate(lengths[:many])
+                ]
             )
         return proposals
 

@@ -336,7 +336,8 @@ class EngineDrafts:
         count = len(fresh)
         right = np.zeros((count, max(1, *(len(p.tokens) for p in proposals))), np.float32)
         for row, proposal in zip(right, proposals, strict=True):
-            row[: len(proposal.right)] = proposal.right
+            if proposal is not NOTHING:
+                row[: len(proposal.right)] = proposal.right
         plans = [drafted.chunk.draft for drafted in fresh]
 
         def column(values: list, kind=np.int32):
