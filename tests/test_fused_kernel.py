@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_kernels
 import torch
-from test_kernels import close, rows
+from test_kernels import _one_torch_thread, close, rows  # noqa: F401 - a fixture
 
 from benchmarks.engine import interpreted, sampler_triton
 from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu
@@ -19,14 +19,6 @@ from tailrace.deployments.vllm_exact import gumbel_rng, kernel_cpu
 LIKE = ("tokens_differ", "not_numbers_differ", "close_calls_differ")
 LOGPROB_BOUND = 1e-5
 """In nats. float32 sums of a row and a float32 exponential, good to 3e-5 of the smallest weights, leave less."""
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.odd_policies import Trouble, oddly
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
+from tailrace.deployments.staging.slots import SHARED_MEMORY
 
 FAULTS_S = 60.0
 """Seconds of a run in which faults begin."""
@@ -29,8 +30,8 @@ END_S = 4000.0
 SETTLE_S = 80.0
 """Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
 
-MEMORY = Path("/dev/shm")
-"""Where the files of runs are, if it is there: the disk takes a quarter of their time."""
+FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+"""Of the files of runs; None for the system's own: a disk takes a quarter of their time."""
 
 SINGLES_SHARE = 0.3
 ADAPTED_SHARE = 0.3
@@ -149,7 +150,7 @@ def end_of(loop: VirtualLoop) -> None:
 
 
 async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
-    with TemporaryDirectory(prefix="tailrace-fuzz-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with TemporaryDirectory(prefix="tailrace-fuzz-", dir=FOLDER) as folder:
         rng = Random(f"token log/{plan.seed}")
         log_disk = LogDisk(rng.choice(LOG_DISKS), Path(folder), rng)
         history = Path(folder) / "history"

@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
-WINDOW_S = 10.2
-"""Of one window: one look at the books, every 10 s, given twice."""
+from tailrace.deployments.metrics.export import EXPORT_S
+
+WINDOW_S = EXPORT_S + 0.2
+"""Of one window: one look at the books, given twice."""
 
 
 class Window(NamedTuple):
