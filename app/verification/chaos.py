@@ -59,14 +59,17 @@ def both(view: PoolView) -> list[int]:
 
 
 async def kill(pids: list[int]) -> None:
+    """Returns once they are gone: giving back a store's memory takes a while, in which it would still pass as alive."""
     _signal(pids, signal.SIGKILL)
+    while any(running([pid]) for pid in pids):
+        await asyncio.sleep(0.01)
 
 
 async def kill_busy(pids: list[int]) -> None:
     """Stopped first for a moment, so that look-ups, loads and saves are under way when they die."""
     _signal(pids, signal.SIGSTOP)
     await asyncio.sleep(BUSY_S)
-    _signal(pids, signal.SIGKILL)
+    await kill(pids)
 
 
 async def freeze(pids: list[int]) -> None:
