@@ -11,6 +11,7 @@ from hashlib import blake2b
 from random import Random
 
 from kv_ledger import KvLedger, begun_tokens, new_samples
+from performances import measured, performance
 
 from tailrace.policies.core.fit_queue import STEP_TOKENS
 from tailrace.policies.core.request_buffer import Batch, Sample, State
@@ -18,7 +19,6 @@ from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies, name_of
 from tailrace.policies.protocol import events as ev
-from tailrace.policies.protocol import views
 from tailrace.policies.protocol.actions import (
     Action,
     EndTurn,
@@ -29,6 +29,7 @@ from tailrace.policies.protocol.actions import (
     StartChunk,
 )
 from tailrace.policies.protocol.events import IllegalEvent
+from tailrace.policies.protocol.performance import MethodAcceptance, Performance
 
 ORDERINGS = ("fcfs", "group_static", "seer", "remaining_first", "oracle_longest_first")
 PLACEMENTS = ("least_kv", "round_robin", "pinned", "cost_aware")
@@ -284,15 +285,19 @@ class Player:
     def measure(self):
         if self.ledger.replicas:
             replica_id = self.pick(sorted(self.ledger.replicas))
-            before = self.play.core.replicas.view(replica_id).speeds
+            before = self.play.core.replicas.view(replica_id).performance
             rates = (self.pick((100.0, 3000.0)), self.pick((0.0, 50.0, 20_000.0)), self.pick((0.0, 0.01, 2.0)))
-            speeds = views.ReplicaSpeeds(
-                *rates, self.pick((0.0, 0.02)), self.pick((0.0, 0.01)), self.now - self.take(9)
+            found = performance(
+                *rates,
+                self.pick((0.0, 0.02)),
+                self.pick((0.0, 0.01)),
+                self.now - self.take(9),
+                made=self.pick((1.0, 2.5)),
             )
-            self.feed(ev.ReplicaMeasured(self.now, replica_id, *speeds))
-            known = before if before and before.observed_at > speeds.observed_at else speeds
-            if self.play.core.replicas.view(replica_id).speeds != known:
-                self.play.stale.append(f"{before} -> {self.play.core.replicas.view(replica_id).speeds} by {speeds}")
+            self.feed(ev.ReplicaMeasured(self.now, replica_id, found))
+            known = before if before and before.observed_at > found.observed_at else found
+            if (after := self.play.core.replicas.view(replica_id).performance) != known:
+                self.play.stale.append(f"{before} -> {after} by {found}")
 
     def report(self):
         capacity = self.pick((0, 500, 2_000))
@@ -443,7 +448,7 @@ def illegal_events(now: float, ledger: Ledger, closed: list[str], samples: list[
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, 1, 1, open=True),)),
         ev.SamplesSubmitted(now, "new", (ev.GroupSpec("new", 1, -1, 1),)),
         ev.WeightsChanged(now, ledger.version - 1),
-        ev.ReplicaMeasured(now, "nobody", 1.0, 1.0, 0.0, 0.0, 0.0, now),
+        measured(now, "nobody"),
         ev.PoolReported(now, -1, 0, now),
         ev.PoolReported(now, 10, -1, now),
         ev.ReplicaJoined(now, "nobody", 0, 10, 1, 0, ledger.version),
@@ -472,9 +477,13 @@ def illegal_events(now: float, ledger: Ledger, closed: list[str], samples: list[
             ev.ChunkFinished(*made, 0, free, version, -1),
             ev.ChunkFinished(*made, 0, free, version, 1 + ledger.specs[start.sample_id].prompt_tokens + start.start),
             ev.SampleReturned(now, start.sample_id, 0, 1),
-            ev.ReplicaMeasured(now, start.replica_id, 0.0, 1.0, 0.0, 0.0, 0.0, now),
-            ev.ReplicaMeasured(now, start.replica_id, 1.0, -1.0, 0.0, 0.0, 0.0, now),
-            ev.ReplicaMeasured(now, start.replica_id, 1.0, 1.0, 0.0, float("nan"), 0.0, now),
+            measured(now, start.replica_id, made=0.5),
+            measured(now, start.replica_id, 1.0, -1.0),
+            measured(now, start.replica_id, base=float("nan")),
+            measured(now, start.replica_id, acceptance=(MethodAcceptance("group", 3.0, 2.0),)),
+            ev.ReplicaMeasured(now, start.replica_id, Performance(now, (1.0, 1.0), (0.1, 0.2))),
+            ev.ReplicaMeasured(now, start.replica_id, Performance(now, (), ())),
+            ev.ChunkFinished(*made, 0, free, version, tested_tokens=1),
         ]
     return events
 

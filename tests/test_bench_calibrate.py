@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from performances import measured
 
 from benchmarks.commands.bench import command
 from benchmarks.live.calibrate import figures, runs, simulated, slowness, verdict, workload
@@ -25,11 +26,10 @@ from tailrace.app.errors import BadInput
 from tailrace.app.simulator.host import simulate
 from tailrace.app.simulator.types import Cluster, StepModel, Workload, WorkloadGroup
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Timings
-from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
+from tailrace.policies.protocol.events import ReplicaJoined
 
 JOINED = [ReplicaJoined(0.0, name, 32, 1000, 8, 0, 0, "n") for name in "ab"]
-MEASURED = [ReplicaMeasured(1.0, "a", 500.0, 20_000.0, 0.01, 0.03, 0.002, 1.0),
-            ReplicaMeasured(1.0, "b", 500.0, 40_000.0, 0.03, 0.03, 0.002, 1.0)]  # fmt: skip
+MEASURED = [measured(1.0, "a", 500.0, 20_000.0, 0.01, 0.03, 0.002), measured(1.0, "b", 500.0, 40_000.0, 0.03, 0.03)]
 
 
 def ladder(base_ms: float) -> dict:
@@ -55,7 +55,7 @@ def test_ladders_make_a_profile_between_them():
 def test_the_model_is_what_the_engines_say_and_the_profile():
     model = model_of(PROFILE, JOINED, MEASURED, 0.0)
     assert (model.kv_capacity_tokens, model.max_running, model.block_tokens) == (32_000, 8, 32)
-    assert model.fetch_tokens_s == 30_000 and model.fetch_base_s == pytest.approx(0.02)
+    assert model.fetch_tokens_s == pytest.approx(30_000) and model.fetch_base_s == pytest.approx(0.02)
     assert model.step.base_s == pytest.approx(0.03, rel=1e-2) and model.prefill_tokens_s == pytest.approx(500, rel=1e-2)
     assert model.handover_s == 0.0, "chunks cost nothing here: what the model has of them already is not given back"
     assert model_of(PROFILE, JOINED, [], 0.0).fetch_tokens_s == 0.0

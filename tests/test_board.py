@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from performances import measured, performance
 
 from tailrace.policies.core.replica_table import ReplicaTable
-from tailrace.policies.protocol.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
+from tailrace.policies.protocol.events import IllegalEvent, ReplicaJoined
 
 PROFILE = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 SMALL = st.integers(0, 5)
@@ -111,20 +112,20 @@ def test_no_replicas_are_not_all_ready():
     assert not ReplicaTable().all_ready() and ReplicaTable().capacity_tokens() == 0
 
 
-def test_speeds_are_those_of_the_newest_report_and_go_with_the_replica():
+def test_performance_is_that_of_the_newest_report_and_go_with_the_replica():
     """Law 8: a report that comes late changes nothing."""
     board = ReplicaTable()
     board.join(join("r"))
-    assert board.speeds("r") is None
+    assert board.performance("r") is None
     for prefill, observed_at in ((10.0, 5.0), (20.0, 4.0), (30.0, 5.0)):
-        board.measure(ReplicaMeasured(9.0, "r", prefill, 1.0, 0.0, 0.0, 0.0, observed_at))
-        assert board.speeds("r").prefill_tokens_s == (30.0 if prefill == 30.0 else 10.0)
-    assert board.view("r").speeds == board.speeds("r") and board.view("r").speeds.observed_at == 5.0
+        board.measure(measured(9.0, "r", prefill, at=observed_at))
+        assert board.performance("r") == performance(30.0 if prefill == 30.0 else 10.0, at=5.0)
+    assert board.view("r").performance == board.performance("r")
     board.leave("r")
     with pytest.raises(IllegalEvent, match="not here"):
-        board.measure(ReplicaMeasured(9.0, "r", 1.0, 1.0, 0.0, 0.0, 0.0, 9.0))
+        board.measure(measured(9.0, "r"))
     board.join(join("r"))
-    assert board.speeds("r") is None
+    assert board.performance("r") is None
 
 
 def test_nodes_are_counted_by_the_replicas_on_them():

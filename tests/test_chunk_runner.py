@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from performances import performance
 
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
@@ -214,7 +215,7 @@ def test_a_chunk_without_progress_on_a_replica_that_answers_fails(running):
         lambda turn: {"running": {START.chunk_id: turn // 100}},  # a token in 400 s
         lambda turn: {"observed_at": 1.0},  # one step, or a load of weights
         lambda turn: {"replica_id": "r2"},
-        lambda turn: {"speeds": {"prefill_tokens_s": 2.0}},  # its cache of 1600 tokens takes 800 s, three times
+        lambda turn: {"performance": performance(prefill=2.0)},  # its cache of 1600 tokens takes 800 s, three times
     ],
 )
 def test_a_chunk_of_a_slow_or_busy_replica_goes_on(fields):

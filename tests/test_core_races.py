@@ -5,6 +5,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from performances import measured
 
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
@@ -74,7 +75,7 @@ class Play:
     def join(self) -> None:
         name = f"r{self.joined}"
         self.core.observe(ev.ReplicaJoined(self.now, name, 4, 10 + self.take(20), 1 + self.take(4), 0, 0, "n", METHODS))
-        self.core.observe(ev.ReplicaMeasured(self.now, name, 1e3, 1e4, 0.0, 0.02, 0.001, self.now))
+        self.core.observe(measured(self.now, name, 1e3, 1e4, 0.0, 0.02, 0.001, self.now))
         self.up.append(name)
         self.joined += 1
 
@@ -225,7 +226,7 @@ def test_copies_give_way_to_samples_that_wait():
 def test_copies_leave_a_replica_that_is_given_back():
     core, started = core_of(replicas=2, samples=2, tail={"type": "consolidate", "after_s": 0.0, "max_slowdown": 9.0})
     for name in ("r0", "r1"):
-        core.observe(ev.ReplicaMeasured(0.0, name, 1e3, 1e4, 0.0, 0.02, 0.001, 0.0))
+        core.observe(measured(0.0, name, 1e3, 1e4, 0.0, 0.02, 0.001, 0.0))
     actions = core.decide(ev.Tick(1.0))
     assert {c for c, s in started.items() if s.replica_id == "r1" and s.copy_of} <= stops(actions)
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from performances import measured
 from rollout_machine import play
 
 from tailrace.deployments.coordinator.journal import JournaledCore, read_journal, replay
@@ -104,7 +105,7 @@ def core_of(samples=4, limits=None, replicas=2, **policies) -> tuple[JournaledCo
     core = JournaledCore(Policies(chunking=chunking, **{"draft_models": FAST} | policies), limits=limits)
     for index in range(replicas):
         core.observe(ev.ReplicaJoined(0.0, f"r{index}", 16, 1_000, 4, 0, 0, "n", ("model", "group")))
-        core.observe(ev.ReplicaMeasured(0.0, f"r{index}", 1_000.0, 10_000.0, 0.01, 0.02, 0.0, 0.0))
+        core.observe(measured(0.0, f"r{index}", 1_000.0, 10_000.0, 0.01, 0.02, 0.0, 0.0))
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 1_000),)))
     return core, core.decide(ev.Tick(0.0))
 

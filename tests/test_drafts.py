@@ -34,8 +34,8 @@ class Engine:
     def __init__(self, drafts: EngineDrafts, policy=FIXED):
         self.drafts, self.policy = drafts, policy
         self.requests: dict[str, tuple[Request, int]] = {}
-        drafts.timed(1, 0.01)
-        drafts.timed(16, 0.011)
+        drafts.performance.steps.record(1, 0.01)
+        drafts.performance.steps.record(16, 0.011)
 
     def start(
         self, sample_index: int, generated: int, max_tokens: int, group: str = "b/p", policy=None, method=None
@@ -258,7 +258,7 @@ def crowd(count: int, step_s: float, dear_s: float) -> tuple[EngineDrafts, dict[
     drafts, requests = EngineDrafts(DraftConfig(method="group", draft_tokens=8), 4096, None), {}
     for tokens, seconds in ((count, step_s), (2 * count, dear_s)):
         for _ in range(16):
-            drafts.timed(tokens, seconds)
+            drafts.performance.steps.record(tokens, seconds)
     for sample in range(count):
         plan = DraftPlan(GroupRef("b/p", "key"), sample, 0, 600, (0, 0), Asked())
         chunk = ChunkRequest(f"c{sample}", 0, PROMPT, len(PROMPT), 600, SamplingParams(), 0, draft=plan)

@@ -1,6 +1,7 @@
 """HistoPipe as an ordering: ranks, turns, tiers, and the core that binds by it."""
 
 import pytest
+from performances import performance
 from test_rollout_cases import join, submit, tick
 
 from tailrace.policies.core.rollout import RolloutCore
@@ -8,15 +9,15 @@ from tailrace.policies.families.histo_pipe import HistoPipe, group_s, ranked
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import StartChunk
-from tailrace.policies.protocol.views import PromptView, ReplicaSpeeds, ReplicaView
+from tailrace.policies.protocol.views import PromptView, ReplicaView
 
-SPEEDS = ReplicaSpeeds(1e4, 0.0, 0.0, 0.01, 1e-4, 0.0)
+MEASURED = performance(1e4, 0.0, 0.0, 0.01, 1e-4)
 
 
 def replicas(count: int) -> list[ReplicaView]:
     return [
         ReplicaView(f"r{n}", kv_capacity_tokens=1 << 30, kv_free_tokens=1 << 30, running=0, max_running=64,
-                    weights_version=0, speeds=SPEEDS) for n in range(count)
+                    weights_version=0, performance=MEASURED) for n in range(count)
     ]  # fmt: skip
 
 

@@ -167,10 +167,7 @@ def test_no_view_has_a_field_for_a_true_length():
         "BatchLengths": ("answers", "mean_log", "spread_log", "between_share", "classes"),
         "ReplicaView": (
             "replica_id", "kv_capacity_tokens", "kv_free_tokens", "running", "max_running", "weights_version",
-            "node_id", "speeds",
-        ),
-        "ReplicaSpeeds": (
-            "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s", "step_per_chunk_s", "observed_at",
+            "node_id", "performance",
         ),
         "RacesView": ("room", "copies", "gain"),
         "TailView": (
@@ -185,7 +182,7 @@ def test_no_view_has_a_field_for_a_true_length():
         ),
     }  # fmt: skip
     lookups = {name for name in vars(views.ReplicasView) if not name.startswith("_")}
-    assert lookups == {"next_with_room", "ready", "room_tokens", "roomiest", "running", "speeds"}
+    assert lookups == {"next_with_room", "ready", "room_tokens", "roomiest", "running", "performance"}
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)

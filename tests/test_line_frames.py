@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from performances import performance
 
 from tailrace.deployments.channel import frames
 from tailrace.deployments.channel.frames import Abort, BadFrame, Cause, ChunkEnded, ChunkFailure, Pulse, Report, Start
@@ -19,6 +20,7 @@ from tailrace.policies.families.goodput import Goodput
 from tailrace.policies.families.registry import members
 from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.events import ChunkEnd
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 TOKENS = np.arange(700, dtype=np.int32)
 LOGPROBS = np.linspace(-9, 0, 5, dtype=np.float32)
@@ -35,10 +37,16 @@ RESULT = ChunkResult(
     drafts=DraftReport.none(4), close_calls=(2,), top_logprobs=(((1, -0.5), (2, float("-inf"))),) * 5,
     sampling_mask=((1, 2),) * 5, prompt_logprobs=PromptLogprobs(logprobs=(-1.0,), ranks=(3,)),
 )  # fmt: skip
+PERFORMANCE = performance(
+    900.0,
+    acceptance=(MethodAcceptance("group", 3.5, 6.0, 0.2),),
+    drafter_samples=(1.0, 4.0),
+    drafter_seconds=(0.1, 0.2),
+)
 STATS = EngineStats(
     replica_id="r1", weights_version=4, block_tokens=32, kv_capacity_blocks=100, max_running=8, max_model_len=512,
     draft_tokens=4, observed_at=50.0, running={"b/p#3/1": 6}, methods=("group",), cores=(0,),
-    speeds={"prefill_tokens_s": 900.0}, step_cost=((1.0, 8.0), (0.01, 0.03)), work={"steps": np.int64(7)},
+    performance=PERFORMANCE, work={"steps": np.int64(7)},
     adapters=(Adapter("poet", 2, "0" * 16, "/adapters/poet"),), kv_counts={"hit.local": 3},
 )  # fmt: skip
 

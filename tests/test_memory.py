@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from performances import measured
 
 from tailrace.deployments.context import live_groups
 from tailrace.deployments.context.live_groups import LiveGroups, Packet
@@ -64,7 +65,7 @@ class Weeks:
     def join(self, name: str) -> None:
         version = self.core.replicas.weights_version
         self.core.observe(ev.ReplicaJoined(self.now, name, 16, 400, 4, 0, version, f"node of {name}"))
-        self.core.observe(ev.ReplicaMeasured(self.now, name, 1e3, 1e4, 0.0, 0.02, 0.001, self.now))
+        self.core.observe(measured(self.now, name, 1e3, 1e4, 0.0, 0.02, 0.001, self.now))
 
     def live(self) -> None:
         """One round. It begins and ends without a replica."""

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from performances import performance
 from rollout_machine import play
 from user_policies import Halving, HighestId, LastComeFirst
 
@@ -11,7 +12,7 @@ from tailrace.policies.families.chunking import Chunking, FixedChunks
 from tailrace.policies.families.placement import CostAware, FirstFit, LeastKv, Pinned, Placement, RoundRobin
 from tailrace.policies.families.registry import Policies, members
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
-from tailrace.policies.protocol.views import ReplicaSpeeds, SampleView
+from tailrace.policies.protocol.views import SampleView
 
 PROFILE = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 PLACEMENTS = [*(cls() for cls in members("placement").values()), LeastKv(stay_tokens=100), HighestId()]
@@ -32,9 +33,9 @@ def board_of(**blocks) -> ReplicaTable:
 
 
 def measured(
-    board: ReplicaTable, replica_id: str, prefill=1_000.0, fetch=10_000.0, base=0.1, step=0.02, chunk=0.01
+    board: ReplicaTable, replica_id: str, prefill=1_000.0, fetch=10_000.0, base=0.1, step=0.02, chunk=0.01, **others
 ) -> ReplicaTable:
-    board.measure(ReplicaMeasured(0.0, replica_id, prefill, fetch, base, step, chunk, 0.0))
+    board.measure(ReplicaMeasured(0.0, replica_id, performance(prefill, fetch, base, step, chunk, **others)))
     return board
 
 
@@ -70,12 +71,13 @@ def _chooses_among_those_with_room(placement, blocks, needs, last, speeds):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @pytest.mark.parametrize("fetch", [0.0, 10.0, 1_000.0, 1_000.1, 1e9])
 def test_from_how_much_on_to_pull_is_a_count_or_never_also_before_anything_is_measured(placement, fetch):
-    for speeds in (
+    for known in (
         None,
-        ReplicaSpeeds(1_000.0, fetch, 0.1, 0.0, 0.0, 0.0),
-        ReplicaSpeeds(1_000.0, fetch, 0.0, 0.0, 0.0, 0.0),
+        performance(1_000.0, fetch, 0.1),
+        performance(1_000.0, fetch, 0.0),
+        performance(0.0, fetch, 0.0),
     ):
-        pull = placement.min_pull_tokens(speeds)
+        pull = placement.min_pull_tokens(known)
         assert pull is None or (isinstance(pull, int) and pull >= 0)
 
 
@@ -150,14 +152,14 @@ def test_pinned_places_like_least_kv_and_says_that_it_sticks():
     ],
 )
 def test_to_pull_pays_from_the_break_even_of_the_measured_speeds_on(prefill, fetch, base, pull):
-    assert CostAware().min_pull_tokens(ReplicaSpeeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == pull
-    assert CostAware(pull_from_tokens=7).min_pull_tokens(ReplicaSpeeds(prefill, fetch, base, 0.02, 0.01, 0.0)) == 7
+    assert CostAware().min_pull_tokens(performance(prefill, fetch, base)) == pull
+    assert CostAware(pull_from_tokens=7).min_pull_tokens(performance(prefill, fetch, base)) == 7
 
 
 @PROFILE
 @given(st.integers(1, 5_000), st.integers(1, 50_000), st.integers(0, 1_000))
 def test_the_break_even_is_where_fetching_begins_to_be_faster(prefill, fetch, base_ms):
-    pull = CostAware().min_pull_tokens(ReplicaSpeeds(prefill, fetch, base_ms / 1_000, 0.0, 0.0, 0.0))
+    pull = CostAware().min_pull_tokens(performance(prefill, fetch, base_ms / 1_000))
     gain_us = [1e6 * (n / prefill - n / fetch - base_ms / 1_000) for n in ((pull or 1) - 2, pull or 1_000_000)]
     assert gain_us[0] < 1e-3 if pull else gain_us[1] <= 0
     assert pull is None or gain_us[1] > -1e-3
@@ -188,7 +190,7 @@ def test_cost_aware_moves_where_the_chunk_is_done_sooner_with_its_kv_reckoned():
 def test_cost_aware_stays_on_a_tie_and_computes_where_fetching_is_slower():
     same = {"step": 0.02, "chunk": 0.0}
     assert cost_aware(same, same, context=10, new_tokens=0, min_gain_s=0.0, stored=0) == "a"
-    free = {"prefill": float("inf")}
+    free = {"prefill": 1e15}
     assert cost_aware(free, free, min_gain_s=0.0) == "a"
     slow_fetch = {"step": 0.01, "fetch": 100.0}
     assert cost_aware({"step": 0.02}, slow_fetch, stored=500, min_gain_s=0.49, pull_from_tokens=1) == "b"
@@ -205,6 +207,20 @@ def test_cost_aware_without_measurements_stays_while_room_here_is_half_of_the_ro
     for blocks, chosen in ((10, "a"), (9, "b")):
         for half in (board_of(a=blocks, b=20), measured(board_of(a=blocks, b=20), "b")):
             assert CostAware().choose(sample("a"), 20, half, None)[0] == chosen
+
+
+def test_cost_aware_knows_that_a_step_brings_several_tokens():
+    """100 tokens are 25 steps of drafts: 0.75 s here, 0.5 s there, and the KV costs 0.1 + 0.05 s to fetch."""
+    slow, fast = {"step": 0.02, "made": 4.0}, {"step": 0.01, "made": 4.0}
+    assert cost_aware(slow, fast, stored=500, min_gain_s=0.09) == "b"
+    assert cost_aware(slow, fast, stored=500, min_gain_s=0.11) == "a"
+    assert cost_aware(slow, {"step": 0.01, "made": 1.0}, stored=500, min_gain_s=0.0) == "a", "it drafts in vain there"
+
+
+def test_cost_aware_moves_by_room_to_a_replica_that_has_computed_no_prompt():
+    """Else a move would look free."""
+    board = measured(measured(board_of(a=10, b=20), "a"), "b", prefill=0.0, step=0.001)
+    assert CostAware().choose(sample("a"), 20, board, None)[0] == "a"
 
 
 def test_fixed_is_the_lesser_of_the_chunk_and_what_is_left():

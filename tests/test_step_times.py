@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.policies.models.step_cost_estimator import EVERY, StepCostEstimator, rising
+from tailrace.policies.models.step_cost_estimator import EVERY, PAIRED, StepCostEstimator, rising
 
 
 def test_nothing_is_known_before_two_sizes_were_seen():
@@ -45,3 +45,25 @@ def test_the_nearest_rising_sequence(pairs):
         assert made.tolist() == values.tolist()
     again = rising(made, weights)
     assert again.tolist() == pytest.approx(made.tolist())
+
+
+def test_a_chunk_s_own_seconds_are_found_where_steps_of_as_many_tokens_had_other_numbers_of_chunks():
+    """A step takes 10 ms, 1 ms a token and 2 ms a chunk; drafts change what its tokens are of."""
+    times = StepCostEstimator()
+    for turn in range(2_000):
+        chunks = (2, 8, 32)[turn % 3]
+        tokens = chunks * (1, 4, 2)[turn // 3 % 3]
+        times.record(tokens, 0.01 + 0.001 * tokens + 0.002 * chunks, chunks)
+    chunk_s = times.table()[2]
+    assert 0.5 * 0.002 < chunk_s <= 0.0021 and PAIRED < 100
+    assert float(times.cost(8).at(32)) == pytest.approx(0.01 + 0.032 + 0.016, rel=0.1)
+    assert float(times.cost(8).at(16)) < float(times.cost(16).at(16))
+
+
+def test_without_drafts_all_seconds_are_of_tokens():
+    times = StepCostEstimator()
+    for turn in range(200):
+        chunks = 1 + turn % 8
+        times.record(chunks, 0.01 + 0.003 * chunks, chunks)
+    assert times.table()[2] == 0.0 and times.cost(4) == times.cost(4)
+    assert float(times.cost(8).at(8)) == pytest.approx(0.034)

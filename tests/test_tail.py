@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from performances import measured, performance
 from rollout_machine import play
 
 from tailrace.policies.core.rollout import RolloutCore
@@ -13,15 +14,16 @@ from tailrace.policies.families.registry import Policies, load_policy, members
 from tailrace.policies.families.tail import Auto, Consolidate, Draft, Hold, Release, ReplicaGoal, Threshold, fewest
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EndSample, SampleEnd, SetReplicas, StartChunk
-from tailrace.policies.protocol.views import RacesView, ReplicaSpeeds, ReplicaView, RolesView, TailView
+from tailrace.policies.protocol.performance import Performance
+from tailrace.policies.protocol.views import RacesView, ReplicaView, RolesView, TailView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 EVERY = [*members("tail"), "user_policies:OneForEight"]
-SPEEDS = ReplicaSpeeds(1_000.0, 10_000.0, 0.01, 0.02, 0.001, 0.0)
+SPEEDS = performance()
 
 
-def replica(name: str, running: int, speeds: ReplicaSpeeds | None = SPEEDS, used: int = 0) -> ReplicaView:
-    return ReplicaView(name, 1_000, 1_000 - used, running, 8, 0, "n", speeds)
+def replica(name: str, running: int, known: Performance | None = SPEEDS, used: int = 0) -> ReplicaView:
+    return ReplicaView(name, 1_000, 1_000 - used, running, 8, 0, "n", known)
 
 
 def tail(
@@ -84,7 +86,7 @@ def test_while_a_batch_only_shrinks_nobody_is_asked_back(name, data, slope_s):
     """Whatever speeds and races do meanwhile: starting a replica takes longer than they stay as they are."""
     policy, memory, unended, answers = load_policy("tail", name), None, 8 * len(data) + 16, []
     for step, (first, second, third, gain) in enumerate(data):
-        speeds = SPEEDS._replace(step_per_chunk_s=slope_s * third)
+        speeds = performance(chunk=slope_s * third)
         replicas = [replica("r0", 1 + first, speeds), replica("r1", second, speeds), replica("r2", third)]
         roles = tuple(RolesView(n, 1 + third % 2, gain) for n in (1, 2))
         races = RacesView(4, third % 3, gain)
@@ -156,7 +158,7 @@ def test_auto_weighs_the_time_that_a_replica_saves_against_what_it_is_worth_else
 
 def test_auto_gives_back_by_default_what_hardly_makes_a_step_longer():
     """8 chunks on one replica or on four are 6 ms of a step: two stay where it takes 60, one where it takes 600."""
-    longer, longest = (SPEEDS._replace(step_base_s=base_s) for base_s in (0.06, 0.6))
+    longer, longest = (performance(base=base_s) for base_s in (0.06, 0.6))
     assert engines(tail(*[replica(f"r{i}", 2, longer) for i in range(4)]), Auto().worth) == 2
     assert engines(tail(*[replica(f"r{i}", 2, longest) for i in range(4)]), Auto().worth) == 1
 
@@ -184,7 +186,7 @@ def test_auto_races_or_moves_where_that_brings_more_than_drafts():
     alone, roles = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))], (RolesView(1, 1, 1.4),)
     assert auto(tail(*alone, races=RacesView(1, 1, 1.3), roles=roles)) == (1, 1)
     assert auto(tail(*alone, races=RacesView(1, 1, 1.5), roles=roles)) == (2, 0)
-    slow = [replica(f"r{i}", 2, SPEEDS._replace(step_per_chunk_s=0.1)) for i in range(4)]  # 4 replicas: 3.7 times
+    slow = [replica(f"r{i}", 2, performance(chunk=0.1)) for i in range(4)]  # 4 replicas: 3.7 times
     roles = RolesView(1, 1, 1.3), RolesView(3, 1, 1.3)
     assert auto(tail(*slow, roles=roles), 0.4) == (4, 0), "engines for all chunks bring more"
 
@@ -253,7 +255,7 @@ def core_of(tail_policy, replicas=2, samples=8, **knobs) -> tuple[RolloutCore, l
     core = RolloutCore(policies, limits=Limits(1, 2))
     for index in range(replicas):
         core.observe(ev.ReplicaJoined(0.0, f"r{9 - index}", 16, 1_000, 4, 0, 0, "n"))
-        core.observe(ev.ReplicaMeasured(0.0, f"r{9 - index}", *SPEEDS))
+        core.observe(ev.ReplicaMeasured(0.0, f"r{9 - index}", SPEEDS))
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, 200),)))
     return core, core.decide(ev.Tick(0.0))
 
@@ -292,7 +294,7 @@ def test_a_chunk_that_is_sooner_done_than_moved_stays_to_its_end():
     newest = sorted(start.chunk_id for start in running.values() if start.replica_id == "r8")
     assert sorted(a.chunk_id for a in actions if isinstance(a, AbortChunk)) == newest
     core, actions = core_of(Hold(), samples=4)
-    core.observe(ev.ReplicaMeasured(0.5, "r8", 1.0, 0.0, 0.0, 0.02, 0.001, 0.5))  # to compute a token takes 1 s
+    core.observe(measured(0.5, "r8", 1.0, 0.0, 0.0, at=0.5))  # to compute a token takes 1 s
     core._scaling._policy = Consolidate(after_s=0.0, max_slowdown=1.0)
     assert not [a for a in core.decide(ev.Tick(1.0)) if isinstance(a, AbortChunk)]
 

@@ -1,6 +1,7 @@
 """Single stories of samples of several turns in the core: where they run next, their KV, their lengths, their ends."""
 
 import pytest
+from performances import performance
 from test_kv_cases import of, stored
 from test_rollout_cases import core_of, join, submit, tick
 
@@ -29,7 +30,7 @@ def returned(core: RolloutCore, sample_id="g#0", outside_tokens=20, max_tokens=1
 
 
 def measured(core: RolloutCore, replica_id: str, chunk_s: float = 0.01) -> None:
-    core.observe(ev.ReplicaMeasured(0.0, replica_id, 1_000.0, 10_000.0, 0.01, 0.02, chunk_s, 0.0))
+    core.observe(ev.ReplicaMeasured(0.0, replica_id, performance(chunk=chunk_s)))
 
 
 def one_turn(core: RolloutCore, spec: ev.GroupSpec = HELD, tokens: int = 42) -> StartChunk:

@@ -28,6 +28,7 @@ from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.policies.families.drafting import Drafting
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 MODEL_LEN = 1 << 20
 """The workload ends samples; no modelled replica does before."""
@@ -67,9 +68,13 @@ class Replayed:
         self._max_tokens = max_tokens
         self.most = min(policy.max_draft_tokens, DraftConfig().draft_tokens)
         self._running: dict[str, _Running] = {}
-        self._cost, self._stepped = (0, 0.0), False  # the step that runs: tokens, seconds; whether it is over
+        self._cost, self._stepped = (
+            (0, 0.0, 0),
+            False,
+        )  # the step that runs: tokens, seconds, chunks; whether it is over
         for chunks, tokens in VERIFIED:
-            self._drafts.timed(chunks * (1 + tokens), step.seconds(chunks * (1 + tokens), 0))
+            computed = chunks * (1 + tokens)
+            self._drafts.performance.steps.record(computed, step.seconds(computed, 0), chunks)
 
     def stale(self, changes: int, running: int) -> bool:
         return changes > 0
@@ -80,19 +85,22 @@ class Replayed:
         for chunk, one in zip(chunks, running, strict=True):
             self._settle(chunk, one)
         if self._stepped:
-            self._drafts.timed(*self._cost)
+            self._drafts.performance.steps.record(*self._cost)
             self._drafts.propose()
             self._stepped = False
         rates = [float(one.coming()) for one in running]
         costs = [1.0 + len(one.request.spec_token_ids) for one in running]
         computed = int(sum(costs))
-        self._cost = computed, self._step.seconds(computed, context_tokens)
+        self._cost = computed, self._step.seconds(computed, context_tokens), len(running)
         return Pace(rates, costs, steps=1)
 
     def drop(self, chunk: SimulatedChunk) -> None:
         if (running := self._running.pop(chunk.chunk_id, None)) is not None:
             self._settle(chunk, running)
             self._drafts.close(chunk.chunk_id)
+
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        return self._drafts.performance.acceptance.report()
 
     def _open(self, chunk: SimulatedChunk) -> _Running:
         sample, at = chunk.sample, chunk.generated

@@ -29,6 +29,7 @@ from tailrace.policies.models.spec_cost_model import (
     verified,
 )
 from tailrace.policies.models.specactor_planner import Decoupled, Plan
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 METHOD_SPREAD = 0.5
 """Assumed: standard deviation of a sample's log odds with one method about its group's. SpecActor 5.2: n-gram drafts
@@ -122,6 +123,9 @@ class DraftModelSpeculation:
 
     def drop(self, chunk: SimulatedChunk) -> None:
         self._own.pop(chunk.sample.sample_id, None)
+
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        return ()
 
     def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         now = chunks[0].since

@@ -12,6 +12,7 @@ from tailrace.app.simulator.speculation import Speculation
 from tailrace.app.simulator.types import Cluster, Span
 from tailrace.policies.core.replica_table import stop_order
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaLeft, ReplicaMeasured
+from tailrace.policies.protocol.performance import Performance
 
 BLOCK_TOKENS = 16
 """vLLM's default on GPUs."""
@@ -20,7 +21,7 @@ UNBOUNDED_TOKENS = 1 << 40
 """KV of a replica as reported to a core that does not reserve any."""
 
 MEASURE_S = 60.0
-"""Between two reports of a replica's speeds, of which each costs an event: batches change over minutes."""
+"""Between two reports of a replica's performance, of which each costs an event: batches change over minutes."""
 
 
 class ModelledFleet:
@@ -98,27 +99,33 @@ class ModelledFleet:
         return f"n{index // self._per_node}"
 
     def measured(self, replica: ModelledReplica, now: float) -> list[ReplicaMeasured]:
-        """A report of its speeds, where the last one is old."""
+        """A report of its performance, where the last one is old."""
         if now < self._measured_s[replica.index] + MEASURE_S:
             return []
         self._measured_s[replica.index] = now
         return [self._measure(replica, now)]
 
     def _measure(self, replica: ModelledReplica, now: float) -> ReplicaMeasured:
-        """A step as base + per chunk * chunks, through the present time of the replica's step."""
+        """Steps by tokens as the model has them; a chunk's own seconds are its share of context read."""
         model, chunks = self.model, len(replica.running)
-        base_s = model.step.seconds(0, 0)
-        per_chunk_s = (replica.step_s() - base_s) / chunks if chunks else model.step.seconds(1, 0) - base_s
-        return ReplicaMeasured(
-            now=now,
-            replica_id=self._ids[replica.index],
-            prefill_tokens_s=model.prefill_tokens_s,
-            fetch_tokens_s=model.fetch_tokens_s,
-            fetch_base_s=model.fetch_base_s,
-            step_base_s=base_s,
-            step_per_chunk_s=max(0.0, per_chunk_s),
+        drafts, made = replica.lately()
+        most = model.max_running * (1 + self.draft_tokens)
+        points = sorted({1 << power for power in range(most.bit_length())} | {most, most + 1})
+        tokens_s = model.step.seconds(chunks * (1 + drafts), 0)
+        performance = Performance(
             observed_at=now,
+            step_tokens=tuple(map(float, points)),
+            step_seconds=tuple(model.step.seconds(tokens, 0) for tokens in points),
+            chunk_s=max(0.0, replica.step_s() - tokens_s) / chunks if chunks else 0.0,
+            drafts=drafts,
+            made=made,
+            prefill_token_s=1 / model.prefill_tokens_s,
+            fetch_base_s=model.fetch_base_s,
+            fetch_token_s=1 / model.fetch_tokens_s if model.fetch_tokens_s else 0.0,
+            acceptance=replica.acceptance(),
+            start_s=model.start_s,
         )
+        return ReplicaMeasured(now, self._ids[replica.index], performance)
 
     def crowd(self, replica: ModelledReplica, now: float) -> list[ModelledReplica]:
         """A replica has had its turn: those of its node that run something, now that this may have begun or ended."""

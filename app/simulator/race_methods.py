@@ -7,6 +7,7 @@ tables and means alone, no sample's own odds. Called by the systems that race.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from tailrace.app.simulator.acceptance import ModelledMethod, expected_tokens
@@ -17,6 +18,7 @@ from tailrace.app.simulator.speculation import CHANGES, Pace, Speculation
 from tailrace.app.simulator.types import ReplicaModel
 from tailrace.policies.families.racing import FastestOfN, MethodProfile
 from tailrace.policies.models.spec_cost_model import VerifierCost
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 RACE_SHARE = 0.25
 """Assumed, since no b_max is published: copies may lengthen a step by this share of its own time."""
@@ -102,6 +104,10 @@ class RacingSpeculation:
     def drop(self, chunk: SimulatedChunk) -> None:
         if chunk.method is None:
             self._own.drop(chunk)
+
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        own = self._own.acceptance()
+        return tuple(replace(one, method=self.methods[0]) for one in own)
 
     def pace(self, chunks: list[SimulatedChunk], context_tokens: float) -> Pace:
         own = [chunk for chunk in chunks if chunk.method is None]

@@ -14,6 +14,7 @@ from math import ceil, inf, sqrt
 from tailrace.app.simulator.chunks import ROUNDING, FreedKv, GroupProgress, SimulatedChunk
 from tailrace.app.simulator.speculation import FOREVER, Speculation
 from tailrace.app.simulator.types import ReplicaModel, Span
+from tailrace.policies.protocol.performance import MethodAcceptance
 
 
 class ModelledReplica:
@@ -93,6 +94,17 @@ class ModelledReplica:
     def step_s(self) -> float:
         """Seconds of the next step; 0 while nothing runs."""
         return self._first_s if self.running else 0.0
+
+    def lately(self) -> tuple[float, float]:
+        """Mean draft tokens of a chunk in a step, and tokens that it makes; none and one while nothing runs."""
+        chunks = len(self.running)
+        if not chunks:
+            return 0.0, 1.0
+        return max(0.0, self._computed / chunks - self._part), max(1.0, self._made / chunks)
+
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        """Draft tokens that were tested, by method."""
+        return self._speculation.acceptance()
 
     # ---- a turn ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,9 @@ import numpy as np
 from tailrace.app.simulator.chunks import SimulatedChunk
 from tailrace.app.simulator.types import StepModel, WorkloadGroup
 from tailrace.policies.families.drafting import Drafting
+from tailrace.policies.models.acceptance_estimator import AcceptanceEstimator
+from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import MethodAcceptance, count_tested
 from tailrace.policies.protocol.step_cost import StepCost
 from tailrace.policies.protocol.views import DraftView
 
@@ -29,9 +32,6 @@ DRAWS, LEAST_ROUNDS, MOST_ROUNDS = 64, 2, 8
 """A pace plays enough rounds of verifications that DRAWS are drawn, within bounds: their mean holds, and policies that
 learn from outcomes see some of each. Means over few are noisy, and unbiased, since memory continues from pace to
 pace."""
-
-FADE = 0.99
-"""Of the replica's acceptance, per verification: the engine's own figure (`deployments.drafting.drafts`)."""
 
 MATCH_TOKENS = 8
 """Context that a proposal rests on: above every policy's min. The acceptance model already counts short matches."""
@@ -73,6 +73,9 @@ class Speculation(Protocol):
     def drop(self, chunk: SimulatedChunk) -> None:
         """The chunk runs here no more."""
 
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        """Draft tokens that were tested here, by method, as an engine reports them; empty if not known."""
+
 
 class PlainDecoding:
     """One token a step."""
@@ -89,6 +92,9 @@ class PlainDecoding:
     def drop(self, chunk: SimulatedChunk) -> None:
         pass
 
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        return ()
+
 
 class Policied:
     """Budgets by a live drafting policy, on one replica: its memory, its measured acceptance, its slots.
@@ -103,7 +109,7 @@ class Policied:
         self._policy, self._acceptance, self._step, self._seed = policy, acceptance, step, seed
         self.most = policy.max_draft_tokens
         self._memory = None
-        self._accepted, self._drafted = 0.5, 1.0
+        self._accepted = AcceptanceEstimator()
         self._slots, self._free = 0, []
 
     def stale(self, changes: int, running: int) -> bool:
@@ -133,7 +139,7 @@ class Policied:
             self._count(budgets, accepted)
             view = view._replace(
                 drafted_last=budgets, accepted_last=accepted, verifications=view.verifications + 1,
-                acceptance=self._accepted / self._drafted,
+                acceptance=self._accepted.overall(),
             )  # fmt: skip
         for chunk, was_drafted, was_accepted in zip(chunks, budgets.tolist(), accepted.tolist(), strict=True):
             chunk.drafted_last, chunk.accepted_last = was_drafted, was_accepted
@@ -170,9 +176,13 @@ class Policied:
         return np.floor(np.log(uniform) / np.log(np.maximum(chance, 1e-12))[:, None])
 
     def _count(self, budgets: np.ndarray, accepted: np.ndarray) -> None:
-        fade = FADE ** int(np.count_nonzero(budgets))
-        self._accepted = fade * self._accepted + float(accepted.sum())
-        self._drafted = fade * self._drafted + float(budgets.sum())
+        verifications = int(np.count_nonzero(budgets))
+        if verifications:
+            of_all = float(count_tested(accepted, budgets).sum())
+            self._accepted.count(DraftMethod.GROUP, float(accepted.sum()), of_all, verifications=verifications)
+
+    def acceptance(self) -> tuple[MethodAcceptance, ...]:
+        return self._accepted.report()
 
     def _cost(self, count: int, context_tokens: float) -> StepCost:
         """The replica's own step model at the present context, as an engine would have measured it."""
@@ -204,7 +214,7 @@ class Policied:
             expected=column([c.expected_tokens for c in chunks]),
             medium_at=column([c.class_starts[0] for c in chunks]),
             long_at=column([c.class_starts[1] for c in chunks]),
-            acceptance=self._accepted / self._drafted,
+            acceptance=self._accepted.overall(),
             cost=cost,
         )
 

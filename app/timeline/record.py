@@ -154,7 +154,9 @@ class _Reading:
 
     def _measured(self, event) -> None:
         """A report of the replica: the chunks that run there, each with its progress."""
-        self._look_at(self._lifetimes.names[event.replica_id], event.observed_at)
+        performance = getattr(event, "performance", None)  # absent in a journal from before that record
+        observed_at = event.observed_at if performance is None else performance["observed_at"]
+        self._look_at(self._lifetimes.names[event.replica_id], observed_at)
 
     def _streamed(self, event) -> None:
         made = event.tokens

@@ -119,7 +119,7 @@ class Replica:
         self._policy, self._cost, self._most_running = policy, cost, most_running
         self._running: dict[str, tuple[_Request, ChunkRequest]] = {}
         for tokens in REHEARSED:
-            self._drafts.timed(tokens, float(cost.at(tokens)))
+            self._drafts.performance.steps.record(tokens, float(cost.at(tokens)))
 
     def run(self, chunks: list[ChunkRequest]) -> Outcome:
         """All of them to their end."""
@@ -135,7 +135,7 @@ class Replica:
             steps += running
             drafted += tokens - running
             new, right = self._step()
-            self._drafts.timed(tokens, took_s)
+            self._drafts.performance.steps.record(tokens, took_s, running)
             self._drafts.propose()
             if running == self._most_running:
                 full_us.append((self._drafts.counts()["draft_us"] - before_us) / running)

@@ -75,7 +75,8 @@ def drafter_cost():
 
 
 def verifier_cost():
-    return _here.stats().step_cost
+    found = _here.stats().performance
+    return None if found is None else (found.step_tokens, found.step_seconds)
 
 
 def roll(wanted: list[ChunkRequest]) -> dict:

@@ -93,11 +93,11 @@ async def alone(client: RolloutClient, name: str, ladder: dict) -> float:
 
 async def drafted_steps(client: RolloutClient) -> list[dict]:
     """What steps cost that verify many tokens, as engines have measured: like `climb`'s `steps`, of one chunk each."""
-    costs = [replica.step_cost for replica in (await client.status()).replicas if replica.step_cost is not None]
+    found = [one.performance for one in (await client.status()).replicas if one.performance is not None]
     return [
         {"chunks": 1, "draft_tokens": tokens - 1, "context_tokens": 0, "step_ms": 1e3 * took_s}
-        for cost in costs
-        for tokens, took_s in zip(*cost, strict=True)
+        for one in found
+        for tokens, took_s in zip(one.step_tokens, one.step_seconds, strict=True)
     ]
 
 
@@ -167,12 +167,12 @@ def model_of(
     profile: dict, joined: Sequence[ReplicaJoined], measured: Sequence[ReplicaMeasured], handover_s: float
 ) -> ReplicaModel:
     """A replica by its profile, its own reports, and what a hand-over takes: the save, as modelled, and a rest."""
-    pools = [one for one in measured if one.fetch_tokens_s]
+    pools = [one.performance for one in measured if one.performance.fetch_token_s]
     model = from_profile(
         profile,
         kv_capacity_tokens=joined[0].kv_capacity_blocks * joined[0].block_tokens,
         max_running=joined[0].max_running,
-        fetch_tokens_s=mean(one.fetch_tokens_s for one in pools) if pools else 0.0,
+        fetch_tokens_s=mean(1 / one.fetch_token_s for one in pools) if pools else 0.0,
         fetch_base_s=mean(one.fetch_base_s for one in pools) if pools else 0.0,
     )
     save_s = model.fetch_base_s + HANDOVER_CHUNK_TOKENS / model.fetch_tokens_s if pools else 0.0

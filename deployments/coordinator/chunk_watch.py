@@ -89,7 +89,7 @@ class ChunkWatch:
 
 def allowance_s(report: EngineStats) -> float:
     """Returns the seconds that a chunk may take for its next token on this replica."""
-    if report.speeds is None:
+    if report.performance is None or not report.performance.prefill_token_s:
         return STALLED_S
     cache_tokens = report.kv_capacity_blocks * report.block_tokens
-    return max(STALLED_S, CACHE_FILLS * cache_tokens / report.speeds["prefill_tokens_s"])
+    return max(STALLED_S, CACHE_FILLS * cache_tokens * report.performance.prefill_token_s)

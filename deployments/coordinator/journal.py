@@ -19,6 +19,7 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import Action
 from tailrace.policies.protocol.events import Event, Tick
+from tailrace.policies.protocol.performance import Performance
 
 FORMAT = 1
 
@@ -147,6 +148,8 @@ def _object(data: dict) -> Any:
             "tokens": {fields["chunk_id"]: fields["tokens"]},
             "observed_at": fields["observed_at"],
         }
+    if name == "ReplicaMeasured" and "step_base_s" in fields:  # a journal from before the record of performance
+        fields = _measured(fields)
     if name not in _KINDS:
         raise ValueError(f"{name!r} is neither an event nor an action")
     try:
@@ -157,6 +160,20 @@ def _object(data: dict) -> Any:
     if not _holds(json.loads(json.dumps(asdict(value))), fields):  # an unknown key, a number in quotes
         raise ValueError(f"{name}: other fields than {', '.join(asdict(value))}, or values of other kinds")
     return value
+
+
+def _measured(fields: dict) -> dict:
+    """The event of a replica that had measured a base and a slope for its steps, and rates."""
+    performance = Performance.linear(
+        fields["observed_at"],
+        fields["step_base_s"],
+        fields["step_per_chunk_s"],
+        prefill_token_s=1 / fields["prefill_tokens_s"],
+        fetch_base_s=fields["fetch_base_s"],
+        fetch_token_s=1 / fields["fetch_tokens_s"] if fields["fetch_tokens_s"] else 0.0,
+    )
+    event = {"now": fields["now"], "replica_id": fields["replica_id"], "performance": asdict(performance)}
+    return json.loads(json.dumps(event))
 
 
 def _holds(known: Any, fields: Any) -> bool:

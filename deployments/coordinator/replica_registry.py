@@ -91,8 +91,9 @@ class ReplicaRegistry:
                 methods=report.methods,
             )
             events.append(joined)
-        if renewed and report.speeds is not None:
-            events.append(ReplicaMeasured(now=now, replica_id=report.replica_id, observed_at=made_at, **report.speeds))
+        if renewed and report.performance is not None:
+            performance = replace(report.performance, observed_at=made_at)
+            events.append(ReplicaMeasured(now, report.replica_id, performance))
         if renewed:
             self.renewed.append(report)
         if renewed and report.running:

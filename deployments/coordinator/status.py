@@ -31,7 +31,7 @@ def _reported(report: EngineStats | None) -> dict:
     """Fields of ReplicaStatus that a replica reports itself; none before its first report."""
     if report is None:
         return {"preemptions": 0}
-    kept = ("preemptions", "work", "step_cost", "node_id", "cores", "dtype", "ranks", "weight_transfer", "max_loras")
+    kept = ("preemptions", "work", "performance", "node_id", "cores", "dtype", "ranks", "weight_transfer", "max_loras")
     return {name: getattr(report, name) for name in kept}
 
 

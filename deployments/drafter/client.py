@@ -22,13 +22,10 @@ from tailrace.deployments.drafter.lines import Kept, Line, chunk_end, end_of
 from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
+from tailrace.policies.models.performance_estimator import PerformanceEstimator
 from tailrace.policies.protocol.actions import DraftMode
-
-TRUST = 8.0
-"""Weight of the acceptance over all samples, in draft tokens, in the estimate for one sample."""
-
-FADE = 0.97
-"""Decay factor of a sample's acceptance, per verification."""
+from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import chance
 
 
 class Drafters:
@@ -44,7 +41,7 @@ class Drafters:
         self._named: dict[str, Line] = {}  # lines with a drafter, by the drafter's name for them
         self._outbox: dict[Address, list[Message]] = {}
         self._counts: Counter[str] = Counter()
-        self._accepted, self._tested = 1.0, 2.0  # of all samples, decayed; the prior counts as two draft tokens
+        self.performance = PerformanceEstimator()  # of its engine, which sets it
 
     def meet(self, addresses: Sequence[Address]) -> None:
         """Set the drafters that exist now, replacing the earlier ones. Safe from any thread."""
@@ -72,12 +69,6 @@ class Drafters:
         line.made(tokens, self._clock())
         if line.hopeless:
             self._give_back(line)
-
-    def judge(self, chunk_id: str, accepted: int, drafted: int) -> None:
-        """Record a verification: of `drafted` tokens of a draft model the first `accepted` were right."""
-        line, tested = self._running[chunk_id], min(accepted + 1, drafted)
-        line.accepted, line.tested = FADE * line.accepted + accepted, FADE * line.tested + tested
-        self._accepted, self._tested = FADE * self._accepted + accepted, FADE * self._tested + tested
 
     def close(self, chunk_id: str, goes_on: bool = False) -> tuple[int, int]:
         """End a chunk. Returns its tested draft tokens, verified or overtaken, and the number of right ones.
@@ -129,8 +120,11 @@ class Drafters:
         Tokens after the window are for the next step, available while the drafter receives the outcome of this one.
         """
         line = self._running[chunk_id]
-        guess, trusted = line.guess[: line.mode.window], TRUST * self._accepted / self._tested
-        right, count = (trusted + line.accepted) / (TRUST + line.tested), len(guess)
+        guess = line.guess[: line.mode.window]
+        right, count = (
+            chance(line.right, line.tested, self.performance.acceptance.chance(DraftMethod.MODEL)),
+            len(guess),
+        )
         tokens, sources = np.array(guess, np.int32), np.full(count, Source.MODEL, np.uint8)
         return Proposal(tokens, np.full(count, right, np.float32), sources, 0)
 
@@ -273,7 +267,9 @@ class Drafters:
         elif isinstance(message, Guess) and message.start <= len(line.tokens):
             joined = line.joined
             in_time = line.hear(message, self._config.patience_s, self._clock())
-            line.count(message.tested, message.accepted)
+            tested, right = line.count(message.tested, message.accepted)
+            if tested:
+                self.performance.acceptance.count(DraftMethod.MODEL, right, tested, self._clock())
             self._counts["model_joined"] += line.joined and not joined
             self._counts["model_overtaken"] += not in_time
             self._counts["model_guesses"] += 1

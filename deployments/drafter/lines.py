@@ -11,6 +11,7 @@ from tailrace.deployments.channel.encrypted import Address
 from tailrace.deployments.drafter.wire import Guess
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.performance import FADE
 
 KEPT_S = 20.0
 """Longest time that a line is kept without a chunk: by then its sample runs elsewhere. Drafters wait 60 s."""
@@ -46,8 +47,8 @@ class Line:
     alone: int = 0  # consecutive verifications without a guess
     joined: bool = False  # its drafter has sent a guess in time
     given_back: bool = False  # no drafter drafts for it until the drafters change
-    accepted: float = 0.0  # right draft tokens of `tested`, decayed
-    tested: float = 0.0  # verified draft tokens, decayed
+    right: float = 0.0  # draft tokens of `tested`, faded
+    tested: float = 0.0  # draft tokens, verified or overtaken, faded
     judged: tuple[int, int] = (0, 0)  # in this chunk: tested draft tokens, right ones
     reported: tuple[int, int] = (0, 0)  # the same since its opening, by its drafter's last guess
 
@@ -99,12 +100,17 @@ class Line:
             self.silent, self.since_s = False, now_s
         return in_time
 
-    def count(self, tested: int, accepted: int) -> None:
-        """Take in the drafter's totals since the opening; they restart if the drafter has forgotten the sample."""
+    def count(self, tested: int, accepted: int) -> tuple[int, int]:
+        """Take in the drafter's totals since the opening; they restart if the drafter has forgotten the sample. Returns
+        the tested draft tokens since the last totals, and the right ones."""
         before = self.reported if tested >= self.reported[0] and accepted >= self.reported[1] else (0, 0)
         self.reported = tested, accepted
-        tested, accepted = tested - before[0], accepted - before[1]
-        self.judged = self.judged[0] + tested, self.judged[1] + min(tested, accepted)
+        tested = tested - before[0]
+        right = min(tested, accepted - before[1])
+        self.judged = self.judged[0] + tested, self.judged[1] + right
+        if tested:
+            self.right, self.tested = FADE * self.right + right, FADE * self.tested + tested
+        return tested, right
 
     def take_judged(self) -> tuple[int, int]:
         """Returns the tested draft tokens of this chunk and the right ones, and resets both."""

@@ -25,9 +25,10 @@ from tailrace.deployments.messages.context import Source
 from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
 from tailrace.deployments.vllm_exact.pause import pause, resume
-from tailrace.policies.models.step_cost_estimator import StepCostEstimator
+from tailrace.policies.models.performance_estimator import PerformanceEstimator
 from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import count_tested
 from tailrace.policies.protocol.step_cost import StepCost
 from tailrace.policies.protocol.views import DraftView
 
@@ -52,9 +53,6 @@ ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
 FUTILE_SHARE, FUTILE_STEPS = 0.02, 8
 """Share of the time of steps that asking for drafts that do not pay may take, roughly, and maximum steps from one such
 question to the next. Where a step takes as long as 50 questions it asks after each, as engines on CPUs do."""
-
-FADE = 0.99
-"""Decay of the replica's acceptance: a verification 70 ago weighs one half."""
 
 NO_MODEL = DraftMode(0, True)
 """Mode of chunks that draft from a part of the index: they are sent to no drafter, and they wait for none."""
@@ -100,10 +98,11 @@ class EngineDrafts:
         self._steps = 0
         self._free: list[int] = []
         self._policy = self._memory = None
-        self._times = StepCostEstimator()
-        self._accepted, self._drafted = 0.5, 1.0  # decayed; the first guess weighs one draft token
+        self.performance = PerformanceEstimator()  # of the engine, which records steps in it
+        if model is not None:
+            model.performance = self.performance
         self._counts: Counter[str] = Counter()
-        self._spent_s = 0.0
+        self._spent_s = self._now_s = 0.0
         self._sizes: dict[str, int] = {}
         self._looked_s = -LOOK_S
         warm_up()
@@ -152,7 +151,7 @@ class EngineDrafts:
 
     def made_by(self, made: Iterable[tuple[str, list[int]]]) -> None:
         """Takes the tokens of chunks that a step has emitted: of each the accepted part of its draft, and one more."""
-        began_s = time.perf_counter()
+        began_s, self._now_s = time.perf_counter(), time.monotonic()
         running, fresh, model = self._running, self._fresh, self._model
         for chunk_id, tokens in made:
             drafted = running.get(chunk_id)
@@ -175,10 +174,9 @@ class EngineDrafts:
         draft = drafted.draft
         drafted.accepted = accepted = accepted_tokens(draft.tokens.tolist(), tokens)
         drafted.report.count(draft.sources, accepted)
-        self._accepted = FADE * self._accepted + accepted
-        self._drafted = FADE * self._drafted + len(draft.tokens)
-        if self._model is not None and draft.sources[0] == Source.MODEL:
-            self._model.judge(drafted.chunk.chunk_id, accepted, len(draft.tokens))
+        if draft.sources[0] != Source.MODEL:  # those of a draft model are counted with the overtaken ones
+            method = drafted.chunk.draft.method if drafted.chunk.draft.method in EVIDENCE else DraftMethod.GROUP
+            self.performance.acceptance.count(method, accepted, count_tested(accepted, len(draft.tokens)), self._now_s)
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
@@ -194,10 +192,6 @@ class EngineDrafts:
             self._counts[f"drafted.{source.name.lower()}"] += int(drafted.report.drafted[source])
             self._counts[f"accepted.{source.name.lower()}"] += int(drafted.report.accepted[source])
         return drafted.report
-
-    def timed(self, tokens: int, took_s: float) -> None:
-        """Records the time of a step that verified `tokens` tokens and prefilled none."""
-        self._times.record(tokens, took_s)
 
     # ---- proposals ---------------------------------------------------------------------------------
 
@@ -224,7 +218,7 @@ class EngineDrafts:
         """Sets drafts after a step: the next draft on each continuing request, the other branches on its forks."""
         began_s = time.perf_counter()
         fresh, self._fresh = self._fresh, []
-        cost = self._times.cost()
+        cost = self.performance.steps.cost(len(fresh))
         self._steps += 1
         due = self._model is not None or forks is not None or self._is_due(len(fresh), cost)
         if due or not all([drafted.futile for drafted in fresh]):
@@ -355,7 +349,7 @@ class EngineDrafts:
             expected=column([plan.expected_tokens for plan in plans]),
             medium_at=column([plan.class_starts[0] for plan in plans]),
             long_at=column([plan.class_starts[1] for plan in plans]),
-            acceptance=self._accepted / self._drafted,
+            acceptance=self.performance.acceptance.overall(),
             cost=cost,
         )
 
@@ -376,11 +370,6 @@ class EngineDrafts:
                 self._model.tidy()
         model = self._model.counts() if self._model is not None else {}
         return dict(self._counts) | {"draft_us": int(self._spent_s * 1e6)} | self._sizes | model
-
-    def step_cost(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Returns the measured cost of a step by its tokens, (tokens, seconds), or None before two sizes were seen."""
-        cost = self._times.cost()
-        return None if cost is None else (cost.tokens, cost.seconds)
 
     def stop(self) -> None:
         self._groups.close_all()

@@ -13,7 +13,7 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPla
 from tailrace.kvpool.connector import PoolConnector
 from tailrace.kvpool.counts import Counts
 from tailrace.kvpool.worker import layout, probe, rejoin
-from tailrace.policies.models.speed_estimator import SpeedEstimator
+from tailrace.policies.models.performance_estimator import PerformanceEstimator
 
 CAUSE_OF_NEW = "new"  # a first chunk: its context was not computed before
 
@@ -21,9 +21,9 @@ CAUSE_OF_NEW = "new"  # a first chunk: its context was not computed before
 class PoolClient:
     """`engine`: vLLM's LLMEngine, built with `kvpool.connector`. `save_deadline_s`: maximum wait for saves."""
 
-    def __init__(self, engine, save_deadline_s: float, speeds: SpeedEstimator):
+    def __init__(self, engine, save_deadline_s: float, performance: PerformanceEstimator):
         self._connector: PoolConnector = engine.engine_core.engine_core.scheduler.connector
-        self._engine, self._save_deadline_s, self._speeds = engine, save_deadline_s, speeds
+        self._engine, self._save_deadline_s, self._performance = engine, save_deadline_s, performance
         self._held: dict[str, tuple[str, ChunkRequest, ChunkResult, float]] = {}  # by chunk id; float: time of `hold`
         self._counts: Counter[str] = Counter()
         self._waits = Counts()
@@ -31,7 +31,7 @@ class PoolClient:
         self.key_prefixes = layouts[0][0]
         self.token_bytes = sum(size for _, size in layouts)
         for tokens, took_s in engine.collective_rpc(probe)[0]:
-            speeds.pull(tokens, took_s)
+            performance.pull(tokens, took_s, time.monotonic())
 
     def rejoin(self, master_address: str) -> None:
         """Continues with the master at another address. Raises RuntimeError if it does not answer."""
@@ -83,14 +83,14 @@ class PoolClient:
             released.append((chunk_id, self._complete(request_id, chunk, result)))
         return released
 
-    def after_step(self, took_s: float, decodes: bool) -> None:
+    def after_step(self, took_s: float, decodes: bool, now_s: float) -> None:
         """Records a step's time. `decodes`: no chunk was at its prompt or waited for KV."""
         self._waits.took("step", took_s)
         tokens, chunks = self._connector.scheduled
-        if chunks:
-            self._speeds.step(chunks, tokens, took_s, decodes)
+        if chunks and not decodes:
+            self._performance.prompt(chunks, tokens, took_s, now_s)
         for pulled_tokens, pull_s in self._connector.take_pulls():
-            self._speeds.pull(pulled_tokens, pull_s)
+            self._performance.pull(pulled_tokens, pull_s, now_s)
 
     def counts(self) -> dict[str, int]:
         """Returns all counts so far, by COUNTER.CAUSE: transfers to the pool, and tokens by the source of their KV."""

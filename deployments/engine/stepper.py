@@ -26,7 +26,7 @@ from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.requests import Requests
 from tailrace.kvpool.config import PoolEndpoint
-from tailrace.policies.models.speed_estimator import SpeedEstimator
+from tailrace.policies.models.performance_estimator import PerformanceEstimator
 from tailrace.policies.protocol.events import ChunkEnd
 
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
@@ -45,7 +45,7 @@ class Stepper(WeightCalls):
         feed: ContextClient | None = None,
         model: Drafters | None = None,
     ):
-        self._engine = launch(config, rank, pool)
+        began_s, self._engine = time.monotonic(), launch(config, rank, pool)
         self._outputs = StepOutputs(self._engine)
         self._weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
@@ -66,19 +66,20 @@ class Stepper(WeightCalls):
             "max_loras": self.adapters.slots,
             "draft_tokens": config.draft.draft_tokens if config.draft.method != "off" else 0,
         }
-        self._speeds, self._link, self._drafts = SpeedEstimator(), None, None
-        if pool is not None:
-            # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
-            from tailrace.deployments.engine.pool_client import PoolClient
-
-            self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._speeds)
-            self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
+        self._performance, self._link, self._drafts = PerformanceEstimator(), None, None
         if config.draft.is_ours:
             # After `launch`: numba counts its threads on import; two on one core wait 1.4 s a step for each other.
             from tailrace.deployments.drafting.drafts import EngineDrafts
 
             length, vocabulary = self._constant["max_model_len"], self._requests.vocabulary
             self._drafts = EngineDrafts(config.draft, length, feed, model, vocabulary)
+            self._performance = self._drafts.performance
+        if pool is not None:
+            # After `launch`, which imports vLLM once its settings are made; other importers of this file need no vLLM.
+            from tailrace.deployments.engine.pool_client import PoolClient
+
+            self._link = PoolClient(self._engine, pool.config.save_deadline_s, self._performance)
+            self._constant |= {"key_prefixes": self._link.key_prefixes, "token_bytes": self._link.token_bytes}
         parts = self._requests, config.draft, self._constant, pool is not None, self._forget
         self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
@@ -86,8 +87,8 @@ class Stepper(WeightCalls):
         self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
         warmup.warm_up(self, config.max_running, config.draft.draft_tokens if self._drafts is not None else 0)
         self.reset_cache()
-        self._work = Counter(dict.fromkeys(self._work, 0))
-        self._step_counts = [0] * len(self._step_counts)
+        self._work, self._step_counts = Counter(dict.fromkeys(self._work, 0)), [0] * len(self._step_counts)
+        self._performance.start_s = time.monotonic() - began_s
 
     def draft_for_all(self, token_ids: list[int]) -> None:
         """Sets this draft for the next step on every chunk that decodes."""
@@ -98,8 +99,8 @@ class Stepper(WeightCalls):
     @property
     def busy(self) -> bool:
         """Returns whether a step has work: chunks to run, or finished ones to release."""
-        waits = bool(self._ended or self.adapters.waiting())
-        return waits or self._scheduler.has_requests() or (self._link is not None and self._link.busy)
+        waits = self._ended or self.adapters.waiting() or self._scheduler.has_requests()
+        return bool(waits or (self._link is not None and self._link.busy))
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM, or here until its adapter can run. Raises ValueError, one line."""
@@ -127,12 +128,11 @@ class Stepper(WeightCalls):
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
-        if (running := self._running.get(chunk_id)) is None:
-            if (waiting := self.adapters.withdraw(chunk_id)) is not None:
-                self._ended.append((chunk_id, never_begun(*waiting)))
-            return
-        self._leave(running, keep_kv)
-        self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
+        if (running := self._running.get(chunk_id)) is not None:
+            self._leave(running, keep_kv)
+            self._hand_over(running, self._end(chunk_id, ChunkEnd.ABORTED, keep_kv))
+        elif (waiting := self.adapters.withdraw(chunk_id)) is not None:
+            self._ended.append((chunk_id, never_begun(*waiting)))
 
     def _leave(self, running: EngineChunk, keep_kv: bool) -> None:
         """Ends a chunk's request in vLLM."""
@@ -159,24 +159,23 @@ class Stepper(WeightCalls):
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
             running.scheduled_s = began_s
             del self._unscheduled[running.chunk.chunk_id]
-        self._receive(outputs, ended_s)
+        chunks, made_tokens = self._receive(outputs, ended_s)
+        self._performance.step(chunks, verified_tokens, ended_s - began_s, made_tokens, ended_s)
         self.progress_s = ended_s if outputs else self.progress_s
         if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
-            if verified_tokens:
-                self._drafts.timed(verified_tokens, ended_s - began_s)
             self._drafts.propose(self._forks)
         if self._forks is not None:
             self._branch()
         if self._link is not None:
-            self._link.after_step(ended_s - began_s, verified_tokens > 0)
+            self._link.after_step(ended_s - began_s, verified_tokens > 0, ended_s)
             self._ended += self._link.release()
         ended, self._ended = self._ended, []
         return ended
 
-    def _receive(self, outputs: list[StepOutput], ended_s: float) -> None:
-        """Takes the outputs of a step, in one pass; redraws may add some."""
+    def _receive(self, outputs: list[StepOutput], ended_s: float) -> tuple[int, int]:
+        """Takes the outputs of a step, in one pass; redraws may add some. Returns the chunks in it and their tokens."""
         made, ended = [], []
         for output in outputs:
             name, token_ids, reason, whole = output
@@ -191,11 +190,12 @@ class Stepper(WeightCalls):
             running.has_tokens(ended_s, whole)
             if reason is not None:
                 ended.append((name, reason))
-        self._work.update(tokens=sum([len(token_ids) for _, token_ids in made]), verifications=len(made))
+        self._work.update(tokens=(tokens := sum([len(token_ids) for _, token_ids in made])), verifications=len(made))
         if self._drafts is not None:
             self._drafts.made_by(made)
         for name, reason in ended:
             self._finish(name, reason)
+        return len(made), tokens
 
     def _cut(self, running: EngineChunk, output: StepOutput, outputs: list) -> tuple[list[int], str | None]:
         """Returns the tokens of an output, the last one redrawn if close, up to a stop text; and the reason to end."""
@@ -279,17 +279,17 @@ class Stepper(WeightCalls):
         link, drafts = self._link, self._drafts
         tokens = {chunk_id: len(chunk.token_ids) for chunk_id, chunk in self._running.items()}
         tokens |= dict.fromkeys(self.adapters.waiting(), 0)
-        of_drafts = {"methods": drafts.methods, "step_cost": drafts.step_cost()} if drafts else {}
+        of_drafts, at_s = {"methods": drafts.methods} if drafts else {}, time.time()
         return EngineStats(
             **self._constant | of_drafts | self._weights.report(),
             kv_counts=link.counts() if link else {},
             adapters=self.adapters.known(),
-            observed_at=time.time(),
+            observed_at=at_s,
             steps=self._work["steps"],
             step_counts=tuple(self._step_counts),
             running=tokens | (link.held_tokens() if link else {}),
             preemptions=self._past_preemptions + sum(r.request.num_preemptions for r in self._running.values()),
-            speeds=self._speeds.report(),
+            performance=self._performance.report(time.monotonic(), at_s),
             work={**self._work, **self._redraws.counts, **(drafts.counts() if drafts else {})},
         )
 

@@ -15,6 +15,7 @@ from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.drafts import DraftPlan, DraftReport
 from tailrace.deployments.messages.rollout import Mask, PromptLogprobs, SamplingParams, Top
 from tailrace.policies.protocol.events import ChunkEnd
+from tailrace.policies.protocol.performance import Performance
 
 TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Parts of an engine's memory that sleep, by vLLM's names."""
@@ -136,10 +137,9 @@ class EngineStats:
     token_bytes: int = 0  # KV of one token, over all ranks
     pool_problem: str = ""  # why this replica runs without the pool that it should have
     kv_counts: dict[str, int] = field(default_factory=dict)  # since the replica started, by EVENT.CAUSE
-    speeds: dict[str, float] | None = None  # see deployments.engine.speeds
-    # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.engine.drafts too.
+    performance: Performance | None = None  # of `observed_at`; None before steps of two sizes were seen
+    # Since the replica started: steps and their microseconds, tokens, verifications; see deployments.drafting too.
     work: dict[str, int] = field(default_factory=dict)
-    step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # tokens, seconds; see policies.stepcost
     step_counts: tuple[int, ...] = ()  # steps by duration, by STEP_BOUNDS_S, the last ones above all
     max_loras: int = 0  # adapters that its engine computes in a step; 0: it takes none
     adapters: tuple[Adapter, ...] = ()  # the last one of each name that it has heard of, loaded or not

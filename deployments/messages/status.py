@@ -6,6 +6,7 @@ from pydantic import Field
 
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import Message, Segment
+from tailrace.policies.protocol.performance import Performance
 
 
 class ReplicaStatus(Message):
@@ -19,7 +20,7 @@ class ReplicaStatus(Message):
     work: dict[str, int] = Field(default_factory=dict)  # see EngineStats
     closing: bool = False  # it is to be given back, and takes no new chunks
     aside: str = ""  # why nothing starts on it for a while: chunks of several samples failed there; empty: it is not
-    step_cost: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see EngineStats
+    performance: Performance | None = None  # see EngineStats
     node_id: str = ""
     cores: tuple[int, ...] = ()  # of its node, that its engine is bound to; empty: none
     dtype: str = ""  # see EngineStats, as the next three

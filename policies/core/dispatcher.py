@@ -68,7 +68,7 @@ class Dispatcher:
         if mode is not None and not mode.window and DraftMethod.MODEL in methods:
             chunk.method = next((method for method in methods if method != DraftMethod.MODEL), None)
         reason = f"{reason}; {why}" if why else reason
-        pull = self._placement.min_pull_tokens(self._table.speeds(chunk.replica_id))
+        pull = self._placement.min_pull_tokens(self._table.performance(chunk.replica_id))
         if pull is not None:
             pull = checked_count(self._placement, "min_pull_tokens", pull, 0)
         return StartChunk(

@@ -10,18 +10,19 @@ from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
 from tailrace.policies.protocol.events import IllegalEvent, ReplicaJoined, ReplicaMeasured
-from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicaView
+from tailrace.policies.protocol.performance import Performance, chance
+from tailrace.policies.protocol.views import ReplicaView
 
 
 class _ReplicaRow:
     __slots__ = ("aside", "block_tokens", "capacity_blocks", "chunks", "closing", "draft_tokens", "entry",
-                 "free_blocks", "max_running", "methods", "node_id", "speeds", "version")  # fmt: skip
+                 "free_blocks", "max_running", "methods", "node_id", "performance", "version")  # fmt: skip
 
 
 class ReadOnlyReplicas:
     """Lookups of a ReplicaTable, as a `ReplicasView`. A policy with it can neither reserve nor close."""
 
-    __slots__ = ("next_with_room", "ready", "room_tokens", "roomiest", "running", "speeds")
+    __slots__ = ("next_with_room", "performance", "ready", "room_tokens", "roomiest", "running")
 
     def __init__(self, table: "ReplicaTable"):
         for name in self.__slots__:
@@ -36,6 +37,7 @@ class ReplicaTable:
         self._replicas: dict[str, _ReplicaRow] = {}
         self._ids: list[str] = []
         self._nodes: Counter[str] = Counter()  # node -> replicas on it
+        self._tests: dict[str, list[float]] = {}  # draft method -> right and tested tokens, as replicas report them
         self.staying = 0  # replicas that are not closing
         self.one_node = True  # all replicas share one node's pool memory: no KV is nearer to one of them
         self._roomy: list[tuple[int, str]] = []  # (-room, id), dead entries among them
@@ -52,7 +54,7 @@ class ReplicaTable:
             replica.block_tokens, replica.draft_tokens = event.block_tokens, event.draft_tokens
             replica.capacity_blocks = replica.free_blocks = event.kv_capacity_blocks
             replica.max_running, replica.chunks, replica.entry = event.max_running, {}, None
-            replica.node_id, replica.speeds, replica.closing = event.node_id, None, False
+            replica.node_id, replica.performance, replica.closing = event.node_id, None, False
             replica.aside = ""
             self._count_node(event.node_id, 1)
             self._replicas[event.replica_id] = replica
@@ -68,6 +70,7 @@ class ReplicaTable:
         self._ids.remove(replica_id)
         self.staying -= not replica.closing
         self._count_node(replica.node_id, -1)
+        self._count_tests(replica.performance, -1)
         return list(replica.chunks)
 
     def close(self, replica_ids: Iterable[str]) -> list[str]:
@@ -101,17 +104,13 @@ class ReplicaTable:
         return stop_order({replica_id: replica.node_id for replica_id, replica in self._replicas.items()})
 
     def measure(self, event: ReplicaMeasured) -> None:
-        """Note a replica's speeds, unless newer ones are known (law 8). Raises IllegalEvent if it is unknown."""
+        """Note a replica's performance, unless a newer one is known (law 8). Raises IllegalEvent if it is unknown."""
         replica = self._known(event.replica_id)
-        if replica.speeds is None or event.observed_at >= replica.speeds.observed_at:
-            replica.speeds = ReplicaSpeeds(
-                prefill_tokens_s=event.prefill_tokens_s,
-                fetch_tokens_s=event.fetch_tokens_s,
-                fetch_base_s=event.fetch_base_s,
-                step_base_s=event.step_base_s,
-                step_per_chunk_s=event.step_per_chunk_s,
-                observed_at=event.observed_at,
-            )
+        before = replica.performance
+        if before is None or event.performance.observed_at >= before.observed_at:
+            replica.performance = event.performance
+            self._count_tests(before, -1)
+            self._count_tests(event.performance, 1)
 
     def change_weights(self, version: int) -> None:
         self.weights_version = version
@@ -194,9 +193,13 @@ class ReplicaTable:
     def max_running(self, replica_id: str) -> int:
         return self._replicas[replica_id].max_running
 
-    def speeds(self, replica_id: str) -> ReplicaSpeeds | None:
-        """The replica's last measured speeds, or None if it has not reported any."""
-        return self._replicas[replica_id].speeds
+    def performance(self, replica_id: str) -> Performance | None:
+        """The replica's last measured performance, or None if it has not reported any."""
+        return self._replicas[replica_id].performance
+
+    def chance(self, method: str, prior: float) -> float:
+        """Chance that a draft token of a method is right if all before it are, over all replicas."""
+        return chance(*self._tests.get(method, (0.0, 0.0)), prior)
 
     def methods(self, replica_id: str) -> tuple[str, ...]:
         """Draft methods available on the replica; the first is the default."""
@@ -215,7 +218,7 @@ class ReplicaTable:
             max_running=replica.max_running,
             weights_version=replica.version,
             node_id=replica.node_id,
-            speeds=replica.speeds,
+            performance=replica.performance,
         )
 
     def states(self) -> Counter[str]:
@@ -238,6 +241,12 @@ class ReplicaTable:
         self._nodes[node_id] += replicas
         self._nodes += Counter()  # drops nodes without replicas
         self.one_node = len(self._nodes) < 2
+
+    def _count_tests(self, performance: Performance | None, sign: int) -> None:
+        for one in performance.acceptance if performance is not None else ():
+            sums = self._tests.setdefault(one.method, [0.0, 0.0])
+            sums[0] = max(0.0, sums[0] + sign * one.right)
+            sums[1] = max(0.0, sums[1] + sign * one.tested)
 
     def _known(self, replica_id: str) -> _ReplicaRow:
         if replica_id not in self._replicas:

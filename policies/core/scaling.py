@@ -5,6 +5,7 @@ Their running samples move at the end of the chunk, or at once if that is sooner
 fewer replicas are requested only once those to stop are idle. Called by `RolloutCore` once per decision.
 """
 
+from math import inf
 from typing import NamedTuple
 
 from tailrace.policies.core.draft_planner import DraftPlanner
@@ -15,7 +16,8 @@ from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.core.validation import checked_count
 from tailrace.policies.families.tail import ReplicaGoal, Tail, roomy
 from tailrace.policies.protocol.actions import Action, SetReplicas
-from tailrace.policies.protocol.views import ReplicaSpeeds, TailView
+from tailrace.policies.protocol.performance import Performance
+from tailrace.policies.protocol.views import TailView
 
 LOOK_S = 0.25
 """Seconds between two looks, unless batches have come or gone: a look reads the books of every replica."""
@@ -88,12 +90,12 @@ class Scaling:
         )
 
     def _empty(self, replica_id: str) -> None:
-        speeds = self._table.speeds(replica_id)
+        performance = self._table.performance(replica_id)
         chunks = [self._running.chunks[chunk_id] for chunk_id in self._table.chunks(replica_id)]
         for chunk in chunks:
             if chunk.copy_of is not None:
                 self._running.abort(chunk, f"{replica_id} is to be given back: its race ends")
-            elif speeds is not None and left_s(chunk, speeds, len(chunks)) > move_s(chunk, speeds):
+            elif performance is not None and left_s(chunk, performance, len(chunks)) > move_s(chunk, performance):
                 self._running.abort(chunk, f"{replica_id} is to be given back: it moves now")
 
     def _ask(self, order: list[str], wanted: ReplicaGoal, view: TailView) -> list[Action]:
@@ -114,18 +116,16 @@ class Scaling:
         return [SetReplicas(engines, reason, asked.drafters)]
 
 
-def left_s(chunk: Chunk, speeds: ReplicaSpeeds, running: int) -> float:
-    """Seconds until the expected end of a chunk among `running`: by its own bound, or by its sample's expected end."""
+def left_s(chunk: Chunk, performance: Performance, running: int) -> float:
+    """Seconds until the expected end of a chunk among `running`: by its own bound, or by its sample's expected end. A
+    step brings it several tokens."""
     sample = chunk.sample
     expected = sample.expected_tokens - sample.generated_tokens
     tokens = min(chunk.max_tokens, max(1, expected)) - sample.streamed_tokens
-    return max(1, tokens) * speeds.step_s(running)
+    return max(1, tokens) * performance.token_s(running)
 
 
-def move_s(chunk: Chunk, speeds: ReplicaSpeeds) -> float:
-    """Seconds to move a chunk: to fetch the KV of its whole context or to compute it, whichever is faster."""
-    context = chunk.sample.context_tokens + chunk.sample.streamed_tokens
-    compute_s = context / speeds.prefill_tokens_s
-    if not speeds.fetch_tokens_s:
-        return compute_s
-    return min(compute_s, speeds.fetch_base_s + context / speeds.fetch_tokens_s)
+def move_s(chunk: Chunk, performance: Performance) -> float:
+    """Seconds to move a chunk: to fetch the KV of its whole context or to compute it; without end while neither was
+    measured."""
+    return performance.move_s(chunk.sample.context_tokens + chunk.sample.streamed_tokens) or inf

@@ -5,6 +5,8 @@ Invariant: a check reads and raises, and changes nothing. Checks that need the c
 """
 
 from collections.abc import Collection
+from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,8 @@ def check_finish(event: ChunkFinished, chunk: Chunk) -> None:
         )
     if not 0 <= event.accepted_tokens <= event.drafted_tokens:
         raise IllegalEvent(f"{event.chunk_id}: {event.accepted_tokens} of {event.drafted_tokens} draft tokens accepted")
+    if not 0 <= event.tested_tokens <= event.drafted_tokens:
+        raise IllegalEvent(f"{event.chunk_id}: {event.tested_tokens} of {event.drafted_tokens} draft tokens tested")
     if not 0 <= event.model_accepted <= event.model_tested:
         raise IllegalEvent(f"{event.chunk_id}: {event.model_accepted} of {event.model_tested} drafts of a model right")
     if chunk.beaten:
@@ -80,9 +84,17 @@ def check_return(event: SampleReturned, sample: Sample) -> None:
 
 
 def check_measured(event: ReplicaMeasured) -> None:
-    costs_s = (event.fetch_base_s, event.step_base_s, event.step_per_chunk_s)
-    if not (event.prefill_tokens_s > 0 and event.fetch_tokens_s >= 0 and all(cost_s >= 0 for cost_s in costs_s)):
-        raise IllegalEvent(f"{event}: no replica has such speeds")
+    """Check that all figures are finite and none is negative, and that steps are points of a line."""
+    one = event.performance
+    figures = (*one.step_tokens, *one.step_seconds, one.chunk_s, one.drafts, one.fetch_base_s, one.fetch_token_s,
+               one.prefill_token_s, *one.drafter_samples, *one.drafter_seconds, one.start_s)  # fmt: skip
+    drafter = len(one.drafter_samples) == len(one.drafter_seconds)
+    grows = all(a < b for points in (one.step_tokens, one.drafter_samples) for a, b in pairwise(points))
+    tests = all(0 <= of.right <= of.tested < inf for of in one.acceptance)
+    if not (len(one.step_tokens) == len(one.step_seconds) > 1 and drafter and grows and tests and 1 <= one.made < inf):
+        raise IllegalEvent(f"{event}: no replica performs like that")
+    if not all(0 <= figure < inf for figure in figures):
+        raise IllegalEvent(f"{event}: no replica is as fast as that")
 
 
 def check_pool(event: PoolReported) -> None:

@@ -72,14 +72,14 @@ def group_s(prompts: Sequence[PromptView], replicas: Sequence[ReplicaView], coun
     """Seconds of a ranking group on `count` replicas, tau(l, dp) of the paper, by lengths of its last epoch.
 
     The steps are those of the longest answer, or more where KV holds fewer samples. Each takes base + per chunk *
-    chunks, by the mean of the measured speeds; before the first measurement a step counts as one second.
+    chunks, by the mean of the measured steps; before the first measurement a step counts as one second.
     """
     known = [(prompt.prompt_tokens, tokens) for prompt in prompts for tokens in last_epoch(prompt)]
     if not known:
         return 0.0
-    speeds = [replica.speeds for replica in replicas if replica.speeds is not None]
-    base_s = sum(one.step_base_s for one in speeds) / len(speeds) if speeds else 1.0
-    chunk_s = sum(one.step_per_chunk_s for one in speeds) / len(speeds) if speeds else 0.0
+    lines = [one.performance.line(one.max_running) for one in replicas if one.performance is not None]
+    base_s = sum(base_s for base_s, _ in lines) / len(lines) if lines else 1.0
+    chunk_s = sum(each_s for _, each_s in lines) / len(lines) if lines else 0.0
     capacity = max(1.0, sum(replica.kv_capacity_tokens for replica in replicas) / len(replicas))
     held = sum(tokens * (prompt + tokens) for prompt, tokens in known) / (capacity * count)
     steps = max(held, *(tokens for _, tokens in known))

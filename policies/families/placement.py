@@ -2,15 +2,16 @@
 
 Contract: the replica returned is ready and has room for `need_tokens`; at least one such replica exists when
 `choose` is called. `sticky` placements see each sample once: its later chunks go where the first one went.
-`min_pull_tokens` is the number of tokens from which a replica of these speeds (None: not measured yet) should pull a
-sample's KV from the pool instead of computing it, or None for never.
+`min_pull_tokens` is the number of tokens from which a replica of this performance (None: not measured yet) should pull
+a sample's KV from the pool instead of computing it, or None for never.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicasView, SampleView
+from tailrace.policies.protocol.performance import Performance
+from tailrace.policies.protocol.views import ReplicasView, SampleView
 
 
 @runtime_checkable
@@ -21,16 +22,16 @@ class Placement(Protocol):
 
     def choose(self, sample: SampleView, need_tokens: int, replicas: ReplicasView, memory: Any) -> tuple[str, Any]: ...
 
-    def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None: ...
+    def min_pull_tokens(self, performance: Performance | None) -> int | None: ...
 
 
 class EveryHit(BaseModel):
-    """Base of placements that reckon with no speeds: whatever the pool holds is pulled."""
+    """Base of placements that reckon with no performance: whatever the pool holds is pulled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     sticky: ClassVar[bool] = False
 
-    def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None:
+    def min_pull_tokens(self, performance: Performance | None) -> int | None:
         return 1
 
 
@@ -88,9 +89,10 @@ class Pinned(EveryHit):
 class CostAware(BaseModel):
     """The cheaper of the sample's last replica and the roomiest one, in seconds until its next chunk is done.
 
-    cost_s = kv_s + new tokens * (step_base_s + step_per_chunk_s * (chunks running there + 1)). kv_s is 0 where it ran
-    last, else the smaller of computing its context, and fetching the pool's part of it and computing the rest.
-    While one of the two has not measured its speeds, the sample stays if room here is at least half the room there.
+    cost_s = kv_s + new tokens / tokens that a chunk makes in a step there * seconds of a step with one chunk more. kv_s
+    is 0 where it ran last, else the smaller of computing its context, and fetching the pool's part of it and computing
+    the rest. Until one of the two has measured a step, and the other one a prompt too, the sample stays if room here
+    is at least half the room there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -105,34 +107,35 @@ class CostAware(BaseModel):
         here, there = sample.last_replica, replicas.roomiest()
         if here is None or here == there or replicas.room_tokens(here) < need_tokens:
             return there, memory
-        ours, theirs = replicas.speeds(here), replicas.speeds(there)
-        if ours is None or theirs is None:
+        ours, theirs = replicas.performance(here), replicas.performance(there)
+        if ours is None or theirs is None or not theirs.prefill_token_s:
             stays = 2 * replicas.room_tokens(here) >= replicas.room_tokens(there)
             return here if stays else there, memory
         new_tokens = need_tokens - sample.prompt_tokens - sample.generated_tokens
-        stay_s = new_tokens * ours.step_s(replicas.running(here) + 1)
-        move_s = self._kv_s(sample, theirs) + new_tokens * theirs.step_s(replicas.running(there) + 1)
+        stay_s = new_tokens * ours.token_s(replicas.running(here) + 1)
+        move_s = self._kv_s(sample, theirs) + new_tokens * theirs.token_s(replicas.running(there) + 1)
         return there if stay_s - move_s > self.min_gain_s else here, memory
 
-    def min_pull_tokens(self, speeds: ReplicaSpeeds | None) -> int | None:
-        """The knob, or the smallest n with fetch_base_s + n / fetch_tokens_s < n / prefill_tokens_s."""
+    def min_pull_tokens(self, performance: Performance | None) -> int | None:
+        """The knob, or the smallest n with fetch_base_s + n fetch_token_s < n prefill_token_s."""
         if self.pull_from_tokens is not None:
             return self.pull_from_tokens
-        if speeds is None:
+        if performance is None or not performance.prefill_token_s:
             return 1
-        if speeds.fetch_tokens_s <= speeds.prefill_tokens_s:
+        fetch_s, compute_s = performance.fetch_token_s, performance.prefill_token_s
+        if not 0 < fetch_s < compute_s:
             return None
-        return 1 + int(speeds.fetch_base_s / (1 / speeds.prefill_tokens_s - 1 / speeds.fetch_tokens_s))
+        return 1 + int(performance.fetch_base_s / (compute_s - fetch_s))
 
-    def _kv_s(self, sample: SampleView, speeds: ReplicaSpeeds) -> float:
-        """Until a replica of these speeds, on which the sample did not run last, has the KV of its context."""
+    def _kv_s(self, sample: SampleView, there: Performance) -> float:
+        """Until a replica of this performance, on which the sample did not run last, has the KV of its context."""
         context = sample.prompt_tokens + sample.generated_tokens
-        compute_s = context / speeds.prefill_tokens_s
-        least = self.min_pull_tokens(speeds)
-        if least is None or sample.stored_tokens < max(1, least) or not speeds.fetch_tokens_s:
+        compute_s = context * there.prefill_token_s
+        least = self.min_pull_tokens(there)
+        if least is None or sample.stored_tokens < max(1, least) or not there.fetch_token_s:
             return compute_s
-        fetch_s = speeds.fetch_base_s + sample.stored_tokens / speeds.fetch_tokens_s
-        return min(compute_s, fetch_s + (context - sample.stored_tokens) / speeds.prefill_tokens_s)
+        fetch_s = there.fetch_base_s + sample.stored_tokens * there.fetch_token_s
+        return min(compute_s, fetch_s + (context - sample.stored_tokens) * there.prefill_token_s)
 
 
 PlacementPolicy = Annotated[LeastKv | RoundRobin | FirstFit | Pinned | CostAware, Field(discriminator="type")]

@@ -5,12 +5,14 @@ by closing the replicas that Serve would stop first; they may still run chunks.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import ceil
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tailrace.policies.protocol.views import ReplicaSpeeds, ReplicaView, TailView
+from tailrace.policies.protocol.performance import Performance
+from tailrace.policies.protocol.views import ReplicaView, TailView
 
 KV_SHARE = 0.9
 """Share of the remaining replicas' KV that consolidated chunks may reserve: reservations do not pack to the block."""
@@ -127,7 +129,7 @@ class Threshold(Shrinking):
 class Auto(Shrinking):
     """The number that makes a remaining token cheapest: its seconds, and the replicas' worth elsewhere meanwhile.
 
-    On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured speeds.
+    On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured steps.
     Racing copies take free places, lengthen the step, and multiply the pace by the racing policy's expected gain. Draft
     models on other replicas multiply it by their policy's expected gain; races are then left out, since both gain from
     the same idle time. Samples continue side by side. So the longest one's end, plus the replicas' worth until then, is
@@ -141,11 +143,11 @@ class Auto(Shrinking):
     worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
-        speeds = [replica.speeds for replica in view.replicas if replica.speeds is not None]
-        if not speeds:
+        measured = [replica.performance for replica in view.replicas if replica.performance is not None]
+        if not measured:
             return answer
         worth = self.worth / view.max_replicas
-        step = ReplicaSpeeds(*(sum(of_all) / len(speeds) for of_all in zip(*speeds, strict=True)))
+        step = MeanStep(measured)
         least = roomy(view.replicas, view.running, view.max_replicas)
         paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.max_replicas + 1)]
         paces += [
@@ -155,7 +157,19 @@ class Auto(Shrinking):
         return min(paces, key=lambda pace: pace[0] * (1 + worth * sum(pace[1])))[1]
 
 
-def token_s(view: TailView, step: ReplicaSpeeds, count: int) -> float:
+class MeanStep:
+    """Seconds of a step of some chunks, the mean over replicas; each number of chunks is asked once."""
+
+    def __init__(self, measured: Sequence[Performance]):
+        self._measured, self._known = measured, {}
+
+    def __call__(self, chunks: int) -> float:
+        if chunks not in self._known:
+            self._known[chunks] = sum(one.step_s(chunks) for one in self._measured) / len(self._measured)
+        return self._known[chunks]
+
+
+def token_s(view: TailView, step: MeanStep, count: int) -> float:
     """Seconds in which a sample continues by as many tokens as one step makes without a race, on `count` replicas."""
     own, races = view.running, view.races
     places = min(races.room * count - own, min(races.copies, count - 1) * own)  # each copy is elsewhere
@@ -165,11 +179,11 @@ def token_s(view: TailView, step: ReplicaSpeeds, count: int) -> float:
     return mean_s(step, own + places, count) / pace
 
 
-def mean_s(step: ReplicaSpeeds, chunks: int, replicas: int) -> float:
+def mean_s(step: MeanStep, chunks: int, replicas: int) -> float:
     """Of a step that a chunk is in, over all chunks, spread evenly."""
     each, more = divmod(chunks, replicas)
-    beside = more * (each + 1) ** 2 + (replicas - more) * each**2
-    return step.step_base_s + step.step_per_chunk_s * beside / chunks
+    fuller_s = more * (each + 1) * step(each + 1) if more else 0.0
+    return (fuller_s + ((replicas - more) * each * step(each) if each else 0.0)) / chunks
 
 
 def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdown: float) -> int:
@@ -177,14 +191,15 @@ def fewest(replicas: Sequence[ReplicaView], running: int, most: int, max_slowdow
     first.
 
     They have room for all chunks, and a step of ceil(running / n) chunks takes at most 1 + max_slowdown times one of
-    ceil(running / most), by the slowest speeds measured. `most` while nothing has been measured.
+    ceil(running / most), by the slowest replica measured. `most` while nothing has been measured.
     """
-    speeds = [replica.speeds for replica in replicas if replica.speeds is not None]
-    if not speeds:
+    measured = [replica.performance for replica in replicas if replica.performance is not None]
+    if not measured:
         return most
-    longest_s = (1 + max_slowdown) * max(one.step_s(ceil(running / most)) for one in speeds)
+    slowest_s = cache(lambda chunks: max(one.step_s(chunks) for one in measured))
+    longest_s = (1 + max_slowdown) * slowest_s(ceil(running / most))
     for count in range(roomy(replicas, running, most), most):
-        if max(one.step_s(ceil(running / count)) for one in speeds) <= longest_s:
+        if slowest_s(ceil(running / count)) <= longest_s:
             return count
     return most
 

@@ -1,14 +1,16 @@
-"""Seconds of an engine step by the tokens that it verifies, measured while the engine works.
+"""Seconds of an engine step by its tokens and chunks, measured while the engine works.
 
 Invariant: every figure comes from steps of this engine. Old ones fade, so the table follows the machine. It starts from
-a rehearsal of a second (`Stepper`). Sizes without a measurement are on the line through the measured ones. Fed by
-`Drafts`, read by the drafting policy as a `StepCost`.
+a rehearsal of a second (`Stepper`). Sizes without a measurement are on the line through the measured ones. A chunk's
+own seconds are known where steps of about as many tokens had different numbers of chunks; else its tokens count alone.
+Owned by `PerformanceEstimator`, and by a draft model for its own steps.
 """
 
 from bisect import bisect_left
 
 import numpy as np
 
+from tailrace.policies.protocol.performance import FADE
 from tailrace.policies.protocol.step_cost import StepCost
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
@@ -17,36 +19,74 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 EVERY = 16
 """Records between two computations of the table: one costs as much as the drafts of several samples."""
 
-FADE = 0.98
-"""Weight of the observation 34 steps ago of the same size is one half: a few seconds of decoding."""
+PAIRED = 20.0
+"""Weight of no difference in a chunk's seconds, in steps that were compared."""
 
 
 class StepCostEstimator:
-    """Faded means of tokens and seconds per size."""
+    """Faded means of tokens, chunks and seconds per size, of steps with few drafts and of those with many."""
 
     def __init__(self):
-        self._weight, self._tokens, self._seconds = np.zeros((3, len(TOKENS)))
-        self._cost: StepCost | None = None
+        self._sums = np.zeros((4, 2, len(TOKENS)))  # weight, tokens, chunks, seconds
+        self._learned: tuple[tuple[float, ...], tuple[float, ...], float] | None = None
+        self._costs: dict[int, StepCost] = {}
         self._records = 0
 
-    def record(self, tokens: int, took_s: float) -> None:
-        """Note a step that verified `tokens` tokens, bonus tokens included, and prefilled nothing."""
+    def record(self, tokens: int, took_s: float, chunks: int | None = None) -> None:
+        """Note a step that verified `tokens` tokens, bonus tokens included, of `chunks` chunks (None: one of each), and
+        prefilled nothing."""
+        chunks = tokens if chunks is None else chunks
         size = min(bisect_left(TOKENS, tokens), len(TOKENS) - 1)
-        for column, value in ((self._weight, 1.0), (self._tokens, tokens), (self._seconds, took_s)):
-            column[size] = FADE * column[size] + value
+        cell = self._sums[:, int(tokens >= 2 * chunks), size]
+        cell *= FADE
+        cell += (1.0, tokens, chunks, took_s)
         self._records += 1
         if self._records % EVERY == 0:
-            self._cost = None
+            self._learned = None
 
-    def cost(self) -> StepCost | None:
-        """Returns rising seconds over tokens, at most EVERY records old, or None before two sizes were measured."""
-        if self._cost is None:
-            seen = self._weight > 0
+    def table(self) -> tuple[tuple[float, ...], tuple[float, ...], float] | None:
+        """Returns tokens, rising seconds at them, and a chunk's own seconds, at most EVERY records old; or None before
+        two sizes were measured."""
+        if self._learned is None:
+            weight, tokens, chunks, seconds = self._sums
+            seen = weight.sum(axis=0) > 0
             if seen.sum() < 2:
                 return None
-            tokens, seconds = self._tokens[seen] / self._weight[seen], self._seconds[seen] / self._weight[seen]
-            self._cost = StepCost(tuple(tokens.tolist()), tuple(rising(seconds, self._weight[seen]).tolist()))
-        return self._cost
+            chunk_s = _chunk_s(*self._sums[:, :, seen])
+            total = weight.sum(axis=0)[seen]
+            means = (seconds - chunk_s * chunks).sum(axis=0)[seen] / total
+            means = np.maximum(rising(means, total), 1e-9)
+            self._learned = tuple((tokens.sum(axis=0)[seen] / total).tolist()), tuple(means.tolist()), chunk_s
+            self._costs.clear()
+        return self._learned
+
+    def cost(self, chunks: int = 0) -> StepCost | None:
+        """The cost of a step of `chunks` chunks by its tokens, or None before two sizes were measured."""
+        if (table := self.table()) is None:
+            return None
+        if (cost := self._costs.get(chunks)) is None:
+            tokens, seconds, chunk_s = table
+            own_s = chunk_s * chunks
+            cost = self._costs[chunks] = StepCost(tokens, tuple(took_s + own_s for took_s in seconds))
+        return cost
+
+
+def _chunk_s(weight: np.ndarray, tokens: np.ndarray, chunks: np.ndarray, seconds: np.ndarray) -> float:
+    """Seconds of one more chunk at equal tokens: sizes that were seen with few and with many drafts are compared.
+
+    Arrays f64[2, sizes]. Weighted by the lesser weight of a pair, against PAIRED observations of no difference.
+    """
+    both = (weight > 0).all(axis=0)
+    if not both.any():
+        return 0.0
+    few, many = (np.stack((chunks, seconds)) / np.maximum(weight, 1e-12))[:, :, both].swapaxes(0, 1)
+    more, longer_s, pairs = few[0] - many[0], few[1] - many[1], weight[:, both].min(axis=0)
+    scale = float((pairs * more**2).sum())
+    if scale <= 0.0:
+        return 0.0
+    found_s, trusted = float((pairs * more * longer_s).sum()) / scale, float(pairs.sum())
+    bound_s = float((few[1] / few[0]).min())  # a chunk's tokens are not free
+    return min(max(0.0, found_s * trusted / (trusted + PAIRED)), bound_s / 2)
 
 
 def rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tailrace.policies.protocol.performance import Performance
+
 
 class IllegalEvent(ValueError):
     """An event that is impossible in this state. The core has not changed."""
@@ -111,7 +113,8 @@ class ChunkFinished:
     """A chunk ended with `new_tokens` tokens.
 
     `stored_tokens`: tokens of the sample's context (prompt and answer) whose KV the pool holds at the chunk's end.
-    `drafted_tokens`, `accepted_tokens`: draft tokens verified and accepted. `model_tested`: draft-model tokens whose
+    `drafted_tokens`, `accepted_tokens`: draft tokens verified and accepted; `tested_tokens`: of the verified ones those
+    that were tested (see `performance`). `model_tested`: draft-model tokens whose
     position was reached with all earlier ones right, verified or overtaken; `model_accepted`: the right ones of them.
     For readers of journals alone: `verifications`: engine steps that made its tokens; `pulled_tokens`: context tokens
     whose KV came from the pool; `computed_tokens`: those whose KV was computed.
@@ -130,6 +133,7 @@ class ChunkFinished:
     verifications: int = 0
     pulled_tokens: int = 0
     computed_tokens: int = 0
+    tested_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +206,11 @@ class WeightsChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMeasured:
-    """Speeds of a replica as of `observed_at`.
-
-    A fetch of n tokens of KV from the pool takes `fetch_base_s + n / fetch_tokens_s` (0: the replica cannot fetch). A
-    decode step takes `step_base_s + step_per_chunk_s * running chunks`, at the recent number of draft tokens per chunk.
-    """
+    """The measured performance of a replica."""
 
     now: float
     replica_id: str
-    prefill_tokens_s: float
-    fetch_tokens_s: float
-    fetch_base_s: float
-    step_base_s: float
-    step_per_chunk_s: float
-    observed_at: float
+    performance: Performance
 
 
 @dataclass(frozen=True, slots=True)

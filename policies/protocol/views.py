@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tailrace.policies.protocol.length_stats import BatchLengths
+from tailrace.policies.protocol.performance import Performance
 from tailrace.policies.protocol.step_cost import StepCost
 
 
@@ -65,22 +66,6 @@ class LengthsView(NamedTuple):
     max_tokens: int
 
 
-class ReplicaSpeeds(NamedTuple):
-    """Speeds measured by a replica. A decode step takes step_base_s + step_per_chunk_s * running chunks, at the recent
-    number of draft tokens per chunk."""
-
-    prefill_tokens_s: float
-    fetch_tokens_s: float  # KV from the pool, after fetch_base_s; 0: it cannot fetch
-    fetch_base_s: float
-    step_base_s: float
-    step_per_chunk_s: float
-    observed_at: float
-
-    def step_s(self, chunks: int) -> float:
-        """Seconds of a decode step of `chunks` chunks."""
-        return self.step_base_s + self.step_per_chunk_s * chunks
-
-
 class ReplicaView(NamedTuple):
     replica_id: str
     kv_capacity_tokens: int
@@ -89,7 +74,7 @@ class ReplicaView(NamedTuple):
     max_running: int
     weights_version: int
     node_id: str = ""
-    speeds: ReplicaSpeeds | None = None  # None until the replica has reported any
+    performance: Performance | None = None  # None until the replica has reported any
 
 
 class ReplicasView(Protocol):
@@ -110,8 +95,8 @@ class ReplicasView(Protocol):
     def running(self, replica_id: str) -> int:
         """Chunks that run there now."""
 
-    def speeds(self, replica_id: str) -> ReplicaSpeeds | None:
-        """The replica's last measured speeds, or None if it has not reported any."""
+    def performance(self, replica_id: str) -> Performance | None:
+        """The replica's last measured performance, or None if it has not reported any."""
 
 
 class RacesView(NamedTuple):
@@ -168,5 +153,5 @@ class DraftView(NamedTuple):
     expected: np.ndarray  # int32[n]: of the whole answer, as the chunk started (`StartChunk.expected_tokens`)
     medium_at: np.ndarray  # int32[n]: answer tokens from which it is of medium length (`StartChunk.class_starts`)
     long_at: np.ndarray  # int32[n]: answer tokens from which it is long
-    acceptance: float  # accepted share of the replica's recent draft tokens; a guess before the first
+    acceptance: float  # chance that a draft token is right if all before it are, on this replica lately
     cost: StepCost
