@@ -13,6 +13,7 @@ from tailrace.policies.families.racing import FastestOfN, MethodProfile
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import AbortChunk, EndSample, SampleEnd, StartChunk
+from tailrace.policies.protocol.performance import MethodAcceptance, chance
 
 PROFILE = settings(max_examples=50, derandomize=True, deadline=None, database=None)
 METHODS = ("group", "history", "model")
@@ -259,10 +260,14 @@ def test_what_races_may_bring_goes_by_the_drafts_of_chunks_that_are_no_copies():
     ladder = RACING.method_table
     usual = ladder.gain("group", RACING.usual)
     assert outlook(core) == (3, 2, pytest.approx(usual)) and usual < ladder.gain("group", 0.1)
-    finish(core, "g#0:0", 100, drafted_tokens=100, accepted_tokens=10)
-    finish(core, "g#1:0~history", 100, drafted_tokens=100, accepted_tokens=99)
+    finish(core, "g#0:0", 100, drafted_tokens=400, tested_tokens=100, accepted_tokens=10)
+    finish(core, "g#1:0~history", 100, drafted_tokens=100, tested_tokens=100, accepted_tokens=99)
     core.decide(ev.Tick(1.0))
-    assert outlook(core).gain == pytest.approx((ladder.gain("group", 0.1) + usual) / 2)
+    own = ladder.gain("group", round(chance(10, 100, RACING.usual), 2))
+    assert outlook(core).gain == pytest.approx((own + usual) / 2)
+    drafts = MethodAcceptance("group", 80.0, 92.0)
+    core.observe(measured(1.5, "r0", acceptance=(drafts,)))
+    assert outlook(core).gain < (own + ladder.gain("group", 0.8)) / 2, "what replicas have measured is usual now"
 
 
 def test_nothing_is_expected_of_races_without_room_or_policy():

@@ -15,6 +15,7 @@ from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost
 from tailrace.policies.models.specactor_planner import Decoupled
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import DraftMode, SetReplicas, StartChunk
+from tailrace.policies.protocol.performance import MethodAcceptance
 from tailrace.policies.protocol.views import DraftModelsView
 
 PROFILE = settings(max_examples=40, derandomize=True, deadline=None, database=None)
@@ -134,18 +135,16 @@ def test_a_sample_s_own_acceptance_says_how_its_next_chunk_is_drafted():
     assert not unseen.way.coupled, "it is taken for an average one"
 
 
-def test_what_is_seen_of_all_replaces_the_configured_mean():
+def test_what_replicas_have_measured_replaces_the_configured_mean():
     core, actions = core_of()
-    for index, start in enumerate(starts(actions).values()):
-        last = goes_on(core, start, 400, 0, 1.0 + index)
+    for name, right, tested in (("r0", 400.0, 4_000.0), ("r1", 0.0, 5_992.0), ("r0", 0.0, 4_000.0)):
+        core.observe(measured(0.5, name, acceptance=(MethodAcceptance("model", right, tested),)))
+    last = goes_on(core, starts(actions)["g#0"], 0, 0, 1.0)
     assert last.way.window == 0 and "no draft model pays" in last.reason
-
-
-def test_chunks_that_nobody_drafted_for_change_no_mean():
-    core, _ = core_of()
-    for _ in range(100_000):
-        core._draft_planner.learn(ev.ChunkFinished(1.0, "any", 1, ev.ChunkEnd.LENGTH, 0))
-    assert core._draft_planner._mean == pytest.approx(0.8)
+    assert core.replicas.chance("model", 0.8) == pytest.approx(8 * 0.8 / 10_000), "the last report of each"
+    core.observe(ev.ReplicaLeft(2.0, "r1", "gone"))
+    assert core.replicas.chance("model", 0.8) == pytest.approx(8 * 0.8 / 4_008)
+    assert core.replicas.chance("group", 0.3) == pytest.approx(0.3)
 
 
 def test_drafts_of_a_race_count_for_its_sample_and_copies_draft_as_configured():

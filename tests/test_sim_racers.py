@@ -3,7 +3,6 @@
 import pytest
 from test_sim_decoupled import STEP, Even, chunks, method
 
-from tailrace.app.simulator.acceptance import expected_tokens
 from tailrace.app.simulator.decoupled import DraftSetup, Odds
 from tailrace.app.simulator.hardware import replica_model
 from tailrace.app.simulator.race_methods import RACE_SHARE, RacingSpeculation, mean_chance, race_methods_of, verifier_of
@@ -27,7 +26,7 @@ EVEN = Odds(0, spread=0.0)
     ],
 )
 def test_copies_keep_steps_short_or_have_a_replica_of_their_own(own, ahead, copies):
-    found = race_methods_of(SCENARIO, MODEL, own, window=4, ahead=ahead)
+    found = race_methods_of(SCENARIO, MODEL, own, ahead=ahead)
     policy, verifier = found.policy, verifier_of(SCENARIO, MODEL)
     assert set(found.ways) == copies and {rung.method for rung in policy.rungs} == copies | {found.own}
     assert not any(way.ahead for way in found.ways.values()) or ahead
@@ -40,7 +39,7 @@ def test_copies_keep_steps_short_or_have_a_replica_of_their_own(own, ahead, copi
     assert (policy.room == 1) == (own == "index")
 
 
-def test_a_rung_goes_by_the_share_that_is_right_of_what_is_drafted():
+def test_a_rung_goes_by_the_chance_of_a_tested_draft():
     """A sample whose chance is the mean's is as fast as its best window makes it."""
     small = next(one for one in SCENARIO.drafting() if one.name == "draft-0.5b")
     found, verifier, p = (
@@ -49,11 +48,9 @@ def test_a_rung_goes_by_the_share_that_is_right_of_what_is_drafted():
         mean_chance(small),
     )
     rung = next(rung for rung in found.policy.rungs if rung.method == small.name)
-    window = found.ways[small.name].window
-    share = (expected_tokens(p, window) - 1) / window
-    assert rung.profile == (share,) and 0 < share <= p
+    assert rung.profile == (p,)
     best = max(coupled_tokens_s(p, DrafterCost(1, small.token_s, small.base_s), verifier, 1, w) for w in range(17))
-    assert rung.speedup(share) == pytest.approx(best * verifier.seconds(1, 0), rel=0.02)
+    assert rung.speedup(p) == pytest.approx(best * verifier.seconds(1, 0), rel=0.02)
 
 
 def test_more_mates_are_more_acceptance_of_the_index_alone():

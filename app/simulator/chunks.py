@@ -94,7 +94,8 @@ class SimulatedChunk:
                  "class_starts", "context", "cost", "drafted", "drafted_last", "end_step",
                  "expected_tokens", "freed_kv", "keeps", "made", "method", "over", "part", "prefill",
                  "pulled", "rate", "replica", "running", "sample", "serial", "since", "slot", "start",
-                 "stored", "tokens", "verifications", "verified", "weights_version")  # fmt: skip
+                 "stored", "tested", "tests", "tokens", "verifications", "verified",
+                 "weights_version")  # fmt: skip
 
     def __init__(
         self, chunk_id: str, sample: SimulatedSample, tokens: int, expected_tokens: int, class_starts: tuple[int, int]
@@ -108,7 +109,8 @@ class SimulatedChunk:
         self.begin_s, self.begin_step, self.begin_made = 0.0, 0, 0  # of its run without a break
         self.end_step = self.serial = self.verified = self.drafted_last = self.accepted_last = 0
         self.slot, self.weights_version = -1, 0
-        self.verifications = self.drafted = 0.0
+        self.verifications = self.drafted = self.tested = 0.0
+        self.tests = 0.0  # draft tokens tested per step
         self.method: str | None = None
         self.running = self.aborted = self.over = False
         self.keeps = True
@@ -131,11 +133,12 @@ class SimulatedChunk:
             self.made += self.rate * steps
             self.verifications += self.part * steps
             self.drafted += (self.cost - self.part) * steps
+            self.tested += self.tests * steps
             self.since = step
 
-    def pace(self, rate: float, cost: float, part: float = 1.0) -> None:
+    def pace(self, rate: float, cost: float, part: float = 1.0, tests: float = 0.0) -> None:
         """From step `since` on; the last step may overshoot; the excess is not counted."""
-        self.rate, self.cost, self.part = rate, cost, part
+        self.rate, self.cost, self.part, self.tests = rate, cost, part, tests
         steps = (self.tokens - self.made) / rate
         self.end_step = self.since + max(1, -int(-(steps - ROUNDING) // 1))
 

@@ -139,9 +139,10 @@ class DraftModelSpeculation:
         if ahead and len(ways) == 1:
             return self._alone(ways[0], chances[0], context_tokens, steps)
         rates, costs, parts = zip(*(way.shares(p, ahead) for way, p in zip(ways, chances, strict=True)), strict=True)
+        tests = [part * verified(p, way.window) for way, p, part in zip(ways, chances, parts, strict=True)]
         if ahead:
-            return Pace(list(rates), list(costs), added_s, steps, parts=parts)
-        return Pace(list(rates), list(costs), 0.0, steps, added_s)
+            return Pace(list(rates), list(costs), added_s, steps, parts=parts, tested=tests)
+        return Pace(list(rates), list(costs), 0.0, steps, added_s, tested=tests)
 
     def _way_of(self, chunk: SimulatedChunk) -> DraftSetup:
         if chunk.method is not None:
@@ -154,7 +155,8 @@ class DraftModelSpeculation:
         verify_s = self._step.seconds(way.window + 1, context_tokens)
         right = p**way.window
         round_s = right * max(draft_s, verify_s) + (1 - right) * (draft_s + verify_s)
-        return Pace([verified(p, way.window)], [way.window + 1.0], 0.0, steps, round_s - verify_s)
+        rate = verified(p, way.window)
+        return Pace([rate], [way.window + 1.0], 0.0, steps, round_s - verify_s, tested=[rate])
 
     def _reconfigure(self, chunks: Sequence[SimulatedChunk]) -> None:
         method = self._way.method

@@ -345,6 +345,7 @@ class SimulatedHost:
                 stored_tokens=chunk.stored,
                 drafted_tokens=drafted,
                 accepted_tokens=accepted,
+                tested_tokens=min(drafted, max(accepted, round(chunk.tested))),
             )
         )
         self._inbox += self._fleet.measured(chunk.replica, self._now)

@@ -2,15 +2,15 @@
 
 `policies.core.races` decides, in the core; this gives its policy's knowledge: how much faster a method makes a sample
 that runs alone, by its table and the replica's step, and up to how many chunks a replica takes copies. Acceptance is
-the share of draft tokens that are right at the method's window, as replicas report it. Invariant: ladders know
-tables and means alone, no sample's own odds. Called by the systems that race.
+the chance that a tested draft token is right, as replicas report it. Invariant: ladders know tables and means alone,
+no sample's own odds. Called by the systems that race.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from tailrace.app.simulator.acceptance import ModelledMethod, expected_tokens
+from tailrace.app.simulator.acceptance import ModelledMethod
 from tailrace.app.simulator.chunks import SimulatedChunk
 from tailrace.app.simulator.decoupled import PLAIN, DraftSetup, Odds, best_way, drafts_s
 from tailrace.app.simulator.scenario import Scenario
@@ -37,12 +37,11 @@ class RaceMethods(NamedTuple):
 
 
 def race_methods_of(
-    scenario: Scenario, model: ReplicaModel, own: str | None, window: int = 0, mates: int = 0, ahead: bool = True
+    scenario: Scenario, model: ReplicaModel, own: str | None, mates: int = 0, ahead: bool = True
 ) -> RaceMethods:
-    """Methods of the scenario on replicas of `model`. Chunks that are no copies draft `window` tokens (0: as many
-    as are best for a sample alone) by the method `own`, with this many mates' tokens to draft from, or plainly if None.
-    `ahead`: there is a drafter beside; else drafts come in turn. Methods of which not even one copy fits beside others
-    race where no other does, on idle replicas: room for one."""
+    """Methods of the scenario on replicas of `model`. Chunks that are no copies draft by the method `own`, with this
+    many mates' tokens to draft from, or plainly if None. `ahead`: there is a drafter beside; else drafts come in turn.
+    Methods of which not even one copy fits beside others race where no other does, on idle replicas: room for one."""
     verifier, longest = verifier_of(scenario, model), scenario.prompt_tokens.value + scenario.max_tokens.value
     methods = {method.name: method for method in scenario.drafting()}
     ways = {name: best_way(m, mean_chance(m), verifier, 1, ahead)[0] for name, m in methods.items()}
@@ -50,8 +49,7 @@ def race_methods_of(
     able = {name: room for name, room in rooms.items() if room} or dict.fromkeys(rooms, 1)
     rungs = [] if own else [PLAIN_RUNG]
     for name in (name for name in methods if name == own or name in able):
-        width = window if window and name == own else ways[name].window
-        rungs.append(_rung(methods[name], width or 1, mates if name == own else 0, verifier, ahead))
+        rungs.append(_rung(methods[name], mates if name == own else 0, verifier, ahead))
     own = own or PLAIN
     usual = next(rung.mean_acceptance() for rung in rungs if rung.method == own)
     room = min(*able.values(), model.kv_capacity_tokens // longest)
@@ -67,15 +65,11 @@ def _room(way: DraftSetup, verifier: VerifierCost, ahead: bool) -> int:
     return max(0, int((RACE_SHARE * verifier.base_s - base_s) / ((1 + way.window) * verifier.token_s + copy_s)))
 
 
-def _rung(method: ModelledMethod, window: int, mates: int, verifier: VerifierCost, ahead: bool) -> MethodProfile:
-    """As profiled for a sample that runs alone, over the share of `window` drafts that are right."""
+def _rung(method: ModelledMethod, mates: int, verifier: VerifierCost, ahead: bool) -> MethodProfile:
+    """As profiled for a sample that runs alone."""
     plain_s = verifier.seconds(1, 0)
-    curve = tuple((_share(p, window), best_way(method, p, verifier, 1, ahead)[1] * plain_s) for p in RATES)
-    return MethodProfile(method.name, curve, (_share(mean_chance(method, mates), window),))
-
-
-def _share(p: float, window: int) -> float:
-    return (expected_tokens(p, window) - 1) / window
+    curve = tuple((p, best_way(method, p, verifier, 1, ahead)[1] * plain_s) for p in RATES)
+    return MethodProfile(method.name, curve, (mean_chance(method, mates),))
 
 
 def verifier_of(scenario: Scenario, model: ReplicaModel) -> VerifierCost:
@@ -114,15 +108,17 @@ class RacingSpeculation:
         if len(own) == len(chunks):
             return self._own.pace(chunks, context_tokens)
         pace = self._own.pace(own, context_tokens) if own else Pace([], [])
-        rates, costs = iter(pace.rates), iter(pace.costs)
+        rates, costs, tested = iter(pace.rates), iter(pace.costs), iter(pace.tested or [0.0] * len(own))
         ways = [self._ways[chunk.method] for chunk in chunks if chunk.method is not None]
-        made, computed = [], []
+        made, computed, tests = [], [], []
         for chunk in chunks:
             if chunk.method is None:
-                rate, cost = next(rates), next(costs)
+                rate, cost, of_step = next(rates), next(costs), next(tested)
             else:
                 way = self._ways[chunk.method]
                 rate, cost, _ = way.shares(self._odds.of(way.method, chunk.sample), turns=False)
+                of_step = 0.0  # a copy's drafts are not its sample's
             made.append(rate)
             computed.append(cost)
-        return Pace(made, computed, pace.floor_s, pace.steps, pace.added_s + drafts_s(ways))
+            tests.append(of_step)
+        return Pace(made, computed, pace.floor_s, pace.steps, pace.added_s + drafts_s(ways), tested=tests)

@@ -33,7 +33,7 @@ class ModelledReplica:
         self.context = 0.0  # tokens of KV that running chunks hold
         self._written = 0.0  # tokens of KV ever, each over the KV freed earliest
         self._made, self._computed = 0.0, 0.0  # tokens per step of all running chunks
-        self._rate, self._cost, self._part = 1.0, 1.0, 1.0  # the present pace, for a chunk that joins
+        self._rate, self._cost, self._part, self._tests = 1.0, 1.0, 1.0, 0.0  # the present pace, for one that joins
         self._floor_s, self._added_s, self._reads = 0.0, 0.0, 1.0  # and for all: `reads` is the share of context read
         self._first_s, self._growth_s = 0.0, 0.0  # seconds of the next step, and by how much each one is longer
         self._share = 1.0  # of the model's time that a step takes
@@ -187,7 +187,7 @@ class ModelledReplica:
         self._serial += 1
         chunk.running, chunk.serial, chunk.since = True, self._serial, self.step
         chunk.begin_s, chunk.begin_step, chunk.begin_made = self.clock_s, self.step, int(chunk.made)
-        chunk.pace(self._rate, self._cost, self._part)
+        chunk.pace(self._rate, self._cost, self._part, self._tests)
         heappush(self._ends, (chunk.end_step, chunk.serial, chunk))
         self.running[chunk.chunk_id] = chunk
         self.context += held
@@ -205,13 +205,14 @@ class ModelledReplica:
             chunk.settle(self.step)
         pace = self._speculation.pace(chunks, self.context)
         parts = pace.parts or [1.0] * len(chunks)
-        for chunk, rate, cost, part in zip(chunks, pace.rates, pace.costs, parts, strict=True):
-            chunk.pace(rate, cost, part)
+        tested = pace.tested or [0.0] * len(chunks)
+        for chunk, rate, cost, part, tests in zip(chunks, pace.rates, pace.costs, parts, tested, strict=True):
+            chunk.pace(rate, cost, part, tests)
         self._ends = [(chunk.end_step, chunk.serial, chunk) for chunk in chunks]
         heapify(self._ends)
         self._made, self._computed = sum(pace.rates), sum(pace.costs)
         self._rate, self._cost = self._made / len(chunks), self._computed / len(chunks)
-        self._part, self._reads = sum(parts) / len(chunks), 1.0
+        self._part, self._reads, self._tests = sum(parts) / len(chunks), 1.0, sum(tested) / len(chunks)
         if pace.parts:
             self._reads = sum(chunk.part * (chunk.context + chunk.made) for chunk in chunks) / self.context
         self._floor_s, self._added_s, self._until = pace.floor_s, pace.added_s, self.step + pace.steps

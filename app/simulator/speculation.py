@@ -47,7 +47,8 @@ class AcceptanceSource(Protocol):
 class Pace(NamedTuple):
     """For each chunk, tokens it makes and tokens it computes per step; `floor_s`: min seconds of a step; `steps`:
     how long this holds unless the batch changes; `added_s`: further seconds of a step; `parts`: for each chunk, the
-    share of steps that it takes part in and reads its context for (empty: every step)."""
+    share of steps that it takes part in and reads its context for (empty: every step); `tested`: for each chunk, the
+    draft tokens that are tested per step (empty: none)."""
 
     rates: list[float]
     costs: list[float]
@@ -55,6 +56,7 @@ class Pace(NamedTuple):
     steps: int = FOREVER
     added_s: float = 0.0
     parts: Sequence[float] = ()
+    tested: Sequence[float] = ()
 
 
 class Speculation(Protocol):
@@ -130,11 +132,12 @@ class Policied:
         view = self._view(chunks, chance, proposed, self._cost(count, context_tokens))
         rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, DRAWS // count))
         right = self._outcomes(chunks, chance, rounds)
-        drafted, made = np.zeros(count), np.zeros(count)
+        drafted, made, tries = np.zeros((3, count))
         for turn in range(rounds):
             budgets, self._memory = self._policy.decide(view, self._memory)
             accepted = np.minimum(right[:, turn], budgets).astype(np.int32)
             drafted += budgets
+            tries += (1.0 - chance**budgets) / (1.0 - chance)
             made += chance * (1.0 - chance**budgets) / (1.0 - chance)
             self._count(budgets, accepted)
             view = view._replace(
@@ -146,7 +149,7 @@ class Policied:
             chunk.verified += rounds
         rates, costs = 1.0 + made / rounds, 1.0 + drafted / rounds
         steps = max(1, int(REGIME_TOKENS / float(rates.max())))
-        return Pace(rates.tolist(), costs.tolist(), 0.0, steps)
+        return Pace(rates.tolist(), costs.tolist(), 0.0, steps, tested=(tries / rounds).tolist())
 
     def _take_slot(self, chunk: SimulatedChunk) -> None:
         if not self._free:

@@ -106,6 +106,7 @@ class ChunkRunner:
             verifications=result.verifications,
             pulled_tokens=result.pulled_tokens,
             computed_tokens=result.computed_tokens,
+            tested_tokens=min(drafts.tested, result.drafted_tokens) if drafts else 0,
         )
         return event, partial(self.totals.write, batch, sample, start.start, result, start.replica_id, *digests)
 

@@ -8,6 +8,7 @@ from tailrace.deployments.messages.context import GroupRef, Source, bits
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import count_tested
 
 EVIDENCE = {
     DraftMethod.GROUP: bits(*Source),
@@ -41,8 +42,8 @@ class DraftPlan:
 class DraftReport:
     """How drafts went: tokens by `Source`, int64[5], and verifications that accepted more than j tokens, int64[K].
 
-    `model_tested`: tokens of a draft model whose turn came, all before them being right, whether they were verified or
-    had been overtaken by then; `model_accepted`: those of them that were right.
+    `tested`: verified draft tokens that were tested, see `policies.protocol.performance`. `model_tested`: those of a
+    draft model, overtaken ones included; `model_accepted`: the right ones of these.
     """
 
     verifications: int
@@ -51,6 +52,7 @@ class DraftReport:
     accepted_at: np.ndarray
     model_tested: int = 0
     model_accepted: int = 0
+    tested: int = 0
 
     @classmethod
     def none(cls, draft_tokens: int) -> "DraftReport":
@@ -65,6 +67,7 @@ class DraftReport:
             self.drafted += np.bincount(sources, minlength=len(Source))
             self.accepted += np.bincount(sources[:accepted], minlength=len(Source))
             self.accepted_at[:accepted] += 1
+            self.tested += count_tested(accepted, len(sources))
 
     def add(self, other: "DraftReport") -> None:
         """Add the report of another chunk of the same sample, whose drafts may have been longer."""
@@ -73,6 +76,7 @@ class DraftReport:
         self.accepted += other.accepted
         self.model_tested += other.model_tested
         self.model_accepted += other.model_accepted
+        self.tested += other.tested
         if len(other.accepted_at) > len(self.accepted_at):
             self.accepted_at = np.pad(self.accepted_at, (0, len(other.accepted_at) - len(self.accepted_at)))
         self.accepted_at[: len(other.accepted_at)] += other.accepted_at

@@ -1,22 +1,17 @@
 """Draft modes of the next chunks, and the expected gain of draft models, by the `draft_models` policy.
 
-Invariant: acceptance counts only draft tokens whose turn came, right or not, of chunks that counted. A sample's own
-acceptance is mixed with the mean of all samples; its weight grows with its tested drafts. Called by `RolloutCore` and
-its books.
+The mean acceptance of draft models is that of the replicas' reports. Invariant: acceptance counts tested draft tokens
+alone. A sample's own acceptance is mixed with the mean; its weight grows with its tested drafts. Called by the core's
+books.
 """
 
 from tailrace.policies.core.replica_table import ReplicaTable
 from tailrace.policies.core.request_buffer import RequestBuffer, Sample
 from tailrace.policies.families.draft_models import DraftModels
 from tailrace.policies.protocol.actions import DraftMode
-from tailrace.policies.protocol.events import ChunkFinished
+from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import chance
 from tailrace.policies.protocol.views import DraftModelsView, RolesView
-
-TRUST = 8
-"""Weight of the mean of all samples, in draft tokens of the one sample."""
-
-FADE = 0.99
-"""Fade of the mean, per chunk with a draft model: a chunk 70 ago weighs one half."""
 
 
 class DraftPlanner:
@@ -24,18 +19,11 @@ class DraftPlanner:
 
     def __init__(self, policy: DraftModels, table: ReplicaTable, buffer: RequestBuffer):
         self._policy, self._table, self._buffer = policy, table, buffer
-        self._accepted, self._tested = TRUST * policy.acceptance, float(TRUST)  # of all samples, faded
         self._drafters = 0
 
     def expect_drafters(self, drafters: int) -> None:
         """The number of draft models that the tail policy decided last; 0 if it decides none."""
         self._drafters = drafters
-
-    def learn(self, event: ChunkFinished) -> None:
-        """Learn from an ended chunk whose tokens count."""
-        if event.model_tested:
-            self._accepted = FADE * self._accepted + event.model_accepted
-            self._tested = FADE * self._tested + event.model_tested
 
     def next(self, sample: Sample, replica_id: str) -> tuple[DraftMode | None, str]:
         """Return the mode of the sample's chunk that starts on the replica now, and the reason.
@@ -47,8 +35,9 @@ class DraftPlanner:
         samples, engines, drafters = self._buffer.unended, self._table.staying, self._drafters or self._policy.replicas
         on_engine = min(-(-samples // max(1, engines)), self._table.max_running(replica_id))
         on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))
-        own = (TRUST * self._mean + sample.model_accepted) / (TRUST + sample.model_tested)
-        return self._policy.way(DraftModelsView(on_engine, on_drafter, self._mean), own)
+        mean = self._mean
+        own = chance(sample.model_accepted, sample.model_tested, mean)
+        return self._policy.way(DraftModelsView(on_engine, on_drafter, mean), own)
 
     def outlook(self, running: int, least: int, most: int) -> tuple[RolesView, ...]:
         """Return the splits of `most` replicas that gain, for `running` chunks on at least `least` engines.
@@ -66,7 +55,7 @@ class DraftPlanner:
 
     @property
     def _mean(self) -> float:
-        return self._accepted / self._tested
+        return self._table.chance(DraftMethod.MODEL, self._policy.acceptance)
 
 
 def fewest(running: int, least: int, most: int) -> list[int]:

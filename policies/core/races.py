@@ -12,6 +12,7 @@ from tailrace.policies.core.request_buffer import Chunk, Sample
 from tailrace.policies.core.running_chunks import RunningChunks
 from tailrace.policies.families.racing import FreeWorker, Racing, Straggler
 from tailrace.policies.protocol.events import ChunkEnd, ChunkFinished
+from tailrace.policies.protocol.performance import chance
 from tailrace.policies.protocol.views import RacesView
 
 LOOK_S = 1.0
@@ -113,11 +114,12 @@ class Races:
 
     def _straggler(self, chunk: Chunk) -> Straggler:
         own = (chunk.method,) if chunk.method else self._table.methods(chunk.replica_id)[:1]
-        methods = (*own, *(copy.method for copy in chunk.copies))
-        return Straggler(chunk.sample.sample_id, self._acceptance(chunk.sample), methods, chunk.replica_id)
+        methods = (*own, *(copy.method for copy in chunk.copies)) or ("",)
+        return Straggler(chunk.sample.sample_id, self._acceptance(chunk.sample, methods[0]), methods, chunk.replica_id)
 
-    def _acceptance(self, sample: Sample) -> float:
-        return sample.accepted_tokens / sample.drafted_tokens if sample.drafted_tokens else self._policy.usual
+    def _acceptance(self, sample: Sample, method: str) -> float:
+        """By the sample's own tested drafts, and by those of the method on all replicas."""
+        return chance(sample.accepted_tokens, sample.tested_tokens, self._table.chance(method, self._policy.usual))
 
     # ---- expected gain -------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Races:
         return RacesView(policy.room, copies, sum(self._gain(chunk.sample, methods) for chunk in originals) / running)
 
     def _gain(self, sample: Sample, methods: tuple[str, ...]) -> float:
-        key = methods, round(self._acceptance(sample), 2)
+        key = methods, round(self._acceptance(sample, methods[0]), 2)
         if key not in self._gains:
             self._gains[key] = self._policy.method_table.among(methods).gain(methods[0], key[1])
         return self._gains[key]

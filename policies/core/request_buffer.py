@@ -29,11 +29,11 @@ KNOWN_PROMPTS = 1_024
 
 
 class Sample:
-    __slots__ = ("accepted_tokens", "asked_nodes", "cancelled", "chunk_tokens", "chunks", "drafted_tokens",
+    __slots__ = ("accepted_tokens", "asked_nodes", "cancelled", "chunk_tokens", "chunks",
                  "expected_tokens", "first_version", "generated_tokens", "group", "hold_s", "home", "index",
                  "last_node", "last_replica", "max_tokens", "model_accepted", "model_tested", "need_tokens",
                  "observed_at", "outside_tokens", "sample_id", "state", "stored_tokens", "stored_version",
-                 "streamed_tokens")  # fmt: skip
+                 "streamed_tokens", "tested_tokens")  # fmt: skip
 
     def __init__(self, group: "Group", index: int, spec: GroupSpec):
         self.group, self.index, self.chunk_tokens = group, index, spec.chunk_tokens
@@ -43,7 +43,7 @@ class Sample:
         self.max_tokens, self.hold_s = group.spec.max_tokens, spec.hold_s  # of its present turn
         self.outside_tokens = 0  # of its context, between its turns
         self.need_tokens = self.expected_tokens = 0  # the second is `LengthTracker`'s
-        self.drafted_tokens = self.accepted_tokens = 0  # of its chunks that have ended
+        self.tested_tokens = self.accepted_tokens = 0  # draft tokens of its chunks that have ended
         self.model_tested = self.model_accepted = 0  # of these and of their copies: see `ChunkFinished`
         self.observed_at = 0.0
         self.last_replica: str | None = None
@@ -70,7 +70,7 @@ class Sample:
         """Add the tokens and draft counts of an ended chunk."""
         self.generated_tokens += event.new_tokens
         if chunk.method is None:  # copies draft by another method
-            self.drafted_tokens += event.drafted_tokens
+            self.tested_tokens += event.tested_tokens
             self.accepted_tokens += event.accepted_tokens
         self.model_tested += event.model_tested
         self.model_accepted += event.model_accepted

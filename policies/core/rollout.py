@@ -152,7 +152,6 @@ class RolloutCore:
         sample = self._running.count_out(chunk)
         sample.take(event, chunk)
         self._failures.succeed(sample, chunk)
-        self._draft_planner.learn(event)
         self._kv.store(chunk, event.stored_tokens)
         if (ended := end_by(event, chunk)) is not None:
             self._end_turn(sample, *ended, event.now)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.policies.models.spec_cost_model import verified
 from tailrace.policies.protocol.views import DraftView
 
 
@@ -16,7 +17,7 @@ class Aimd(BaseModel):
     """HistoSpec (RhymeRL 5.4): a window of 2 tokens, 2 more when all were right, up to 32, and 2 again when not.
 
     Drafts rest on contexts of at least 3 tokens. They are off at batch sizes where a window of 2 would not pay at the
-    acceptance seen lately: b tokens in t(b) seconds against (1 + 2a) b in t(3b), by measured step costs.
+    acceptance seen lately: b tokens in t(b) seconds against (1 + a + a^2) b in t(3b), by measured step costs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,4 +47,4 @@ class Aimd(BaseModel):
     def _pays(self, view: DraftView) -> bool:
         count = len(view.slot)
         plain_s, drafting_s = view.cost.at([count, count * (1 + self.start_tokens)])
-        return (1 + self.start_tokens * view.acceptance) * plain_s > drafting_s
+        return verified(view.acceptance, self.start_tokens + 1) * plain_s > drafting_s

@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.policies.protocol.performance import FADE
 from tailrace.policies.protocol.views import DraftView
-
-FADE = 0.995
-"""A verification of 140 ago counts half: acceptance changes over a few hundred tokens of an answer."""
 
 ALPHAS = np.geomspace(0.1, 10.0, 17)
 INNER = np.arange(1, 32)

@@ -10,20 +10,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.policies.protocol.performance import FADE, PRIOR_TOKENS, count_tested
 from tailrace.policies.protocol.views import DraftView
 
 BINS = 10
 """Bins of chances from 0 to 1: a claimed 0.9 that comes true at 0.6 says nothing about a claimed 0.3."""
 
-FADE = 0.995
-"""Per step: evidence of 140 steps ago counts half. Drafts that did not pay are tried again after a few hundred."""
-
-TRUST = 10.0
-"""Draft tokens that each bin's claim is worth before anything was seen."""
-
 
 class Track(NamedTuple):
-    """Of the draft tokens verified so far, faded: per bin, the sum of their claimed chances and how many were right."""
+    """Of the draft tokens tested so far, faded per step: per bin, the sum of their claimed chances and how many were
+    right. A bin's claim is worth PRIOR_TOKENS tokens at first."""
 
     claimed: np.ndarray  # float64[BINS]
     right: np.ndarray  # float64[BINS]
@@ -31,7 +27,7 @@ class Track(NamedTuple):
 
     def factors(self) -> np.ndarray:
         """Correction factor of a claimed chance, by bin."""
-        trusted = TRUST * (np.arange(BINS) + 0.5) / BINS
+        trusted = PRIOR_TOKENS * (np.arange(BINS) + 0.5) / BINS
         return (self.right + trusted) / (self.claimed + trusted)
 
 
@@ -93,7 +89,7 @@ class Goodput(BaseModel):
         drafted = np.where(view.verifications > 0, np.minimum(view.drafted_last, self.max_draft_tokens), 0)
         accepted = np.minimum(view.accepted_last, drafted)
         chances, place = last[view.slot], np.arange(self.max_draft_tokens)
-        tested = (place < np.minimum(accepted + 1, drafted)[:, None]) & (chances > 0)  # 0: drafted before this memory
+        tested = (place < count_tested(accepted, drafted)[:, None]) & (chances > 0)  # 0: drafted before this memory
         bins = _bins(chances).ravel()
         claimed_now = np.bincount(bins, (chances * tested).ravel(), BINS)
         right_now = np.bincount(bins, (tested & (place < accepted[:, None])).ravel(), BINS)

@@ -95,7 +95,8 @@ class MethodTable:
 
 
 class Straggler(NamedTuple):
-    """`acceptance` is that of the first of its `methods`; without any it decodes plainly. `replica`: where it runs."""
+    """`acceptance` is that of the first of its `methods`; a method that no table knows decodes plainly.
+    `replica`: where it runs."""
 
     sample_id: str
     acceptance: float
@@ -122,7 +123,7 @@ class Assignment(NamedTuple):
 @runtime_checkable
 class Racing(Protocol):
     """The interface to the core. `room`: running chunks up to which a replica takes copies, 0 for no races. `usual`:
-    the acceptance assumed for a sample without measurements."""
+    the acceptance of a method that no replica has measured."""
 
     room: int
     usual: float
@@ -161,7 +162,7 @@ class FastestOfN(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fastest_of_n"] = "fastest_of_n"
     room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
-    usual: float = Field(0.5, ge=0.0, le=1.0, description="acceptance of a sample that has drafted nothing yet")
+    usual: float = Field(0.5, ge=0.0, le=1.0, description="chance of a draft token, until replicas have tested some")
     rungs: tuple[MethodProfile, ...] = Field(
         USUAL, min_length=1, description="gain of each method, as written by `tailrace bench ladder --out`"
     )

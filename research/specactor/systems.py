@@ -86,7 +86,7 @@ def run(
     policies, ways = POLICIES, {}
     if chosen.race:
         own = layout.way.method.name if layout.way.window else None
-        racing, _, ways = race_methods_of(scenario, model, own, layout.way.window, ahead=layout.way.ahead)
+        racing, _, ways = race_methods_of(scenario, model, own, ahead=layout.way.ahead)
         chunking = FixedChunks(chunk_tokens=scenario.chunk_tokens.value)
         policies = POLICIES.model_copy(update={"racing": racing, "chunking": chunking})
     ran = simulate(
