@@ -1,5 +1,7 @@
 """The registry of policies: names, knobs, dotted paths, and errors of one line that say what to write instead."""
 
+from typing import get_args
+
 import pytest
 from pydantic import BaseModel, ValidationError
 from user_policies import (
@@ -70,15 +72,19 @@ def test_a_member_goes_by_its_name_alone_by_a_mapping_and_as_itself(family, name
         assert getattr(Policies(**{family: value}), family) == cls()
 
 
+def is_model(kind) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 @pytest.mark.parametrize(("family", "name"), EVERY)
 def test_every_knob_is_described_bounded_and_frozen(family, name):
     kinds = [members(family)[name]]
     for cls in kinds:
         assert cls.model_config["frozen"] and cls.model_config["extra"] == "forbid" and cls.__doc__
         for knob, field in cls.model_fields.items():
-            has_knobs = isinstance(field.default, BaseModel)
-            kinds += [type(field.default)] if has_knobs else []
-            assert knob == "type" or (field.description and (field.metadata or has_knobs)), knob
+            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if is_model(kind)]
+            kinds += inner
+            assert knob == "type" or (field.description and (field.metadata or inner)), knob
 
 
 @pytest.mark.parametrize(("family", "name"), EVERY)

@@ -3,13 +3,19 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from performances import measured
+from performances import measured, performance
 from rollout_machine import play
 
 from tailrace.deployments.coordinator.journal import JournaledCore, read_journal, replay
 from tailrace.policies.core.draft_planner import doubling, fewest
 from tailrace.policies.core.scaling import Limits
-from tailrace.policies.families.draft_models import AsConfigured, Planned
+from tailrace.policies.families.draft_models import (
+    AsConfigured,
+    DrafterStep,
+    Planned,
+    measured_drafter,
+    measured_verifier,
+)
 from tailrace.policies.families.registry import Policies, load_policy, members
 from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost
 from tailrace.policies.models.specactor_planner import Decoupled
@@ -23,13 +29,18 @@ EVERY = [*members("draft_models"), "user_policies:AlwaysTwo"]
 FAST = {"type": "planned", "acceptance": 0.8, "drafter": {"base_s": 0.002}, "verifier": {"base_s": 0.02}}
 """A drafter ten times as fast as its verifier."""
 
+DRAFTER = {"drafter_samples": (1.0, 9.0), "drafter_seconds": (0.03, 0.11)}
+PERFORMANCES = (None, performance(), performance(**DRAFTER), performance(base=0.0, chunk=0.0, **DRAFTER))
+
 
 # ---- the contract ----------------------------------------------------------------------------------
 
 
 @PROFILE
 @given(
-    view=st.builds(DraftModelsView, st.integers(0, 300), st.integers(0, 600), st.floats(0, 1)),
+    view=st.builds(
+        DraftModelsView, st.integers(0, 300), st.integers(0, 600), st.floats(0, 1), st.sampled_from(PERFORMANCES)
+    ),
     acceptance=st.floats(0, 1),
 )
 @pytest.mark.parametrize("name", EVERY)
@@ -77,6 +88,24 @@ def test_all_get_algorithm_1s_window_and_whoever_accepts_less_than_the_mean_algo
     assert policy.way(view, 0.2) == (
         DraftMode(better.window, better.coupled), f"drafts {better.window}, {better.reason}",
     )  # fmt: skip
+
+
+def test_figures_in_the_configuration_replace_what_is_measured():
+    known = performance(base=0.02, chunk=0.0, **DRAFTER)
+    view = DraftModelsView(8, 8, 0.8, known)
+    assert Planned(acceptance=0.8).way(view, 0.9)[0].window == 0, "by the measured draft model none pays"
+    assert Planned(**FAST).way(view, 0.9) == Planned(**FAST).way(view._replace(performance=None), 0.9)
+    fast = performance(base=0.02, chunk=0.0, drafter_samples=(1.0, 9.0), drafter_seconds=(0.002, 0.002))
+    assert Planned().way(DraftModelsView(8, 8, 0.8, fast), 0.9)[0].window > 0
+
+
+def test_measured_costs_are_those_of_the_batch_to_plan_for():
+    known = performance(base=0.02, chunk=0.004)
+    step = measured_verifier(known, 8, 4)
+    assert step.base_s + 8 * (step.sample_s + step.token_s) == pytest.approx(known.verify_s(8, 8), rel=0.1)
+    assert step.base_s + 8 * (step.sample_s + 5 * step.token_s) == pytest.approx(known.verify_s(8, 40), rel=0.1)
+    assert measured_drafter(performance(**DRAFTER), 8) == DrafterStep(base_s=0.02, sample_s=0.01)
+    assert measured_drafter(known, 8) is None and measured_verifier(None, 8, 4) is None
 
 
 def test_where_no_draft_model_pays_nobody_is_drafted_for():

@@ -14,20 +14,21 @@ from tailrace.deployments.drafter.client import Drafters, rank
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.lines import end_of, remaining
 from tailrace.deployments.drafter.server import say
-from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stop, Unknown, decode, encode
+from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stepped, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import GroupRef, Source
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.policies.families.drafting import FixedBudget
 from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.performance import chance
 
 CONTEXT = np.arange(100, 110, dtype=np.int32)
 WISH = Open("s", 2**64 - 1, 0.7, 1.0, 0, 0.0, [3], 8, 40, 4, True, CONTEXT)
 
 
 def test_every_message_comes_through():
-    others = [Confirm("s", 10, [1, 2]), Stop("s"), Guess("s", 12, [], 0, 0), Unknown("s")]
+    others = [Confirm("s", 10, [1, 2]), Stop("s"), Guess("s", 12, [], 0, 0), Unknown("s"), Stepped(4, 900)]
     wish, *rest = decode(encode([WISH, *others]))
     assert rest == others
     assert wish[:-1] == WISH[:-1]
@@ -128,6 +129,10 @@ def test_an_engine_opens_confirms_and_takes_only_guesses_that_fit(line):
     other.say(Guess(wish.name, 10, [1, 5, 6], 0, 0), Guess("gone", 0, [1], 0, 0), Guess(wish.name, 99, [1], 0, 0))
     until(drafters, lambda: drafters.counts().get("model_overtaken"))
     assert drafters.proposal("c").tokens.tolist() == [3, 4], "one that was overtaken changes nothing"
+    other.say(Stepped(1, 2_000), Stepped(8, 4_000), Guess(wish.name, 12, [3, 4], 9, 6))
+    until(drafters, drafters.performance.acceptance.report)
+    assert drafters.performance.drafter_steps.cost().at([1, 8]).tolist() == [0.002, 0.004]
+    assert drafters.proposal("c").right.tolist() == pytest.approx([chance(6, 9, chance(6, 9))] * 2)
     drafters.made("c", [3, 9])
     assert drafters.proposal("c").tokens.tolist() == []
     drafters.close("c")

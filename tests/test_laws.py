@@ -175,7 +175,7 @@ def test_no_view_has_a_field_for_a_true_length():
             "roles",
         ),
         "RolesView": ("engines", "drafters", "gain"),
-        "DraftModelsView": ("verified", "drafted", "acceptance"),
+        "DraftModelsView": ("verified", "drafted", "acceptance", "performance"),
         "DraftView": (
             "right", "proposed", "match_tokens", "slot", "verifications", "drafted_last", "accepted_last", "generated",
             "expected", "medium_at", "long_at", "acceptance", "cost",

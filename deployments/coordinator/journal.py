@@ -29,6 +29,10 @@ MOST_ENTRIES = 500_000
 _KINDS = {kind.__name__: TypeAdapter(kind) for kind in (*get_args(Event), *get_args(Action), Tick)}
 
 
+_RATES = {"now", "replica_id", "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s",
+          "step_per_chunk_s", "observed_at"}  # fmt: skip
+
+
 class Decision(NamedTuple):
     """A tick, and the actions that the core answered it with."""
 
@@ -148,7 +152,7 @@ def _object(data: dict) -> Any:
             "tokens": {fields["chunk_id"]: fields["tokens"]},
             "observed_at": fields["observed_at"],
         }
-    if name == "ReplicaMeasured" and "step_base_s" in fields:  # a journal from before the record of performance
+    if name == "ReplicaMeasured" and fields.keys() == _RATES:  # a journal from before the record of performance
         fields = _measured(fields)
     if name not in _KINDS:
         raise ValueError(f"{name!r} is neither an event nor an action")
@@ -163,14 +167,17 @@ def _object(data: dict) -> Any:
 
 
 def _measured(fields: dict) -> dict:
-    """The event of a replica that had measured a base and a slope for its steps, and rates."""
+    """The event of a replica that had measured a base and a slope for its steps, and rates. Raises ValueError."""
+    rates = fields["prefill_tokens_s"], fields["fetch_tokens_s"]
+    if not (all(isinstance(rate, float) and rate >= 0 for rate in rates) and rates[0]):
+        raise ValueError(f"no replica is as fast as {rates} tokens a second")
     performance = Performance.linear(
         fields["observed_at"],
         fields["step_base_s"],
         fields["step_per_chunk_s"],
-        prefill_token_s=1 / fields["prefill_tokens_s"],
+        prefill_token_s=1 / rates[0],
         fetch_base_s=fields["fetch_base_s"],
-        fetch_token_s=1 / fields["fetch_tokens_s"] if fields["fetch_tokens_s"] else 0.0,
+        fetch_token_s=1 / rates[1] if rates[1] else 0.0,
     )
     event = {"now": fields["now"], "replica_id": fields["replica_id"], "performance": asdict(performance)}
     return json.loads(json.dumps(event))

@@ -19,7 +19,7 @@ from tailrace.deployments.channel.encrypted import Address, dial
 from tailrace.deployments.draft_index.proposal import Proposal
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.drafter.lines import Kept, Line, chunk_end, end_of
-from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
+from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stepped, Stop, Unknown, decode, encode
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
@@ -259,6 +259,10 @@ class Drafters:
             return []
 
     def _hear(self, address: Address, message: Message) -> None:
+        if isinstance(message, Stepped):
+            if message.samples > 0 <= message.step_us:
+                self.performance.drafter_step(message.samples, message.step_us / 1e6, self._clock())
+            return
         line = self._named.get(message.name)
         if line is None or line.address != address:
             return

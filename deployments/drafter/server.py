@@ -15,7 +15,7 @@ import zmq
 
 from tailrace.deployments.channel.encrypted import Address, listen
 from tailrace.deployments.drafter.sessions import Sessions
-from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stop, Unknown, decode, encode
+from tailrace.deployments.drafter.wire import Confirm, Guess, Message, Open, Stepped, Stop, Unknown, decode, encode
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 IDLE_MS = 50
@@ -71,8 +71,9 @@ class DrafterServer:
                 outbox: dict[bytes, list[Message]] = {}
                 for peer, guess in sessions.step():
                     outbox.setdefault(peer, []).append(guess)
+                stepped = [] if sessions.stepped is None else [sessions.stepped]
                 for peer, guesses in outbox.items():
-                    say(socket, peer, guesses)
+                    say(socket, peer, [*stepped, *guesses])
             if time.monotonic() - looked_s > IDLE_S / 10:
                 sessions.forget(IDLE_S)
                 looked_s = time.monotonic()
@@ -102,7 +103,7 @@ class DrafterServer:
                 sessions.confirm(peer, message)
             case Stop(name):
                 sessions.stop(peer, name)
-            case Guess() | Unknown():
+            case Guess() | Unknown() | Stepped():
                 raise ValueError(f"{type(message).__name__} is sent by drafters, not to them")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from tailrace.deployments.drafter.session import Session
-from tailrace.deployments.drafter.wire import Confirm, Guess, Open
+from tailrace.deployments.drafter.wire import Confirm, Guess, Open, Stepped
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.pause import is_paused, pause, resume
@@ -41,6 +41,7 @@ class Sessions:
         self._by_request: dict[str, Key] = {}  # by the name of its outputs
         self._counts: Counter[str] = Counter()
         self._times = StepCostEstimator()
+        self.stepped: Stepped | None = None  # the last step, if each sample got one token in it
 
     @classmethod
     def launched(cls, config: EngineConfig, rank: int) -> "Sessions":
@@ -124,8 +125,10 @@ class Sessions:
         self._counts["step_us"] += int(took_s * 1e6)
         for output in outputs:
             self._take(output)
+        self.stepped = None
         if decoding and len(outputs) == decoding:
             self._times.record(decoding, took_s)
+            self.stepped = Stepped(decoding, int(took_s * 1e6))
         return self._guesses()
 
     def _turn(self, session: Session, wish: Open) -> None:

@@ -64,8 +64,15 @@ class Unknown(NamedTuple):
     name: str
 
 
-Message = Open | Confirm | Stop | Guess | Unknown
-KINDS: tuple[type[Message], ...] = (Open, Confirm, Stop, Guess, Unknown)
+class Stepped(NamedTuple):
+    """To an engine: the drafter's last step, one token of each of `samples`, took `step_us` microseconds."""
+
+    samples: int
+    step_us: int
+
+
+Message = Open | Confirm | Stop | Guess | Unknown | Stepped
+KINDS: tuple[type[Message], ...] = (Open, Confirm, Stop, Guess, Unknown, Stepped)
 
 
 def encode(messages: list[Message]) -> bytes:

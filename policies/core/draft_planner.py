@@ -37,7 +37,8 @@ class DraftPlanner:
         on_drafter = -(-min(samples, on_engine * engines) // max(1, drafters))
         mean = self._mean
         own = chance(sample.model_accepted, sample.model_tested, mean)
-        return self._policy.way(DraftModelsView(on_engine, on_drafter, mean), own)
+        view = DraftModelsView(on_engine, on_drafter, mean, self._table.performance(replica_id))
+        return self._policy.way(view, own)
 
     def outlook(self, running: int, least: int, most: int) -> tuple[RolesView, ...]:
         """Return the splits of `most` replicas that gain, for `running` chunks on at least `least` engines.
@@ -45,8 +46,11 @@ class DraftPlanner:
         `least` engines have room for the chunks. Each pace is tried with the fewest engines, and with drafters by
         powers of two up to the policy's limit.
         """
+        if not self._policy.replicas:
+            return ()
+        mean, known = self._mean, self._table.any_performance()
         cuts = [
-            (engines, drafters, DraftModelsView(-(-running // engines), -(-running // drafters), self._mean))
+            (engines, drafters, DraftModelsView(-(-running // engines), -(-running // drafters), mean, known))
             for engines in fewest(running, max(1, least), most - 1)
             for drafters in doubling(min(self._policy.replicas, most - engines))
         ]

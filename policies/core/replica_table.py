@@ -197,6 +197,11 @@ class ReplicaTable:
         """The replica's last measured performance, or None if it has not reported any."""
         return self._replicas[replica_id].performance
 
+    def any_performance(self) -> Performance | None:
+        """The performance of the first ready replica that has reported any, those that know a draft model first."""
+        found = [known for i in self.ready() if (known := self._replicas[i].performance) is not None]
+        return next((one for one in found if one.drafter_seconds), found[0] if found else None)
+
     def chance(self, method: str, prior: float) -> float:
         """Chance that a draft token of a method is right if all before it are, over all replicas."""
         return chance(*self._tests.get(method, (0.0, 0.0)), prior)

@@ -1,7 +1,7 @@
 """Policies of draft models, chunk by chunk: as configured, or by SpecActor's planner (4.1).
 
 Contract: pure functions of a view, so a replay of the events gives the same answers. `Planned` uses the planner of the
-simulator's systems, with figures measured here. Called by `policies.core.draft_planner` alone.
+simulator's systems, with the figures that engines have measured. Called by `policies.core.draft_planner` alone.
 """
 
 from functools import lru_cache
@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, Field
 
 from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost
-from tailrace.policies.models.specactor_planner import Decoupled, Plan
+from tailrace.policies.models.specactor_planner import TINY_S, Decoupled, Plan
 from tailrace.policies.protocol.actions import DraftMode
+from tailrace.policies.protocol.performance import Performance, at
 from tailrace.policies.protocol.views import DraftModelsView
 
 
@@ -65,16 +66,17 @@ class VerifierStep(BaseModel):
 class Planned(BaseModel):
     """Algorithm 1 for the running chunks as a chunk starts; Algorithm 2 for samples that accept less than the mean.
 
-    Both use the rates of `policies.models.spec_cost_model` without waiting. The default figures are guesses for a model
-    of 32 billion parameters on four GPUs with a draft model of half a billion; `tailrace profile` measures real ones.
+    Both use the rates of `policies.models.spec_cost_model` without waiting, and the costs of steps that the engine and
+    its draft models have measured. Until then, figures are guesses for a model of 32 billion parameters on four GPUs
+    with a draft model of half a billion. `drafter` and `verifier` replace the measured ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["planned"] = "planned"
     needs_drafter: ClassVar[bool] = True
-    acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until samples have shown their own")
-    drafter: DrafterStep = Field(DrafterStep(), description="cost of a step of the draft model")
-    verifier: VerifierStep = Field(VerifierStep(), description="cost of a step of an engine")
+    acceptance: float = Field(0.5, ge=0.0, le=1.0, description="of a draft token, until replicas have tested some")
+    drafter: DrafterStep | None = Field(None, description="cost of a step of the draft model; null: as measured")
+    verifier: VerifierStep | None = Field(None, description="cost of a step of an engine; null: as measured")
     max_window: int = Field(8, ge=1, le=64, description="longest window that is tried; engines verify `draft_tokens`")
     replicas: int = Field(1, ge=1, description="running draft models; their max where tail decides the number")
 
@@ -90,7 +92,7 @@ class Planned(BaseModel):
 
     def gain(self, view: DraftModelsView) -> float:
         plan = self._plan(view)
-        return plan.tokens_s * plan.verifier.seconds(plan.samples, 0)
+        return max(1.0, plan.tokens_s * plan.verifier.seconds(plan.samples, 0))  # plain decoding is a plan
 
     @property
     def _planner(self) -> Decoupled:
@@ -100,9 +102,36 @@ class Planned(BaseModel):
         """A drafter is rated as if it had the verifier's samples alone, each as slow as those that it has make it."""
         verified, drafted = max(1, view.verified), max(1, view.drafted)
         drafted = 1 << (drafted - 1).bit_length()  # a power of two, so that few plans are made
-        drafter = DrafterCost(1, self.drafter.sample_s * drafted / verified, self.drafter.base_s)
-        verifier = VerifierCost(1, self.verifier.sample_s, self.verifier.token_s, self.verifier.base_s)
+        step = self.drafter or measured_drafter(view.performance, drafted) or DrafterStep()
+        drafter = DrafterCost(1, step.sample_s * drafted / verified, step.base_s)
+        engine = self.verifier or measured_verifier(view.performance, verified, self.max_window) or VerifierStep()
+        verifier = VerifierCost(1, engine.sample_s, engine.token_s, engine.base_s)
         return _best(self._planner, verified, round(view.acceptance, 2), drafter, verifier)
+
+
+def measured_drafter(known: Performance | None, samples: int) -> DrafterStep | None:
+    """A draft model's step, exact for one sample and for `samples`; None if none was measured."""
+    if known is None or not known.drafter_seconds:
+        return None
+    one_s, all_s = (at(count, known.drafter_samples, known.drafter_seconds) for count in (1, max(2, samples)))
+    sample_s = (all_s - one_s) / (max(2, samples) - 1)
+    return DrafterStep(base_s=rough(max(TINY_S, one_s - sample_s)), sample_s=rough(max(0.0, sample_s)))
+
+
+def measured_verifier(known: Performance | None, samples: int, window: int) -> VerifierStep | None:
+    """An engine's step, exact for `samples` samples without drafts and with windows of `window`; None if none was
+    measured."""
+    if known is None:
+        return None
+    plain_s, full_s = (known.verify_s(samples, samples * width) for width in (1, 1 + window))
+    token_s = max(0.0, full_s - plain_s) / (samples * window)
+    base_s = plain_s - samples * (known.chunk_s + token_s)
+    return VerifierStep(base_s=rough(max(TINY_S, base_s)), sample_s=rough(known.chunk_s), token_s=rough(token_s))
+
+
+def rough(value: float) -> float:
+    """Two digits: few plans are made, and a measured figure moves less from report to report."""
+    return float(f"{value:.1e}")
 
 
 _best, _better = lru_cache(maxsize=8192)(Decoupled.best), lru_cache(maxsize=8192)(Decoupled.better)

@@ -113,6 +113,7 @@ class DraftModelsView(NamedTuple):
     verified: int  # samples of one engine
     drafted: int  # samples of one draft model
     acceptance: float  # chance that a draft token is right if all earlier ones are; mean over samples
+    performance: Performance | None = None  # of an engine that drafts; None until one has reported any
 
 
 class RolesView(NamedTuple):
