@@ -172,7 +172,7 @@ def test_no_view_has_a_field_for_a_true_length():
         "RacesView": ("room", "copies", "gain"),
         "TailView": (
             "now", "waiting", "running", "unended", "submitted", "replicas", "min_replicas", "max_replicas", "races",
-            "roles",
+            "roles", "left_tokens", "move_s",
         ),
         "RolesView": ("engines", "drafters", "gain"),
         "DraftModelsView": ("verified", "drafted", "acceptance", "performance"),

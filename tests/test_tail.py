@@ -163,6 +163,45 @@ def test_auto_gives_back_by_default_what_hardly_makes_a_step_longer():
     assert engines(tail(*[replica(f"r{i}", 2, longest) for i in range(4)]), Auto().worth) == 1
 
 
+def test_auto_moves_chunks_only_for_a_rest_that_is_longer_than_the_move():
+    """Two chunks on two replicas; on one a step takes 22 ms, not 21, which is worth a replica for 1,000 tokens."""
+    view = tail(replica("r0", 1), replica("r1", 1), max_replicas=2)._replace(left_tokens=1_000)
+    assert engines(view) == engines(view._replace(move_s=1.0)) == 1
+    assert engines(view._replace(left_tokens=40, move_s=2.0)) == 2
+    idle = tail(replica("r0", 2), replica("r1", 0), max_replicas=2)._replace(left_tokens=40, move_s=2.0)
+    assert engines(idle) == 1, "nothing has to move"
+
+
+def test_steps_that_bring_several_tokens_leave_less_time_for_a_move():
+    def of(made):
+        known = performance(made=made)
+        both = [replica("r0", 1, known), replica("r1", 1, known)]
+        return engines(tail(*both, max_replicas=2)._replace(left_tokens=400, move_s=1.0))
+
+    assert of(1.0) == 1 and of(8.0) == 2
+
+
+def test_auto_keeps_a_replica_that_would_start_for_longer_than_the_rest_takes():
+    """Eight chunks on two replicas: 24 ms a step, 28 on one. Given back, a replica is of use again after its start."""
+
+    def of(start_s, left_tokens):
+        known = performance(start_s=start_s)
+        both = [replica("r0", 4, known), replica("r1", 4, known)]
+        return engines(tail(*both, max_replicas=2)._replace(left_tokens=left_tokens))
+
+    assert of(0.0, 500) == 1 and of(60.0, 500) == 2 and of(60.0, 100_000) == 1
+
+
+def test_auto_starts_no_draft_model_for_a_rest_that_ends_before_it_is_up():
+    known = performance(start_s=60.0)
+    alone, roles = [replica("r0", 1, known), *(replica(f"r{i}", 0, known) for i in (1, 2, 3))], (RolesView(1, 1, 1.6),)
+    for left_tokens, wanted in ((500, 0), (100_000, 1)):
+        view = tail(*alone, roles=roles)._replace(left_tokens=left_tokens)
+        assert auto(view, worth=0.4).drafters == wanted
+    up = ReplicaGoal(1, 1)
+    assert auto(tail(*alone[:1], roles=roles)._replace(left_tokens=500), 0.4, up) == up, "it runs already"
+
+
 def test_auto_keeps_what_races_are_worth():
     """One straggler: by itself on one replica, unless a copy on a second one is expected to bring more than that."""
     alone = [replica("r0", 1), *(replica(f"r{i}", 0) for i in (1, 2, 3))]

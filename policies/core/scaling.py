@@ -76,6 +76,8 @@ class Scaling:
         least = max(self._limits.min, min(self._reserved, most))
         races = self._races.outlook(most)
         roles = self._draft_planner.outlook(running, max(least, roomy(views, running, most)), most) if running else ()
+        counts = running == unended and getattr(self._policy, "counts_moves", False)
+        left_tokens, move_s = self._rest() if counts else (0, 0.0)
         return TailView(
             now=now,
             waiting=unended - running,
@@ -87,7 +89,20 @@ class Scaling:
             max_replicas=most,
             races=races,
             roles=roles,
+            left_tokens=left_tokens,
+            move_s=move_s,
         )
+
+    def _rest(self) -> tuple[int, float]:
+        """Expected tokens left of the longest running sample, and mean seconds of a move. O(running)."""
+        left, moves = 0, []
+        for chunk in self._running.chunks.values():
+            if chunk.copy_of is None:
+                left = max(left, left_tokens(chunk))
+                performance = self._table.performance(chunk.replica_id)
+                moves.append(move_s(chunk, performance) if performance is not None else inf)
+        known = [one for one in moves if one < inf]
+        return left, sum(known) / len(known) if known else 0.0
 
     def _empty(self, replica_id: str) -> None:
         performance = self._table.performance(replica_id)
@@ -114,6 +129,14 @@ class Scaling:
         self._draft_planner.expect_drafters(asked.drafters)
         reason = f"{view.waiting} samples wait, {view.running} run on {len(order)} replicas"
         return [SetReplicas(engines, reason, asked.drafters)]
+
+
+def left_tokens(chunk: Chunk) -> int:
+    """Expected tokens left of a chunk's sample. One that has outlived its expectation is taken to be half done."""
+    sample = chunk.sample
+    made = sample.generated_tokens + sample.streamed_tokens
+    left = sample.expected_tokens - made
+    return left if left > 0 else max(1, min(made, sample.max_tokens - made))
 
 
 def left_s(chunk: Chunk, performance: Performance, running: int) -> float:

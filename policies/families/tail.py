@@ -31,6 +31,7 @@ class Tail(Protocol):
 
     The configuration reads three capabilities, each a ClassVar[bool] that may be left out: `changes_replicas`
     (default True), `wants_drafters` (default False) and `may_want_drafters` (default False: with draft models planned).
+    The core reads `counts_moves` (default False): only then a view has `left_tokens` and `move_s`.
     """
 
     def wanted(self, view: TailView, memory: Any) -> tuple[ReplicaGoal, Any]: ...
@@ -132,21 +133,21 @@ class Auto(Shrinking):
     On n replicas a chunk's step takes as long as the mean of all, spread evenly, by the mean of the measured steps.
     Racing copies take free places, lengthen the step, and multiply the pace by the racing policy's expected gain. Draft
     models on other replicas multiply it by their policy's expected gain; races are then left out, since both gain from
-    the same idle time. Samples continue side by side. So the longest one's end, plus the replicas' worth until then, is
-    minimal where each step's seconds * (1 + worth * share of the replicas) / pace is, for any remaining lengths. A
+    the same idle time. Samples continue side by side until the longest one's expected end. To it are added a move,
+    where chunks run on replicas that would go, and the time at the old pace until new draft models have started. A
     replica takes moved chunks, copies or drafts while that saves more of the makespan than its share of `worth`; else
-    it is given back.
+    it is given back, unless to start it again for the next batch takes as long as this one will.
     """
 
     type: Literal["auto"] = "auto"
     may_want_drafters: ClassVar[bool] = True
+    counts_moves: ClassVar[bool] = True
     worth: float = Field(0.1, ge=0.0, description="seconds of makespan that a second of all replicas is worth")
 
     def cut(self, view: TailView, answer: ReplicaGoal) -> ReplicaGoal:
         measured = [replica.performance for replica in view.replicas if replica.performance is not None]
         if not measured:
             return answer
-        worth = self.worth / view.max_replicas
         step = MeanStep(measured)
         least = roomy(view.replicas, view.running, view.max_replicas)
         paces = [(token_s(view, step, count), ReplicaGoal(count)) for count in range(least, view.max_replicas + 1)]
@@ -154,7 +155,32 @@ class Auto(Shrinking):
             (mean_s(step, view.running, one.engines) / one.gain, ReplicaGoal(one.engines, one.drafters))
             for one in view.roles
         ]
-        return min(paces, key=lambda pace: pace[0] * (1 + worth * sum(pace[1])))[1]
+        rest = Rest(view, answer, measured, self.worth / view.max_replicas)
+        plain_s = {goal.engines: took_s for took_s, goal in paces if not goal.drafters}
+        return min(paces, key=lambda pace: rest.cost_s(*pace, plain_s.get(pace[1].engines, pace[0])))[1]
+
+
+class Rest:
+    """The rest of the batches in flight, to the longest sample's expected end. `worth`: of one replica's second.
+
+    Without expected tokens in the view it is one step, to which no move and no start is added.
+    """
+
+    def __init__(self, view: TailView, answer: ReplicaGoal, measured: Sequence[Performance], worth: float):
+        self._view, self._answer, self._worth = view, answer, worth
+        self._busy = max((place for place, one in enumerate(view.replicas, start=1) if one.running), default=0)
+        self._steps = view.left_tokens * len(measured) / sum(one.made for one in measured) or 1.0
+        self._start_s = sum(one.start_s for one in measured) / len(measured) if view.left_tokens else 0.0
+
+    def cost_s(self, step_s: float, goal: ReplicaGoal, plain_s: float) -> float:
+        """Seconds to the end by steps of `step_s`, or `plain_s` while draft models start, and the replicas' worth."""
+        view, steps, wait_s = self._view, self._steps, 0.0
+        if plain_s and goal.drafters > self._answer.drafters:
+            wait_s = min(self._start_s, steps * plain_s)
+            steps -= wait_s / plain_s
+        until_s = (view.move_s if goal.engines < self._busy else 0.0) + wait_s + steps * step_s
+        given_back = max(0, len(view.replicas) + self._answer.drafters - sum(goal))
+        return until_s + self._worth * (sum(goal) * until_s + given_back * min(self._start_s, until_s))
 
 
 class MeanStep:

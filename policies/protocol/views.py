@@ -137,6 +137,8 @@ class TailView(NamedTuple):
     max_replicas: int
     races: RacesView = RacesView()
     roles: tuple[RolesView, ...] = ()  # splits with drafters that are expected to gain
+    left_tokens: int = 0  # expected of the longest running sample; 0: not asked for
+    move_s: float = 0.0  # mean seconds until a running chunk's KV is on another replica
 
 
 class DraftView(NamedTuple):
