@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from performances import performance
 
 from tailrace.policies.families.racing import FastestOfN, FreeWorker, MethodProfile, MethodTable, Straggler
 
@@ -113,6 +114,22 @@ def test_racing_with_all_methods_gains_what_each_adds_to_those_before():
     assert [rung.method for rung in LADDER.others("ngram")] == ["0.5b", "1.5b"]
     assert LADDER.gain("ngram", 1.0) == 1.0, "nothing is faster"
     assert LADDER.speedup("nobody knows", 0.5) == 1.0, "plain decoding"
+
+
+def test_without_rungs_gains_are_those_of_the_measured_steps_and_drafts():
+    """Steps of 20 ms whatever they verify; a draft model takes 20 ms a token, or 1 ms."""
+    chances = {"group": 0.6, "model": 0.8}.get
+    for draft_s, pays in ((0.02, False), (0.001, True)):
+        known = performance(base=0.02, chunk=0.0, drafter_samples=(1.0, 2.0), drafter_seconds=(draft_s, draft_s))
+        table = FastestOfN().informed(known, chances).method_table
+        group, model = table.rungs
+        assert (group.method, group.profile, model.method, model.profile) == ("group", (0.6,), "model", (0.8,))
+        assert group.speedup(0.6) == pytest.approx((1 - 0.6**17) / 0.4, rel=1e-6)
+        assert (model.speedup(0.8) > 2) == pays and model.speedup(0.0) == 1.0
+    never_ran = FastestOfN().informed(performance(), chances).method_table.rungs[1]
+    assert never_ran.curve == FastestOfN().method_table.rungs[1].curve and never_ran.profile == (0.8,)
+    given = FastestOfN(rungs=LADDER.rungs)
+    assert given.informed(known, chances) is given and FastestOfN().informed(None, chances).rungs is None
 
 
 def test_a_ladder_of_some_methods_has_their_rungs_alone():

@@ -24,6 +24,7 @@ class Races:
         self._policy, self._table, self._running = policy, table, running
         self._looked_at = float("-inf")
         self._gains: dict[tuple[tuple[str, ...], float], float] = {}  # by methods and acceptance
+        self._given, self._known = policy, None  # the policy as configured, and the performance that it was informed by
 
     # ---- ends of races -----------------------------------------------------------------------------
 
@@ -71,8 +72,19 @@ class Races:
         if not self._policy.room or now < self._looked_at + LOOK_S:
             return []
         self._looked_at = now
+        self._inform()
         workers = self._workers()
         return self._start(workers) if workers else []
+
+    def _inform(self) -> None:
+        """Bring the policy's gains up to the last reports."""
+        known, informed = self._table.any_performance(), getattr(self._given, "informed", None)
+        if informed is not None and known is not self._known:
+            self._policy, self._known = informed(known, self._chance), known
+            self._gains.clear()
+
+    def _chance(self, method: str) -> float:
+        return self._table.chance(method, self._given.usual)
 
     def _give_way(self) -> None:
         for copy in self._running.copies.values():
@@ -119,12 +131,13 @@ class Races:
 
     def _acceptance(self, sample: Sample, method: str) -> float:
         """By the sample's own tested drafts, and by those of the method on all replicas."""
-        return chance(sample.accepted_tokens, sample.tested_tokens, self._table.chance(method, self._policy.usual))
+        return chance(sample.accepted_tokens, sample.tested_tokens, self._chance(method))
 
     # ---- expected gain -------------------------------------------------------------------------------
 
     def outlook(self, replicas: int) -> RacesView:
         """Expected gain of all running chunks on `replicas` replicas. O(running) if these have room for copies."""
+        self._inform()
         policy, running = self._policy, len(self._running)
         if not 0 < running < policy.room * replicas:
             return RacesView(policy.room)

@@ -6,7 +6,7 @@ changes the time only. Pure and deterministic, ties by id. Called whenever repli
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -14,7 +14,9 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_c
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.policies.models.spec_cost_model import verified
 from tailrace.policies.protocol.draft_methods import DraftMethod
+from tailrace.policies.protocol.performance import Performance, at
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class Assignment(NamedTuple):
 @runtime_checkable
 class Racing(Protocol):
     """The interface to the core. `room`: running chunks up to which a replica takes copies, 0 for no races. `usual`:
-    the acceptance of a method that no replica has measured."""
+    the acceptance of a method that no replica has measured. A policy may have a method `informed`: it returns the
+    policy to use by a replica's performance and the chance of each method's drafts (see `FastestOfN`)."""
 
     room: int
     usual: float
@@ -149,33 +152,58 @@ USUAL = (
     MethodProfile(DraftMethod.GROUP, ((0.0, 1.0), (0.5, 1.7), (0.9, 4.0)), (0.5,)),
     MethodProfile(DraftMethod.MODEL, ((0.0, 0.9), (0.9, 3.0)), (0.5,)),
 )
-"""Guessed gains of the group's index and of a draft model; `tailrace bench ladder --out` measures them."""
+"""Guessed gains of the group's index and of a draft model, until their steps are measured."""
+
+RATES, MOST_WINDOW = tuple(n / 20 for n in range(20)), 16
+"""Points of a measured curve, and the longest window that is tried at each."""
+
+
+def measured_curve(known: Performance, draft_s: float) -> tuple[tuple[float, float], ...]:
+    """Gains over plain decoding of a sample alone, each at its best window, drafts in turn of `draft_s` a token."""
+    plain_s = known.verify_s(1, 1)
+    took_s = [w * draft_s + known.verify_s(1, 1 + w) for w in range(MOST_WINDOW + 1)]
+    return tuple((p, max(verified(p, w + 1) * plain_s / one for w, one in enumerate(took_s))) for p in RATES)
+
+
+def measured_rungs(known: Performance, chance_of: Callable[[str], float]) -> tuple[MethodProfile, ...]:
+    """Of the group's index, whose drafts are free, and of a draft model; a guess for one that has not run."""
+    group, model = USUAL
+    curves = {group.method: measured_curve(known, 0.0), model.method: model.curve}
+    if known.drafter_seconds:
+        curves[model.method] = measured_curve(known, at(1, known.drafter_samples, known.drafter_seconds))
+    return tuple(MethodProfile(method, curve, (chance_of(method),)) for method, curve in curves.items())
 
 
 class FastestOfN(BaseModel):
     """Algorithm 3: the sample of lowest acceptance gets every method it lacks before the next sample gets any.
 
-    Copies use methods that `rungs` lists and that replicas offer besides their default. Without a draft model there are
-    none unless `rungs` names parts of the index: `history`, `ngram`.
+    Copies use methods that `rungs` lists and that replicas offer besides their default. Without `rungs` these are the
+    group's index and a draft model; parts of the index, `history` and `ngram`, race only if `rungs` names them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["fastest_of_n"] = "fastest_of_n"
     room: int = Field(2, ge=1, description="chunks on a replica up to which it takes copies (the paper's b_max)")
     usual: float = Field(0.5, ge=0.0, le=1.0, description="chance of a draft token, until replicas have tested some")
-    rungs: tuple[MethodProfile, ...] = Field(
-        USUAL, min_length=1, description="gain of each method, as written by `tailrace bench ladder --out`"
+    rungs: tuple[MethodProfile, ...] | None = Field(
+        None, min_length=1, description="gain of each method, as by `bench ladder --out`; null: as replicas measure it"
     )
     min_gain: float = Field(1.0, ge=1.0, description="speed a copy must be expected to multiply; 1: any, as published")
 
     @model_validator(mode="after")
     def _has_a_table(self):
-        MethodTable(self.rungs)
+        MethodTable(self.rungs or ())
         return self
 
     @property
     def method_table(self) -> MethodTable:
-        return MethodTable(self.rungs)
+        return MethodTable(self.rungs or USUAL)
+
+    def informed(self, known: Performance | None, chance_of: Callable[[str], float]) -> "FastestOfN":
+        """This policy with the gains of the index and of a draft model as measured, unless it has some of its own."""
+        if self.rungs is not None or known is None or not known.verify_s(1, 1):
+            return self
+        return self.model_copy(update={"rungs": measured_rungs(known, chance_of)})
 
     def assign(self, stragglers: Sequence[Straggler], workers: Sequence[FreeWorker]) -> list[Assignment]:
         """Copies to start, in order. Methods by rank, workers by load. Costs O(log workers) each."""
