@@ -46,7 +46,7 @@ class HighestId(BaseModel):
     def choose(self, sample, need_tokens, replicas, memory):
         return max(i for i in replicas.ready() if replicas.room_tokens(i) >= need_tokens), memory
 
-    def min_pull_tokens(self, speeds):
+    def min_pull_tokens(self, performance):
         return None
 
 

@@ -86,8 +86,8 @@ class OddPlacement(_Odd):
     def choose(self, sample, need_tokens, replicas, memory):
         return Trouble.of("placement", self._policy.choose(sample, need_tokens, replicas, memory))
 
-    def min_pull_tokens(self, speeds):
-        return Trouble.of("pull", self._policy.min_pull_tokens(speeds))
+    def min_pull_tokens(self, performance):
+        return Trouble.of("pull", self._policy.min_pull_tokens(performance))
 
 
 class OddChunking(_Odd):
