@@ -100,3 +100,16 @@ def test_what_a_lost_chunk_had_made_is_drafted(engine):
     (again,) = run(engine, chunk("lost", 0, WARM, FixedBudget(tokens=8), done=whole.token_ids[:8]))
     np.testing.assert_array_equal(again.token_ids, whole.token_ids[8:])
     assert again.verifications <= -(-len(again.token_ids) // 9) + 2
+
+
+def test_an_engine_reports_what_it_has_measured_of_steps_and_drafts(engine):
+    """Without a pool it computes no prompt that it would time, and fetches nothing."""
+    results = run(engine, *(chunk("measured", sample, GREEDY, FixedBudget(tokens=6)) for sample in (0, 1)))
+    found, drafts = engine.stats().performance, [result.drafts for result in results]
+    assert len(found.step_tokens) > 2 and found.step_s(8) >= found.step_s(1) > 0 and found.start_s > 1
+    assert found.made > 1 and found.drafts > 0 and found.step_age_s < 60
+    assert found.prefill_token_s == found.fetch_token_s == 0
+    (group,) = found.acceptance
+    assert group.method == "group" and 0 < group.right <= group.tested
+    for report in drafts:
+        assert report.accepted.sum() <= report.tested <= report.drafted.sum()
