@@ -1,6 +1,6 @@
-"""Steps of vLLM's second model runner on a CPU: V2 itself lays out the batch, calls the samplers and takes their tokens.
+"""Steps of vLLM's second model runner: V2 itself lays out a batch, calls the samplers and takes the tokens.
 
-Only its model is not there: the logits of a row are given. See runner_v2.py for what it needs.
+Only its model is not there: the logits of a row are given. See runner_v2.py for a machine without a GPU.
 """
 
 from contextlib import nullcontext
@@ -22,13 +22,13 @@ class NoModel:
     def postprocess_state(self, *_args) -> None: ...
 
 
-def runner_v2(module, vocab: int, drafts: bool = True):
-    """V2's runner before its first request, with its own sampler. `module`: of V2's runner."""
-    runner, cpu = object.__new__(module.GPUModelRunner), torch.device("cpu")
+def runner_v2(module, vocab: int, device: str = "cpu"):
+    """V2's runner before its first request, with a sampler of its own. `module`: of V2's runner."""
+    runner, here = object.__new__(module.GPUModelRunner), torch.device(device)
     runner.__dict__ |= {
         "vllm_config": SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: vocab)),
         "model_config": SimpleNamespace(rswa_window=None),
-        "device": cpu,
+        "device": here,
         "max_num_reqs": REQUESTS,
         "vocab_size": vocab,
         "decode_query_len": DRAFTED + 1,
@@ -36,8 +36,8 @@ def runner_v2(module, vocab: int, drafts: bool = True):
         "use_pp": False,
         "is_last_pp_rank": True,
         "supports_mm_inputs": False,
-        "input_buffers": module.InputBuffers(REQUESTS, 256, cpu),
-        "req_states": module.RequestState(REQUESTS, LENGTH, 256, DRAFTED, vocab, cpu),
+        "input_buffers": module.InputBuffers(REQUESTS, 256, here),
+        "req_states": module.RequestState(REQUESTS, LENGTH, 256, DRAFTED, vocab, here),
         "model_state": NoModel(),
         "speculator": SimpleNamespace(draft_logits=None),
         "sampler": _own(),
@@ -65,8 +65,11 @@ class Steps:
     def __init__(self, runner, args: list[dict], contexts: list[list[int]]):
         from vllm import SamplingParams
 
-        self.runner, self.sampler = runner, runner.sampler
-        self.watch = nullcontext()  # while V2 samples
+        from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
+
+        self.runner, self.sampler = runner, SamplerV2(runner)
+        runner.sampler, runner.rejection_sampler = self.sampler, self.sampler.verifier()
+        self.watch = nullcontext  # around what our samplers do
         self._computed = dict.fromkeys(range(len(args)), 0)
         for i, (one, context) in enumerate(zip(args, contexts, strict=True)):
             runner.req_states.add_request(f"r{i}", PROMPT, context, 0, LENGTH - PROMPT)
@@ -78,7 +81,7 @@ class Steps:
     def step(self, scheduled: dict[int, int], drafts: dict[int, list[int]], logits_of) -> dict[int, list[int]]:
         """Runs a step of `scheduled` tokens by request, its draft among them. Returns the tokens that V2 keeps.
 
-        `logits_of`: gives f32[V] for (request, position of the token to draw, its draft so far).
+        `logits_of`: gives f32[V] for (request, position of the token to draw).
         """
         from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -87,21 +90,22 @@ class Steps:
         output.num_scheduled_tokens = {f"r{i}": count for i, count in scheduled.items()}
         output.total_num_scheduled_tokens = sum(scheduled.values())
         output.scheduled_spec_decode_tokens = {f"r{i}": tokens for i, tokens in drafts.items() if tokens}
-        self.sampler.take_drafts(output.scheduled_spec_decode_tokens)
+        with self.watch():
+            self.sampler.take_drafts(output.scheduled_spec_decode_tokens)
         states = runner.req_states
         for i, computed in self._computed.items():
             states.num_computed_tokens_np[states.req_id_to_index[f"r{i}"]] = computed
         np.minimum(states.num_computed_tokens_np, states.prefill_len.np, out=states.num_computed_prefill_tokens)
         batch_state, _ = runner.gather_batch_req_state(output, False)
         batch = runner.prepare_inputs(output, batch_state, SimpleNamespace(num_tokens=0, num_reqs=None), 0)
-        hidden = torch.zeros(batch.num_tokens, runner.vocab_size)
+        hidden = torch.zeros(batch.num_tokens, runner.vocab_size, device=runner.device)
         for at, index in enumerate(batch.logits_indices.tolist()):
             owner = int(np.searchsorted(batch.cu_num_logits_np, at, side="right")) - 1
             name = int(batch.req_ids[owner][1:])
             place = int(batch.positions[index]) + 1
-            hidden[index] = logits_of(name, place, drafts.get(name, [])[: at - batch.cu_num_logits_np[owner]])
+            hidden[index] = logits_of(name, place)
         runner.model = SimpleNamespace(compute_logits=lambda rows: rows)
-        with self.watch:
+        with self.watch():
             found, sampled, rejected = runner.sample(hidden, batch, None)
         runner.postprocess_sampled(batch.idx_mapping, found.sampled_token_ids, sampled, rejected, batch.query_start_loc)
         for name, count, wrong in zip(batch.req_ids, batch.num_scheduled_tokens, rejected.tolist(), strict=True):

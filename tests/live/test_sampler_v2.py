@@ -1,4 +1,4 @@
-"""The samplers for vLLM's second model runner emit the tokens of kernel_cpu.py, over random parameters, drafts and steps.
+"""The samplers in vLLM's second model runner emit the tokens of kernel_cpu.py, over random parameters and drafts.
 
 V2's own code lays out each step and takes its tokens, with its Triton kernels and ours interpreted; no engine runs.
 """
@@ -27,15 +27,6 @@ READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "a
 def module():
     with pytest.MonkeyPatch.context() as patch, second_runner(patch) as found:
         yield found
-
-
-def samplers_in(module, args, contexts):
-    from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
-
-    runner = runner_v2(module, VOCAB)
-    runner.sampler = SamplerV2(runner)
-    runner.rejection_sampler = runner.sampler.verifier()
-    return Steps(runner, args, contexts)
 
 
 def some_args(rng, i: int, rules: bool) -> dict:
@@ -113,7 +104,7 @@ def test_steps_emit_the_tokens_of_the_cpu(module, seed, rules):
     args = [some_args(rng, i, rules and i % 2 == 0) for i in range(REQUESTS)]
     contexts = [rng.integers(3, VOCAB, PROMPT + int(rng.integers(0, 4))).tolist() for _ in args]
     logits = torch.from_numpy(rng.standard_normal((REQUESTS, 64, VOCAB)).astype(np.float32) * 2)
-    truth, steps = Truth(args, contexts, logits), samplers_in(module, args, contexts)
+    truth, steps = Truth(args, contexts, logits), Steps(runner_v2(module, VOCAB), args, contexts)
     answers: list[list[int]] = [[] for _ in args]
     left = [len(context) for context in contexts]  # of a request's context, not computed
     accepted = rejected = inside = 0
@@ -129,7 +120,8 @@ def test_steps_emit_the_tokens_of_the_cpu(module, seed, rules):
                 scheduled[i] = 1 + len(drafts[i])
         if not scheduled:
             continue
-        made = steps.step(scheduled, drafts, lambda i, place, _draft: logits[i, place])
+        made = steps.step(scheduled, drafts, lambda i, place: logits[i, place])
+        closed = steps.sampler.take_closed()
         for i, count in scheduled.items():
             left[i] -= min(left[i], count) if i not in drafts else 0
             if left[i]:
@@ -138,9 +130,8 @@ def test_steps_emit_the_tokens_of_the_cpu(module, seed, rules):
                 continue
             place, draft = len(contexts[i]) + len(answers[i]), drafts.get(i, [])
             assert made[i] == wanted(truth, i, place, draft)
-            closed = truth.closes(i, place + len(made[i]) - 1)
-            assert (f"r{i}" in (ended := steps.sampler.take_closed() | getattr(steps, "ended", {}))) >= closed
-            steps.ended = ended
+            last = place + len(made[i]) - 1
+            assert closed.get(f"r{i}") == (last if truth.closes(i, last) else None)
             answers[i] += made[i]
             accepted, rejected = accepted + len(made[i]) - 1, rejected + len(draft) - len(made[i]) + 1
     assert inside and (accepted or not any(map(len, answers))) and rejected
@@ -173,12 +164,12 @@ def plain_args() -> tuple:
 def test_a_step_does_not_read_what_it_has_drawn(module, drafts):
     """Nothing is noted before records or close calls are asked for, unless it has arrived anyway."""
     contexts = [[3] * PROMPT for _ in range(3)]
-    steps = samplers_in(module, list(plain_args()), contexts)
+    steps = Steps(runner_v2(module, VOCAB), list(plain_args()), contexts)
     logits = torch.from_numpy(np.random.default_rng(1).standard_normal((3, 64, VOCAB)).astype(np.float32))
-    steps.step(dict.fromkeys(range(3), PROMPT), {}, lambda i, place, _: logits[i, place])
+    steps.step(dict.fromkeys(range(3), PROMPT), {}, lambda i, place: logits[i, place])
     steps.sampler.take_closed()
-    steps.watch = NoReads()
-    steps.step({i: 1 + len(drafts.get(i, [])) for i in range(3)}, drafts, lambda i, place, _: logits[i, place])
+    steps.watch = NoReads
+    steps.step({i: 1 + len(drafts.get(i, [])) for i in range(3)}, drafts, lambda i, place: logits[i, place])
     assert len(steps.sampler._later) == 1 and not steps.sampler._closed
     assert steps.sampler.take_closed() and not steps.sampler._later
 
@@ -188,7 +179,7 @@ def test_requests_of_vllm_itself_leave_nothing(module):
     from vllm import SamplingParams
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    steps = samplers_in(module, [], [])
+    steps = Steps(runner_v2(module, VOCAB), [], [])
     runner, sampler = steps.runner, steps.sampler
     runner.req_states.add_request("_warmup_0_", 4, [1, 2, 3, 4], 0, 4)
     sampler.add_request(runner.req_states.req_id_to_index["_warmup_0_"], SamplingParams.for_sampler_warmup())
@@ -199,7 +190,7 @@ def test_requests_of_vllm_itself_leave_nothing(module):
 
 
 def test_a_number_that_is_used_again_is_another_request(module):
-    steps = samplers_in(module, list(plain_args()[:1]), [[3] * PROMPT])
+    steps = Steps(runner_v2(module, VOCAB), list(plain_args()[:1]), [[3] * PROMPT])
     states, view = steps.runner.req_states, steps.sampler._runner
     number = states.req_id_to_index["r0"]
     states.remove_request("r0")
