@@ -200,6 +200,21 @@ def test_a_number_that_is_used_again_is_another_request(module):
     assert list(view.requests) == ["other"]
 
 
+def test_a_request_that_comes_back_under_another_number_stays(module):
+    steps = Steps(runner_v2(module, VOCAB), list(plain_args()[:1]), [[3] * PROMPT])
+    states, view, sampler = steps.runner.req_states, steps.sampler._runner, steps.sampler
+    first, params = states.req_id_to_index["r0"], view.requests["r0"].sampling_params
+    states.remove_request("r0")
+    for name in ("r1", "r0"):
+        states.free_indices.sort(key=lambda number: (number == first) == (name == "r1"))
+        states.add_request(name, PROMPT, [4] * PROMPT, 0, 8)
+        if name == "r0":
+            sampler.add_request(states.req_id_to_index["r0"], params)
+    assert states.req_id_to_index == {"r1": first, "r0": states.req_id_to_index["r0"]}
+    sampler.add_request(first, params)
+    assert sorted(view.requests) == ["r0", "r1"]
+
+
 def test_runners_that_do_not_fit_are_refused(module):
     from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
 

@@ -28,15 +28,17 @@ class StepView:
     def __init__(self, runner):
         self.vllm_config, self._states = runner.vllm_config, runner.req_states
         self.requests: dict[str, SimpleNamespace] = {}
-        self._at: dict[int, str] = {}  # V2's number of a request -> its id
+        self._at: dict[int, SimpleNamespace] = {}  # by V2's number
         self.input_batch = self.positions = self.query_start_loc = None
 
     def add(self, number: int, params) -> None:
         """Takes a request from now on, under a number that another one may have had. `params`: its SamplingParams."""
-        self.requests.pop(self._at.pop(number, None), None)
+        old = self._at.pop(number, None)
+        if old is not None and self.requests.get(old.req_id) is old:  # else it is here again, under another number
+            del self.requests[old.req_id]
         if ARGS_KEY in (params.extra_args or {}):
-            name = self._at[number] = self._states.index_to_req_id[number]
-            self.requests[name] = SimpleNamespace(req_id=name, sampling_params=params)
+            state = SimpleNamespace(req_id=self._states.index_to_req_id[number], sampling_params=params)
+            self.requests[state.req_id] = self._at[number] = state
 
     def take(self, step) -> None:
         """Has the following calls see this InputBatch."""
@@ -97,7 +99,7 @@ class SamplerV2(DeviceSampler):
     def take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Puts the drafts that the scheduler has for the next step, by request, where V2 looks for its speculator's.
 
-        -1 marks those that V2 has itself. A request that is new to V2 gets none: its draft is then wrong.
+        -1 marks those that V2 has itself. A request that is new to V2 has none in vLLM 0.32.
         """
         ours = {name: tokens for name, tokens in drafts.items() if min(tokens, default=NOTHING) > NOTHING}
         known = {self._states.req_id_to_index.get(name): tokens for name, tokens in ours.items()}
