@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.deployments.draft_index.settings import IndexSettings
 
@@ -54,10 +54,22 @@ class EngineConfig(BaseModel):
         False, description="draw close calls again from a canonical computation; docs/exactness.md has the cost"
     )
     draft: DraftConfig = DraftConfig()
+    model_runner: Literal["v1", "v2"] = Field(
+        "v1",
+        description="vLLM's model runner (VLLM_USE_V2_MODEL_RUNNER); v2 on GPUs alone, docs/exactness.md",
+    )
     vllm_args: dict[str, Any] = Field(
         {},
         description="passed on to vLLM's EngineArgs as they are; for adapters `{enable_lora: true, max_lora_rank: N}`",
     )
+
+    @model_validator(mode="after")
+    def _runner_fits(self) -> "EngineConfig":
+        if self.model_runner == "v2" and self.device == "cpu":
+            raise ValueError("model_runner v2 runs on GPUs alone; with device cpu take v1")
+        if self.model_runner == "v2" and self.draft.method == "suffix":
+            raise ValueError("model_runner v2 has no draft method suffix; take another, or v1")
+        return self
 
     @property
     def weight_transfer(self) -> str:

@@ -88,6 +88,8 @@ def launch(config: EngineConfig, rank: int, pool: PoolEndpoint | None = None):
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     if config.draft.is_ours:
         verify_drafts_only(engine)
+        if config.model_runner == "v2":
+            engine.collective_rpc("propose_nothing")
     return engine
 
 
@@ -107,7 +109,7 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
     """Returns environment variables for vLLM and the libraries below it."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process: quick start, no second hop
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # ExactSampler needs the model runner that has `sampler`
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if config.model_runner == "v2" else "0",
         "VLLM_CONFIGURE_LOGGING": "0",  # it would close Serve's log handler; a new controller then stops the replica
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -149,7 +151,7 @@ def engine_arguments(config: EngineConfig) -> dict:
         ours["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if config.device == "cpu":
         ours["enforce_eager"] = True
-    if (speculation := speculative_config(config.draft)) is not None:
+    if (speculation := speculative_config(config.draft, config.model_runner)) is not None:
         ours["speculative_config"] = speculation
     if taken := sorted(ours.keys() & config.vllm_args.keys()):
         raise ValueError(f"vllm_args.{taken[0]}: set by the engine's own configuration, not here")
@@ -163,8 +165,11 @@ def adapter_arguments(given: dict) -> dict:
     return {"max_cpu_loras": max(given.get("max_cpu_loras") or MIN_ADAPTERS, given.get("max_loras", 1) + 1)}
 
 
-def speculative_config(draft: DraftConfig) -> dict | None:
-    """Returns vLLM's speculative settings. With Tailrace's methods, vLLM verifies the drafts set on its requests."""
+def speculative_config(draft: DraftConfig, model_runner: str = "v1") -> dict | None:
+    """Returns vLLM's speculative settings. With Tailrace's methods, vLLM verifies the drafts set on its requests.
+
+    Its second model runner takes no class of ours, and so has its n-gram look-up, which then proposes nothing.
+    """
     most = {"method": draft.method, "num_speculative_tokens": draft.draft_tokens}
     match draft.method:
         case "off":
@@ -173,6 +178,8 @@ def speculative_config(draft: DraftConfig) -> dict | None:
             return most | {"prompt_lookup_max": draft.lookup_max, "prompt_lookup_min": draft.lookup_min}
         case "suffix":
             return most
+        case "group" | "model" if model_runner == "v2":
+            return most | {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
         case "group" | "model":
             return most | {"method": "custom_class", "model": "tailrace.deployments.vllm_exact.proposer.NoDrafts"}
 

@@ -31,12 +31,22 @@ class ExactWorker:
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         runner.sampler = self.sampler_of(runner)
-        if hasattr(runner, "rejection_sampler"):  # only built when something drafts
+        if getattr(runner, "rejection_sampler", None) is not None:  # only built when something drafts
             runner.rejection_sampler = runner.sampler.verifier()
         if self.model_config.is_multimodal_model:
             encoder.encode_alone(runner)
         self._received = ReceivedWeights()
         self._tensors: Tensors = tensors_of(self.model_config.model)  # now: a trainer may write into that folder again
+
+    def execute_model(self, scheduler_output):
+        """Runs a step. V2 takes no drafts of the scheduler's; it finds them where those of its speculator would be."""
+        if self.use_v2_model_runner and scheduler_output.scheduled_spec_decode_tokens:
+            self.model_runner.sampler.take_drafts(scheduler_output.scheduled_spec_decode_tokens)
+        return super().execute_model(scheduler_output)
+
+    def propose_nothing(self) -> None:
+        """Has V2 verify the scheduler's drafts alone, for an RPC."""
+        self.model_runner.sampler.propose_nothing(self.model_runner.speculator)
 
     def features_refusal(self, features: PromptFeatures, token_ids: list[int]) -> str | None:
         """Calls `encoder.features_refusal` for an RPC."""
@@ -151,6 +161,10 @@ else:
         """vLLM's GPU worker, with the fused kernel."""
 
         def sampler_of(self, runner) -> ExactSampler:
+            if self.use_v2_model_runner:
+                from tailrace.deployments.vllm_exact.fused.sampler_v2 import SamplerV2
+
+                return SamplerV2(runner)
             from tailrace.deployments.vllm_exact.fused.device_sampler import DeviceSampler
 
             return DeviceSampler(runner)

@@ -1,0 +1,41 @@
+"""The choice of vLLM's model runner: its own switch, the drafts that each takes, refusals at the start."""
+
+import pytest
+from pydantic import ValidationError
+
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.launch import engine_arguments, process_settings
+
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def config(runner: str, method: str = "group") -> EngineConfig:
+    return EngineConfig(model="m", device="gpu", model_runner=runner, draft=DraftConfig(method=method, draft_tokens=5))
+
+
+def test_the_choice_is_vllms_own_switch_and_v1_by_default():
+    assert [process_settings(config(runner), None)[SWITCH] for runner in ("v1", "v2")] == ["0", "1"]
+    assert process_settings(EngineConfig(model="m"), None)[SWITCH] == "0"
+
+
+def test_v2_verifies_the_drafts_of_groups_by_a_method_that_it_has():
+    """vLLM refuses V2 with a proposer of ours: `custom_class` is not among V2's methods."""
+    assert engine_arguments(config("v1"))["speculative_config"]["method"] == "custom_class"
+    for method in ("group", "model"):
+        found = engine_arguments(config("v2", method))["speculative_config"]
+        assert (found["method"], found["num_speculative_tokens"]) == ("ngram", 5)
+    assert engine_arguments(config("v2", "ngram"))["speculative_config"]["prompt_lookup_max"] == 4
+    assert "speculative_config" not in engine_arguments(config("v2", "off"))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"device": "cpu"}, "model_runner v2 runs on GPUs alone; with device cpu take v1"),
+        ({"device": "gpu", "draft": {"method": "suffix"}}, "model_runner v2 has no draft method suffix; take another"),
+    ],
+)
+def test_a_setting_that_v2_cannot_carry_is_refused(given, reason):
+    with pytest.raises(ValidationError, match=reason) as refused:
+        EngineConfig.model_validate({"model": "m", "model_runner": "v2"} | given)
+    assert len(refused.value.errors()) == 1
