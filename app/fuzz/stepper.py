@@ -27,6 +27,7 @@ from tailrace.deployments.messages.chunk import (
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
 from tailrace.policies.protocol.events import ChunkEnd
+from tailrace.policies.protocol.performance import Performance
 
 VOCABULARY, EOS = 1000, 0
 BLOCK_TOKENS = 16
@@ -47,8 +48,7 @@ def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ..
 
 
 def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
-    """Returns the token at position `position` of the sample `key`, prompt included, under weights of content
-    `digest`."""
+    """Returns the token at a position of the sample `key`, prompt included, under weights of content `digest`."""
     return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
 
 
@@ -264,6 +264,7 @@ class SimulatedStepper:
             observed_at=self._now(),
             steps=self._steps,
             step_counts=(0, self._steps),
+            performance=Performance.linear(self._now(), 0.003, 0.001, prefill_token_s=1e-4, start_s=1.0),
             work={"steps": self._steps, "step_us": 4_000 * self._steps, "tokens": made, "verifications": made},
             kv_counts=dict(self._kv_counts),
             running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
