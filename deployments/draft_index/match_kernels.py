@@ -286,7 +286,7 @@ def follow(live, past, has_past, samples, most, kept, marks, counts, recent, fou
     """Follows samples of the arena `live` over their newest tokens, through it and `past`, and looks their contexts up.
     samples i64[S, 5]: row of the kept tracks, last place, sample index, new tokens, sources. Limits: (tracks, places
     looked up). Writes the places from which they may continue: found (columns from LENGTH), scores (of its context's
-    alignment, fast and slow), ahead (next tokens; -1: the end). `told` i64[S, 3]: rows, longest match, context tokens.
+    alignment, fast and slow), ahead (next tokens; -1: the end). Last: rows, longest match, context tokens.
     """
     place, score = np.empty((4, ROOM), np.int32), np.empty((2, ROOM, 2), np.float32)
     work = place[0], place[1], score[0], place[2], place[3], score[1], np.empty(_SLOTS, np.int16)
