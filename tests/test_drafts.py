@@ -298,6 +298,10 @@ def test_drafts_that_do_not_pay_are_looked_for_as_their_time_allows():
     assert write(drafts, requests, noise, 40) == 0
     assert len(Asked.asked) == 40, "a step of a second can spare the time"
     drafts.stop()
+    drafts, requests = crowd(64, 1.0, 100.0)
+    assert write(drafts, requests, noise, 40) == 0
+    assert len(Asked.asked) == 21, "more than a millisecond for 64 samples: after the first step, then every second"
+    drafts.stop()
     drafts, requests = crowd(8, 0.001, 0.1)
     write(drafts, requests, noise, 40)
     assert len(Asked.asked) == 40, "few samples are drafted for after every step"

@@ -47,12 +47,12 @@ half of the drafting time.
 LOOK_S = 0.25
 """Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
 
-ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
-"""Seconds of asking the index for proposals, and for each sample: `bench overhead` on one core, 16 to 256 samples."""
+ASK_S, ASK_SAMPLE_S = 3e-4, 1.4e-5
+"""Seconds of asking the index for proposals, and for each sample: drafts that miss, 64 and 256 samples on one core."""
 
-FUTILE_SHARE, FUTILE_STEPS = 0.02, 8
-"""Share of the time of steps that asking for drafts that do not pay may take, roughly, and maximum steps from one such
-question to the next. Where a step takes as long as 50 questions it asks after each, as engines on CPUs do."""
+FUTILE_SHARE, FUTILE_S, FUTILE_STEPS = 0.02, 1e-3, 8
+"""Share of the time of steps, and seconds a step, that asking for drafts that do not pay may take, roughly, and maximum
+steps from one such question to the next."""
 
 FADE = 0.99
 """Decay of the replica's acceptance: a verification 70 ago weighs one half."""
@@ -236,7 +236,8 @@ class EngineDrafts:
         if cost is None or running <= ALL_EVIDENCE:
             return True
         asking_s, step_s = ASK_S + ASK_SAMPLE_S * running, float(cost.at(running))
-        return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / (FUTILE_SHARE * step_s))) == 0
+        allowed_s = min(FUTILE_S, FUTILE_SHARE * step_s)
+        return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, forks: Forks | None) -> None:
         """Runs `propose` for all chunks with new tokens, or, unless `due`, for those alone whose drafts pay."""
