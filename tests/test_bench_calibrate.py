@@ -19,6 +19,7 @@ from benchmarks.live.probes import (
     model_of,
     pooled,
     probe,
+    shortened,
     step_ms,
 )
 from tailrace.app.errors import BadInput
@@ -158,24 +159,38 @@ def test_errors_are_signed_and_rankings_compared():
 def test_probes_share_no_kv_and_end_where_they_should():
     batch = probe("x", 3, 2, 40, 11)
     prompts = [group.token_ids for group in batch.groups]
-    assert len(batch.groups) == 3 and all(a[0] != b[0] for a, b in pairwise(sorted(prompts)))
+    assert len(batch.groups) == 6 and all(a[0] != b[0] for a, b in pairwise(sorted(prompts)))
     for group in batch.groups:
         assert len(group.token_ids) == 40 and {len(ids) for ids in group.forced_token_ids} == {10}
-        assert group.samples == 2 and group.max_tokens == 11
+        assert group.samples == 1 and group.max_tokens == 11
+
+
+def test_a_shortened_probe_has_the_same_prompts_and_leaves_the_first_answers_whole():
+    batch = probe("x", 2, 2, 40, 11)
+    short = shortened(batch, "y", first=2)
+    assert short.batch_id == "y" and [group.token_ids for group in short.groups] == [g.token_ids for g in batch.groups]
+    assert [(group.max_tokens, len(group.forced_token_ids[0])) for group in short.groups] == [(11, 10)] * 2 + [
+        (2, 1)
+    ] * 2
+
+
+def test_the_groups_of_a_probe_are_bound_to_the_replicas_that_they_are_of():
+    order, groups = bound(None).ordering, probe("x", 2, 3, 40, 11).groups
+    homes = [order.bind(number, len(groups), ("0", "1")) for number in range(len(groups))]
+    assert [f"p{home}" for home in homes] == [group.prompt_id.partition("-")[0] for group in groups]
 
 
 def test_a_step_is_the_median_chunks_and_the_mean_replicas():
-    def group(name: str, *decode_s: float) -> GroupResult:
-        samples = tuple(
-            SampleResult(
-                sample_index=i, token_ids=(1,) * 11, text="", logprobs=(), raw_logprobs=(), finish_reason="stop",
-                timings=Timings(decode_s=took),
-            )
-            for i, took in enumerate(decode_s)
+    def group(name: str, took_s: float) -> GroupResult:
+        sample = SampleResult(
+            sample_index=0, token_ids=(1,) * 11, text="", logprobs=(), raw_logprobs=(), finish_reason="stop",
+            timings=Timings(decode_s=took_s),
         )  # fmt: skip
-        return GroupResult(batch_id="b", prompt_id=name, prompt_token_ids=(1,), samples=samples)
+        return GroupResult(batch_id="b", prompt_id=name, prompt_token_ids=(1,), samples=(sample,))
 
-    assert step_ms([group("a", 0.1, 0.2, 9.0), group("b", 0.4)]) == pytest.approx(30)
+    assert step_ms([group("p0-0", 0.1), group("p0-1", 0.2), group("p0-2", 9.0), group("p1-0", 0.4)]) == pytest.approx(
+        30
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"fit": {"base_ms": 1}}', '{"fit": {}, "prefill_ms": {}}'])

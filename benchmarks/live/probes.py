@@ -1,12 +1,15 @@
 """How fast replicas of a running service are, from rollouts made for the purpose: steps, prompts, a chunk's hand-over.
 
 A probe replays made-up tokens on all replicas at once, as many chunks on each, so that they slow each other down as
-they do at work, and everything between two steps counts. Invariant: no probe holds a token of what is to be predicted.
+they do at work, and everything between two steps counts. No two chunks have KV in common: what one has read of a
+shared prompt is in the processor's cache for the others, and answers share nothing. Invariant: no probe holds a token
+of what is to be predicted.
 Called by `bench calibrate` and `bench tail`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import mean, median
 
 from tailrace.app.calls.client import RolloutClient
@@ -22,13 +25,14 @@ from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 Ladder = Sequence[tuple[int, int]]
 
 STEPS = 60
-LADDER = ((1, 40), (2, 40), (4, 40), (8, 40), (16, 40), (1, 240), (1, 960), (8, 960))
-"""(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out."""
+LADDER = ((1, 33), (2, 33), (4, 33), (8, 33), (16, 33), (1, 257), (1, 961), (8, 961))
+"""(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out. All but one token
+fill blocks of KV, so that of a prompt computed before that one alone is left."""
 
-CHECK = ((1, 40), (4, 40), (8, 40))
+CHECK = ((1, 33), (4, 33), (8, 33))
 """Enough to see how fast the machine is now, in some seconds."""
 
-ALONE = ((1, 40), (8, 40))
+ALONE = ((1, 33), (8, 33))
 """Rungs of both ladders, run on one replica while the others have nothing to do."""
 
 HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
@@ -47,19 +51,41 @@ def bound(chunk_tokens: int | None) -> Policies:
     return Policies(ordering="group_static", placement="pinned", chunking=chunking, drafting="off")
 
 
-def probe(name: str, replicas: int, chunks: int, prompt_tokens: int, answer_tokens: int) -> RolloutBatch:
-    """One group for each replica, no two with the same prompt."""
-    forced = (tuple(FIRST_TOKEN + step % TOKENS for step in range(answer_tokens - 1)),) * chunks
+def probe(
+    name: str, replicas: int, chunks: int, prompt_tokens: int, answer_tokens: int, apart: int = 0
+) -> RolloutBatch:
+    """Groups of one sample, `chunks` for each replica, in order of the replicas to which `bound` binds them.
+
+    No two prompts begin with the same token; each is `apart` tokens longer than the one before it on its replica.
+    """
+    forced = (tuple(FIRST_TOKEN + step % TOKENS for step in range(answer_tokens - 1)),)
     groups = []
-    for index in range(replicas):
-        prompt = tuple(FIRST_TOKEN + (7 * position + 101 * index) % TOKENS for position in range(prompt_tokens))
+    for index, number in product(range(replicas), range(chunks)):
+        tokens = range(prompt_tokens + apart * number)
+        prompt = tuple(FIRST_TOKEN + (7 * position + 101 * index + 11 * number) % TOKENS for position in tokens)
         groups.append(
             PromptGroup(
-                prompt_id=f"p{index}", token_ids=prompt, samples=chunks, max_tokens=answer_tokens,
+                prompt_id=f"p{index}-{number}", token_ids=prompt, samples=1, max_tokens=answer_tokens,
                 forced_token_ids=forced,
             )
         )  # fmt: skip
     return RolloutBatch(batch_id=name, groups=tuple(groups))
+
+
+def shortened(batch: RolloutBatch, name: str, first: int = 0) -> RolloutBatch:
+    """The same prompts under another name; the answers of all groups from the `first` on end after two tokens."""
+    kept, rest = batch.groups[:first], batch.groups[first:]
+    ends = ({"max_tokens": 2, "forced_token_ids": (group.forced_token_ids[0][:1],)} for group in rest)
+    short = (group.model_copy(update=end) for group, end in zip(rest, ends, strict=True))
+    return batch.model_copy(update={"batch_id": name, "groups": (*kept, *short)})
+
+
+async def step_by_step(client: RolloutClient, batch: RolloutBatch, chunks: int) -> list[GroupResult]:
+    """Rolls out a probe. Where several chunks share a replica, their prompts are computed before, not beside them."""
+    await client.reset_caches()
+    if chunks > 1:
+        _ = [group async for group in client.rollout(shortened(batch, f"{batch.batch_id}-prompts"))]
+    return [group async for group in client.rollout(batch)]
 
 
 async def climb(client: RolloutClient, name: str, replicas: int, max_running: int, ladder: Ladder = LADDER) -> dict:
@@ -68,8 +94,7 @@ async def climb(client: RolloutClient, name: str, replicas: int, max_running: in
     steps, prefill = [], []
     for chunks, prompt_tokens in (rung for rung in ladder if rung[0] <= max_running):
         batch = probe(f"{name}-{chunks}x{prompt_tokens}", replicas, chunks, prompt_tokens, STEPS + 1)
-        await client.reset_caches()
-        groups = [group async for group in client.rollout(batch)]
+        groups = await step_by_step(client, batch, chunks)
         context = prompt_tokens + STEPS // 2
         took_ms = round(step_ms(groups), 3)
         steps.append({"chunks": chunks, "draft_tokens": 0, "context_tokens": context, "step_ms": took_ms})
@@ -79,15 +104,15 @@ async def climb(client: RolloutClient, name: str, replicas: int, max_running: in
     return {"steps": steps, "prefill": prefill}
 
 
-async def alone(client: RolloutClient, name: str, ladder: dict) -> float:
+async def alone(client: RolloutClient, name: str, replicas: int, ladder: dict) -> float:
     """The share of a step's time in the ladder just climbed that it takes while no other replica runs anything."""
     together = {(step["chunks"], step["context_tokens"]): step["step_ms"] for step in ladder["steps"]}
     shares = []
     for chunks, prompt_tokens in ALONE:
         if (rung := (chunks, prompt_tokens + STEPS // 2)) in together:
-            await client.reset_caches()
-            batch = probe(f"{name}-{chunks}x{prompt_tokens}", 1, chunks, prompt_tokens, STEPS + 1)
-            shares.append(step_ms([group async for group in client.rollout(batch)]) / together[rung])
+            whole = probe(f"{name}-{chunks}x{prompt_tokens}", replicas, chunks, prompt_tokens, STEPS + 1)
+            groups = await step_by_step(client, shortened(whole, whole.batch_id, first=chunks), chunks)
+            shares.append(step_ms([group for group in groups if group.prompt_id.startswith("p0-")]) / together[rung])
     return mean(shares)
 
 
@@ -108,8 +133,13 @@ async def stepped(client: RolloutClient) -> tuple[int, float]:
 
 
 def step_ms(groups: Sequence[GroupResult]) -> float:
-    """Milliseconds of a step that all chunks of a group share: the median chunk's, mean over groups."""
-    return 1e3 * mean(median(s.timings.decode_s / (len(s.token_ids) - 1) for s in g.samples) for g in groups)
+    """Milliseconds of a step that all chunks of a replica share: the median chunk's, mean over the replicas."""
+    took_s: dict[str, list[float]] = {}
+    for group in groups:
+        sample = group.samples[0]
+        replica = group.prompt_id.partition("-")[0]
+        took_s.setdefault(replica, []).append(sample.timings.decode_s / (len(sample.token_ids) - 1))
+    return 1e3 * mean(map(median, took_s.values()))
 
 
 async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
@@ -125,17 +155,9 @@ async def hand_over(client: RolloutClient, name: str, replicas: int) -> float:
 
 
 def crowd(name: str, replicas: int) -> RolloutBatch:
-    """Groups of one sample, as many on each replica, with prompts of different lengths and of other tokens."""
+    """A probe with prompts of different lengths."""
     samples, apart, answer_tokens = BUSY_CHUNKS
-    one_by_one = (
-        probe(name, replicas, 1, PROMPT_TOKENS + apart * number, answer_tokens).groups for number in range(samples)
-    )
-    groups = []
-    for number, of in enumerate(one_by_one):
-        for index, group in enumerate(of):
-            own = {"prompt_id": f"p{number}-{index}", "token_ids": tuple(t + 11 * number for t in group.token_ids)}
-            groups.append(group.model_copy(update=own))
-    return RolloutBatch(batch_id=name, groups=tuple(groups))
+    return probe(name, replicas, samples, PROMPT_TOKENS, answer_tokens, apart)
 
 
 async def busy_hand_overs(client: RolloutClient, name: str, replicas: int) -> float:
@@ -228,7 +250,7 @@ class Probes:
     async def hand_over(self) -> None:
         """What chunks and a busy neighbour cost, beside the ladder just climbed."""
         number, client = len(self.ladders), self.client
-        self.alone.append(round(await alone(client, f"alone-{number}", self.ladders[-1]), 4))
+        self.alone.append(round(await alone(client, f"alone-{number}", self.replicas, self.ladders[-1]), 4))
         self.handovers.append(await hand_over(client, f"hand-over-{number}", self.replicas))
         self.busy.append(await busy_hand_overs(client, f"crowd-{number}", self.replicas))
         self.say(

@@ -135,7 +135,7 @@ class ReplicaTable:
     def room_tokens(self, replica_id: str) -> int:
         """Max tokens that a new chunk may need there; 0 if the replica is full, unknown or holds other weights."""
         replica = self._replicas.get(replica_id)
-        return 0 if replica is None else self._room(replica)
+        return 0 if replica is None or replica.entry is None else -replica.entry[0]
 
     def roomiest(self) -> str | None:
         """The roomiest ready replica (ties: lowest id), or None if none has room."""
@@ -250,7 +250,8 @@ class ReplicaTable:
     def _room(self, replica: _ReplicaRow) -> int:
         if len(replica.chunks) >= replica.max_running or not self._is_ready(replica):
             return 0
-        return max(0, replica.free_blocks * replica.block_tokens - replica.draft_tokens)
+        room = replica.free_blocks * replica.block_tokens - replica.draft_tokens
+        return room if room > 0 else 0
 
     def _list(self, replica_id: str, replica: _ReplicaRow) -> None:
         """Put the replica's present room on the heap. Its earlier entry is dead from now on."""

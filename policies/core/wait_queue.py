@@ -131,8 +131,10 @@ class WaitQueue:
         Old batches have few: the rest of their samples run.
         """
         queues = self._queues.get(home, {})
-        waiting = [batch for batch, lanes in queues.items() if len(lanes[0])] if len(queues) > 1 else queues
-        return [queues[batch] for batch in (sorted(waiting, key=self._turn) if len(waiting) > 1 else waiting)]
+        if len(queues) < 2:
+            return queues.values()
+        waiting = [batch for batch, lanes in queues.items() if len(lanes[0])]
+        return [queues[batch] for batch in sorted(waiting, key=self._turn)]
 
     def _turn(self, batch: Batch) -> tuple:
         return (*self._fairness.key(batch.view()), batch.arrival)
