@@ -47,8 +47,8 @@ half of the drafting time.
 LOOK_S = 0.25
 """Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
 
-ASK_S, ASK_SAMPLE_S = 3e-4, 1.4e-5
-"""Seconds of asking the index for proposals, and for each sample: drafts that miss, 64 and 256 samples on one core."""
+ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
+"""Seconds of asking the index for proposals, and for each sample: drafts that miss, `bench overhead` on a busy core."""
 
 FUTILE_SHARE, FUTILE_S, FUTILE_STEPS = 0.02, 1e-3, 8
 """Share of the time of steps, and seconds a step, that asking for drafts that do not pay may take, roughly, and maximum
