@@ -43,7 +43,7 @@ def test_a_part_has_its_own_time_alone():
 
 
 def steps(process_s: float, model_s: float, sampler_s: float) -> Steps:
-    parts_s = {"model": model_s, "sampler": sampler_s, "runner": 0.01}
+    parts_s = {"model": model_s, "sampler": sampler_s, "runner": 0.01, "proposals": 0.003, "feed": 0.001}
     return Steps(steps=2, tokens=32, drafted=8, wall_s=2 * process_s, process_s=process_s, parts_s=parts_s)
 
 
@@ -62,9 +62,10 @@ def test_ratios_are_of_the_same_rounds():
 def test_figures_are_of_a_step():
     found = figures(16, [steps(0.1, 0.04, 0.02)] * 3)
     assert (found["wall_ms"], found["process_ms"], found["outside_ms"]) == (100.0, 50.0, 20.0)
+    assert found["proposal_ms_per_step"] == 2.0
     assert (found["tokens"], found["drafted"]) == (1.0, 0.25)
     (table,) = tables({"samples": {16: {"off": found, "outside_ratio": 1.0}}})
-    assert table.row_count == 8 and table.caption == "outside_ratio 1.0"
+    assert table.row_count == 11 and table.caption == "outside_ratio 1.0"
 
 
 @pytest.mark.parametrize("samples", ["", "0", "16,x", "1000"])

@@ -255,3 +255,27 @@ def test_a_drafted_samples_new_tokens_become_phrases_too(piece):
     other = GroupIndex(evidence, PROMPT[6:])
     other.extend(9, 0, ANSWER[40:46])
     assert first(other).tokens.tolist() == ANSWER[46:54].tolist()
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_tokens_of_many_samples_at_once_are_the_same_as_one_after_the_other(odd):
+    """`odd`: some steps bring a gap, known tokens or a long text, which are no matter for one call of a kernel."""
+    evidence = CandidateScorer(), CandidateScorer()
+    alone, together = (GroupIndex(each, PROMPT) for each in evidence)
+    samples, at, rng = list(range(5)), [0] * 5, np.random.default_rng(1)
+    for step in range(30):
+        sizes = rng.integers(1, 5, 5).tolist()
+        starts = [place + 2 * (odd and step == 9) for place in at]
+        starts[0] -= min(starts[0], 2) if odd and step == 12 else 0
+        sizes[1] = 20 if odd and step == 15 else sizes[1]
+        begins = [(7 * sample + start) % 150 for sample, start in zip(samples, starts, strict=True)]
+        tokens = [ANSWER[begin : begin + size].tolist() for begin, size in zip(begins, sizes, strict=True)]
+        for piece in zip(samples, starts, tokens, strict=True):
+            alone.extend(*piece)
+        together.extend_all(samples, starts, tokens)
+        at = [start + len(some) for start, some in zip(starts, tokens, strict=True)]
+        assert together.known_all(samples).tolist() == [alone.known(sample) for sample in samples]
+        for one, other in zip(*(index.draft_rows(samples, 6, 1, 0.0, 1.0) for index in (alone, together)), strict=True):
+            assert (one == other).all()
+    assert all((one == other).all() for one, other in zip(evidence[0].net, evidence[1].net, strict=True))
+    assert any((one != other).any() for one, other in zip(evidence[0].net, CandidateScorer().net, strict=True))

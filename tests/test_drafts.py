@@ -144,9 +144,9 @@ def test_what_was_drafted_is_counted_by_position_and_source(drafts):
 
 
 def test_reports_of_a_samples_chunks_add_up():
-    short, long = DraftReport.none(2), DraftReport.none(4)
-    short.count(np.array([Source.OWN, Source.OWN], np.uint8), 1)
-    long.count(np.array([Source.MATE] * 4, np.uint8), 3)
+    own, mate = bytearray([Source.OWN]), bytearray([Source.MATE])
+    short = DraftReport.of(1, own * 2, own, bytearray([1]), 2)
+    long = DraftReport.of(1, mate * 4, mate * 3, bytearray([3]), 4)
     short.add(long)
     assert short.verifications == 2
     assert short.drafted.tolist() == [2, 4, 0, 0, 0] and short.accepted.tolist() == [1, 3, 0, 0, 0]
@@ -297,6 +297,10 @@ def test_drafts_that_do_not_pay_are_looked_for_as_their_time_allows():
     drafts, requests = crowd(16, 1.0, 100.0)
     assert write(drafts, requests, noise, 40) == 0
     assert len(Asked.asked) == 40, "a step of a second can spare the time"
+    drafts.stop()
+    drafts, requests = crowd(64, 1.0, 100.0)
+    assert write(drafts, requests, noise, 40) == 0
+    assert len(Asked.asked) == 21, "more than a millisecond for 64 samples: after the first step, then every second"
     drafts.stop()
     drafts, requests = crowd(8, 0.001, 0.1)
     write(drafts, requests, noise, 40)

@@ -5,7 +5,6 @@ import json
 from random import Random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from test_rollout_cases import core_of, finish, submit, tick
 
@@ -235,9 +234,8 @@ def test_acceptance_adds_up_over_chunks_by_source_and_position():
     acceptance = Acceptance()
     assert acceptance.row() == {}
     for sources, accepted in (([1, 1, 2], 2), ([0, 2], 0)):
-        part = DraftReport.none(4)
-        part.count(np.array(sources, np.uint8), accepted)
-        acceptance.add(part)
+        parts = bytearray(sources), bytearray(sources[:accepted]), bytearray([accepted])
+        acceptance.add(DraftReport.of(1, *parts, 4))
     acceptance.add(None)
     row = json.loads(json.dumps(acceptance.row()))
     assert (row["verifications"], row["positions"]) == (2, [1, 1, 0, 0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.engine.overhead_engines import HIT, KINDS, MISS, OFF, POOL, STOCK, EngineProcess, Steps
-from benchmarks.engine.step_parts import MODEL, SAMPLER
+from benchmarks.engine.step_parts import DRAFTING, MODEL, SAMPLER
 from benchmarks.http.servers import tiny_model
 from benchmarks.pool.pool_testbed import run, running_pool
 from tailrace.app.errors import Failed
@@ -94,13 +94,17 @@ def _of_size(engines: dict[str, EngineProcess], samples: int, say: Callable[[str
 
 
 def figures(samples: int, runs: Sequence[Steps]) -> dict:
-    """Medians over the rounds, milliseconds of a step; `drafted` and `tokens` are of a sample and step."""
+    """Medians over the rounds, milliseconds of a step; `drafted` and `tokens` are of a sample and step.
+
+    `proposal_ms_per_step`: of the step's thread, for the proposals of all samples and for their new tokens.
+    """
     parts = sorted({name for run in runs for name in run.parts_s})
     steps = sum(run.steps for run in runs)
     return {
         "wall_ms": _ms(run.wall_s / run.steps for run in runs),
         "process_ms": _ms(run.process_s / run.steps for run in runs),
         "outside_ms": _ms(outside_s(run) for run in runs),
+        "proposal_ms_per_step": _ms(sum(run.parts_s.get(name, 0.0) for name in DRAFTING) / run.steps for run in runs),
         "parts_ms": {name: _ms(run.parts_s.get(name, 0.0) / run.steps for run in runs) for name in parts},
         "tokens": round(sum(run.tokens for run in runs) / steps / samples, 3),
         "drafted": round(sum(run.drafted for run in runs) / steps / samples, 3),
@@ -141,7 +145,7 @@ def tables(result: dict) -> list:
         kinds = [kind for kind in KINDS if kind in of]
         caption = ", ".join(f"{name} {value}" for name, value in of.items() if name not in KINDS)
         table = Table("milliseconds a step", *kinds, title=f"{samples} samples", caption=caption)
-        for name in ("wall_ms", "process_ms", "outside_ms", "tokens", "drafted"):
+        for name in ("wall_ms", "process_ms", "outside_ms", "proposal_ms_per_step", "tokens", "drafted"):
             table.add_row(name, *(str(of[kind][name]) for kind in kinds))
         for part in sorted({part for kind in kinds for part in of[kind]["parts_ms"]}):
             table.add_row(f"  {part}", *(str(of[kind]["parts_ms"].get(part, "")) for kind in kinds))

@@ -14,6 +14,9 @@ OUTSIDE = "engine"
 MODEL, SAMPLER = "model", "sampler"
 """The parts that are the engine's purpose: forward pass and products with the vocabulary; drawing of tokens."""
 
+DRAFTING = PROPOSALS, FEED = "proposals", "feed"
+"""The parts that drafts from the index take of the step's thread."""
+
 
 class StepParts:
     """Processor seconds of one thread by part. A call costs a microsecond. `clock`: seconds."""
@@ -74,8 +77,8 @@ def around_ours(parts: StepParts, stepper) -> None:
         _around_pool(parts, stepper)
     drafts = stepper._drafts
     if drafts is not None:
-        parts.wrap(drafts, "proposals", "propose", "made_by")
-        parts.wrap(drafts._feed, "feed", "take", "append")
+        parts.wrap(drafts, PROPOSALS, "propose", "made_by")
+        parts.wrap(drafts._feed, FEED, "take", "append")
 
 
 def _around_pool(parts: StepParts, stepper) -> None:

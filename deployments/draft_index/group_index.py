@@ -8,11 +8,23 @@ Called by one thread of an engine (deployments/drafting/drafts.py). `HistoryInde
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tailrace.deployments.draft_index.alignment_state import AlignmentState
 from tailrace.deployments.draft_index.draft_kernels import draft
+from tailrace.deployments.draft_index.indexed_samples import (
+    FOLLOWED,
+    INDEX,
+    KNOWN,
+    LAST,
+    LESSON,
+    NOTED,
+    RUN,
+    TRACKED,
+    IndexedSamples,
+)
 from tailrace.deployments.draft_index.match_kernels import (
     LOOKED_UP,
     NOBODY,
@@ -65,18 +77,17 @@ def _weight(answer: PastAnswer, now_epoch: int, settings: IndexSettings) -> int:
     return max(1, round(WEIGHT_ONE * settings.epoch_decay**age * (1 + settings.reward_weight * (reward - 0.5))))
 
 
-class _IndexedSample:
-    """A sample in the index. `row`: its row of `AlignmentState`, or -1 if it is not drafted for.
+class DraftRows(NamedTuple):
+    """Drafts of n samples, P paths each: tokens i32[n, P, K], right f32 and sources u8 of that shape.
 
-    `followed`: known tokens at its latest draft. `noted`: those in the phrase table; its next draft adds the others.
-    `lesson`: answer position at which a draft to learn from began, or -1 without one.
+    lengths i64[n, P]: 0 for a path that there is not. match_tokens i64[n]. See `Proposal`.
     """
 
-    __slots__ = ("followed", "known", "last", "lesson", "noted", "row", "run")
-
-    def __init__(self, last: int):
-        self.known, self.last, self.run = 0, last, -1
-        self.row, self.followed, self.lesson, self.noted = -1, 0, -1, 0
+    tokens: np.ndarray
+    right: np.ndarray
+    sources: np.ndarray
+    lengths: np.ndarray
+    match_tokens: np.ndarray
 
 
 class GroupIndex:
@@ -89,7 +100,7 @@ class GroupIndex:
             -1, self._arena.start(PROMPT, WEIGHT_ONE), -len(prompt), np.array(prompt, np.int32)
         )
         self._past: TokenIndex | None = None
-        self._samples: dict[int, _IndexedSample] = {}
+        self._samples = IndexedSamples(self._prompt_end)
         self._followers = AlignmentState()
         settings = evidence.settings
         self._sources = bits(*Source) & ~(0 if settings.group_context else bits(Source.MATE, Source.OTHER))
@@ -108,8 +119,12 @@ class GroupIndex:
 
     def known(self, sample_index: int) -> int:
         """Returns the number of known answer tokens of a sample: the end of the last `extend`."""
-        sample = self._samples.get(sample_index)
-        return sample.known if sample else 0
+        row = self._samples.get(sample_index)
+        return 0 if row is None else int(self._samples.table[row, KNOWN])
+
+    def known_all(self, samples: list[int]) -> np.ndarray:
+        """Returns `known` of each sample, i64[n]."""
+        return self._samples.table[self._samples.rows(samples), KNOWN]
 
     def attach(self, history: HistoryIndex | None) -> None:
         """Sets the history to draft from, or None for no history."""
@@ -118,44 +133,67 @@ class GroupIndex:
 
     def extend(self, sample_index: int, start: int, tokens: np.ndarray | list[int]) -> None:
         """Adds answer tokens [start, start + n) of a sample; known tokens are skipped, a gap starts a new run."""
-        sample = self._sample(sample_index)
-        if start < sample.known:
-            tokens, start = tokens[sample.known - start :], sample.known
+        row = self._samples.row(sample_index)
+        sample = self._samples.table[row]
+        _, known, last, run, tracked, _, _, lesson = sample.tolist()
+        if start < known:
+            tokens, start = tokens[known - start :], known
         if not len(tokens):
             return
         tokens = np.array(tokens, np.int32)  # a copy: numba compiles separately for read-only arrays
-        if sample.lesson == start:
-            self._evidence.learn(self._followers.lesson(sample.row), tokens)
-            sample.lesson = -1
-        gap = start > sample.known
-        fresh = gap or sample.run < 0
+        if lesson == start:
+            self._evidence.learn(self._followers.lesson(tracked), tokens)
+            sample[LESSON] = -1
+        gap = start > known
+        fresh = gap or run < 0
         if fresh:
-            sample.run = self._arena.start(sample_index, WEIGHT_ONE)
-        last = -1 if gap else sample.last
-        sample.last = self._arena.append(last, sample.run, start, tokens, fresh)
-        sample.known = start + len(tokens)
-        if sample.row < 0 or len(tokens) > REACH // 2:  # else its next draft does it
+            sample[RUN] = run = self._arena.start(sample_index, WEIGHT_ONE)
+        sample[LAST] = self._arena.append(-1 if gap else last, run, start, tokens, fresh)
+        sample[KNOWN] = start + len(tokens)
+        if tracked < 0 or len(tokens) > REACH // 2:  # else its next draft does it
             self._evidence.note(tokens)
-            sample.noted = sample.known
+            sample[NOTED] = sample[KNOWN]
+
+    def extend_all(self, samples: list[int], starts: list[int], tokens: list[list[int]]) -> None:
+        """Calls `extend` for each sample; in one call of a kernel where all continue a few tokens after their last."""
+        rows, sizes = self._samples.rows(samples), np.array([len(some) for some in tokens], np.int64)
+        table = self._samples.table
+        now = table[rows]
+        plain = (now[:, KNOWN] == starts) & (now[:, RUN] >= 0) & (now[:, TRACKED] >= 0) & (sizes <= REACH // 2)
+        if len(set(samples)) < len(samples) or not plain.all():
+            for piece in zip(samples, starts, tokens, strict=True):
+                self.extend(*piece)
+            return
+        text = np.array([token for some in tokens for token in some], np.int32)
+        ends = np.cumsum(sizes)
+        taught = np.flatnonzero(now[:, LESSON] == now[:, KNOWN])
+        if len(taught):
+            parts = now[taught, TRACKED], text, ends[taught] - sizes[taught], ends[taught]
+            self._evidence.learn_all(self._followers.features, self._followers.seen, *parts)
+            table[rows[taught], LESSON] = -1
+        table[rows, LAST] = self._arena.append_all(now[:, LAST], now[:, RUN], now[:, KNOWN], ends, text)
+        table[rows, KNOWN] += sizes
 
     def interrupt(self, sample_index: int) -> None:
         """The next tokens are not the sample's own: its last draft teaches nothing."""
-        self._sample(sample_index).lesson = -1
+        row = self._samples.row(sample_index)
+        self._samples.table[row, LESSON] = -1
 
     def ahead(self, sample_index: int, start: int, most: int) -> np.ndarray:
         """Returns known answer tokens [start, start + limit) of a sample, int32; none if they have a gap."""
-        sample = self._samples.get(sample_index)
-        count = sample.known - start if sample is not None and start >= 0 else 0
+        row = self._samples.get(sample_index)
+        count = self.known(sample_index) - start if row is not None and start >= 0 else 0
         if count <= 0:
             return _NO_TOKENS
         window = np.empty(count, np.int32)
         text, _, _, blocks, _ = self._arena.arrays
-        found = context(text, blocks, sample.last, window)
+        found = context(text, blocks, int(self._samples.table[row, LAST]), window)
         return window[::-1][:most] if found == count else _NO_TOKENS
 
     def candidates(self, sample_index: int) -> np.ndarray:
         """Returns the candidates of a sample's latest draft, as `TrainingExample.seen`."""
-        return self._followers.lesson(self._sample(sample_index).row).seen
+        row = self._samples.row(sample_index)
+        return self._followers.lesson(int(self._samples.table[row, TRACKED])).seen
 
     def propose(self, sample_index: int, most: int, paths: int = 1, least: float = 0.0) -> list[Proposal]:
         """Calls `propose_for` with one sample and all its evidence."""
@@ -171,71 +209,71 @@ class GroupIndex:
         `share`: fraction of the places that are aligned and looked up; a smaller one costs less time and little
         evidence. `sources`: the only sources to draft from (`bits`), by sample.
         """
-        most = min(most, MOST_TOKENS)
-        if most < 1 or paths < 1:
-            return [[] for _ in samples]
-        wanted = list(zip(samples, sources or [self._sources] * len(samples), strict=True))
+        drafts = self.draft_rows(samples, most, paths, least, share, sources)
         found: list[list[Proposal]] = []
-        for first in range(0, len(samples), TOGETHER):
-            found += self._propose(wanted[first : first + TOGETHER], most, paths, least, share)
+        for s, (lengths, match) in enumerate(zip(drafts.lengths.tolist(), drafts.match_tokens.tolist(), strict=True)):
+            parts = [(s, p, slice(n)) for p, n in enumerate(lengths) if n]
+            found.append([Proposal(*(array[part] for array in drafts[:3]), match) for part in parts])
         return found
 
-    def _propose(
-        self, wanted: list[tuple[int, int]], most: int, paths: int, least: float, share: float
-    ) -> list[list[Proposal]]:
-        evidence, followers, count = self._evidence, self._followers, len(wanted)
-        samples = [self._sample(index) for index, _ in wanted]
-        for sample in samples:
-            if sample.row < 0:
-                sample.row = followers.add()
-        rows = np.array(
-            [
-                (s.row, s.last, i, s.known - s.followed, of, s.known - s.noted, (self._drafts + n) % LESSONS == 0)
-                for n, (s, (i, of)) in enumerate(zip(samples, wanted, strict=True), 1)
-            ],
-            np.int64,
+    def draft_rows(
+        self, samples: list[int], most: int, paths: int, least: float, share: float,
+        sources: Sequence[int] | None = None,
+    ) -> DraftRows:  # fmt: skip
+        """Returns the drafts of `propose_for` in arrays."""
+        count, most, paths = len(samples), max(0, min(most, MOST_TOKENS)), max(0, paths)
+        shape = count, paths, most
+        drafts = DraftRows(
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(shape, np.uint8),
+            lengths=np.zeros(shape[:2], np.int64),
+            match_tokens=np.zeros(count, np.int64),
         )
-        rows[:, 4] &= self._sources
-        rows[:, 5] *= evidence.settings.other_prompts
+        if most < 1 or paths < 1:
+            return drafts
+        wanted = np.full(count, self._sources) if sources is None else np.array(sources, np.int64) & self._sources
+        rows = self._samples.rows(samples)
+        for first in range(0, count, TOGETHER):
+            some = slice(first, first + TOGETHER)
+            self._draft(rows[some], wanted[some], least, share, DraftRows(*(array[some] for array in drafts)))
+        return drafts
+
+    def _draft(self, places: np.ndarray, wanted: np.ndarray, least: float, share: float, drafts: DraftRows) -> None:
+        """Fills `drafts` for the samples in these rows of the table, from the `wanted` sources (bits)."""
+        evidence, followers, table, (count, paths, most) = (
+            self._evidence, self._followers, self._samples.table, drafts.tokens.shape
+        )  # fmt: skip
+        for place in places[table[places, TRACKED] < 0].tolist():
+            if table[place, TRACKED] < 0:  # a sample may be asked for twice
+                table[place, TRACKED] = followers.add()
+        now = table[places]
+        known = now[:, KNOWN]
+        rows = np.empty((count, 7), np.int64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = now[:, TRACKED], now[:, LAST], now[:, INDEX]
+        rows[:, 3], rows[:, 4] = known - now[:, FOLLOWED], wanted
+        rows[:, 5] = (known - now[:, NOTED]) * evidence.settings.other_prompts
+        rows[:, 6] = np.arange(self._drafts + 1, self._drafts + 1 + count) % LESSONS == 0
         found, scores, told, ahead = evidence.found, evidence.scores, evidence.told, evidence.ahead(most)
         live, past = self._arena.arrays, self._past
-        places = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
-        if places[0] < PHRASED:
+        limits = max(1, round(share * TRACKS)), max(1, round(share * LOOKED_UP))
+        if limits[0] < PHRASED:
             rows[:, 4] &= ~bits(Source.OTHER)
         follow(
-            live, live if past is None else past.arrays, past is not None, rows, places,
+            live, live if past is None else past.arrays, past is not None, rows, limits,
             followers.kept, followers.marks, followers.counts, evidence.recent, found, ahead, scores, told,
         )  # fmt: skip
-        limit = max(5, min(CANDIDATES, 4 + places[0] // 8))
-        shape = count, paths, most
-        tokens, right, sources = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
-        ends, done = np.empty(shape[:2], np.int64), np.empty(count, np.int64)
+        limit = max(5, min(CANDIDATES, 4 + limits[0] // 8))
+        ends, done = np.empty((count, paths), np.int64), np.empty(count, np.int64)
         draft(
             rows, limit, told, evidence.recent, found, scores, ahead, *evidence.phrases, evidence.norm, evidence.net,
-            np.float32(least), tokens, right, sources, ends, done, followers.features, followers.seen,
+            np.float32(least), *drafts[:3], ends, done, followers.features, followers.seen,
         )  # fmt: skip
         self._drafts += count
-        proposals = []
-        each = zip(samples, done.tolist(), ends.tolist(), told[:count, 1].tolist(), rows[:, 6].tolist(), strict=True)
-        for s, (sample, many, lengths, match, teaches) in enumerate(each):
-            sample.followed = sample.noted = sample.known
-            if not many:
-                proposals.append([])
-                continue
-            sample.lesson = sample.known if teaches else -1
-            proposals.append(
-                [
-                    Proposal(tokens[s, p, :n], right[s, p, :n], sources[s, p, :n], match)
-                    for p, n in enumerate(lengths[:many])
-                ]
-            )
-        return proposals
-
-    def _sample(self, index: int) -> _IndexedSample:
-        sample = self._samples.get(index)
-        if sample is None:
-            sample = self._samples[index] = _IndexedSample(self._prompt_end)
-        return sample
+        drafts.lengths[:] = np.where(np.arange(paths) < done[:, None], ends, 0)
+        drafts.match_tokens[:] = told[:count, 1]
+        table[places, FOLLOWED] = table[places, NOTED] = known
+        table[places, LESSON] = np.where(done > 0, np.where(rows[:, 6] > 0, known, -1), now[:, LESSON])
 
 
 def warm_up() -> None:
@@ -246,4 +284,7 @@ def warm_up() -> None:
     for start in range(0, 4000, 40):
         index.propose(0, 4, 2)
         index.extend(0, start, tokens)
+    for start in range(4000, 4000 + 2 * LESSONS):
+        index.propose(0, 4)
+        index.extend_all([0], [start], [[start % 7]])
     index.ahead(0, 2, 2)

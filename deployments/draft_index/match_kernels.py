@@ -91,27 +91,27 @@ def _link(text, chains, heads, place, window, known, slots):
 
 
 @_entry
-def append(text, chains, heads, blocks, used, last, fresh, run, position, tokens):
-    """Appends tokens after the place `last` (-1: nothing before); returns the last place. `fresh` starts a run there,
-    at `position` of its text. `used[0]` counts blocks. The caller provides room for all."""
-    window, slots = np.empty(_DEEPEST, np.int32), np.empty(ORDERS.size, np.int64)
-    known = context(text, blocks, last, window)
-    for token in tokens:
-        if fresh or (last & (BLOCK - 1)) == BLOCK - 1:
-            block = used[0]
-            used[0] += 1
-            blocks[block, BEFORE], blocks[block, AFTER] = last, -1
-            blocks[block, RUN], blocks[block, START] = run, position
-            if not fresh:
-                blocks[last >> BLOCK_BITS, AFTER] = block
-            fresh = False
-            last = block << BLOCK_BITS
-        else:
-            last += 1
-        text[last] = token
-        known = _link(text, chains, heads, last, window, known, slots)
-        position += 1
-    return last
+def append(text, chains, heads, blocks, used, last, fresh, runs, positions, ends, tokens):
+    """Appends tokens[ends[i - 1] : ends[i]] after each place last[i] (-1: nothing before), which becomes the last one.
+    `fresh` starts the run there, at positions[i] of its text. `used[0]` counts blocks. The caller provides room."""
+    window, slots, begin = np.empty(_DEEPEST, np.int32), np.empty(ORDERS.size, np.int64), 0
+    for i in range(ends.size):
+        place, position, starts, known = last[i], positions[i], fresh, context(text, blocks, last[i], window)
+        for token in tokens[begin : ends[i]]:
+            if starts or (place & (BLOCK - 1)) == BLOCK - 1:
+                block = used[0]
+                used[0] += 1
+                blocks[block, BEFORE], blocks[block, AFTER] = place, -1
+                blocks[block, RUN], blocks[block, START] = runs[i], position
+                if not starts:
+                    blocks[place >> BLOCK_BITS, AFTER] = block
+                starts, place = False, block << BLOCK_BITS
+            else:
+                place += 1
+            text[place] = token
+            known = _link(text, chains, heads, place, window, known, slots)
+            position += 1
+        last[i], begin = place, ends[i]
 
 
 @_entry
@@ -141,14 +141,14 @@ def _match(text, blocks, place, window, known):
 @_njit
 def _put(slots, places, lengths, scores, count, place, length, fast, slow):
     """Adds a track, once for each place with the best of its scores; returns the number of tracks."""
-    slot = (place * 40503 >> 4) & (_SLOTS - 1)
+    slot = (place * 40503 >> 4) & (slots.size - 1)
     while slots[slot] >= 0:
         i = slots[slot]
         if places[i] == place:
             lengths[i] = max(lengths[i], length)
             scores[i, 0], scores[i, 1] = max(scores[i, 0], fast), max(scores[i, 1], slow)
             return count
-        slot = (slot + 1) & (_SLOTS - 1)
+        slot = (slot + 1) & (slots.size - 1)
     if count == places.size:
         return count
     slots[slot] = count
@@ -247,23 +247,23 @@ def _tell(arena, me, end, sources, tracks, found, ahead, scores, n):
         scores[n, 0], scores[n, 1] = marks[i, 0], marks[i, 1]
         for k in range(ahead.shape[1]):
             ahead[n, k] = text[place] if place >= 0 else -1
-            if place >= 0:
-                place = _after(text, blocks, place)
+            place = _after(text, blocks, place) if place >= 0 else -1
         n += 1
     return n
 
 
 @_njit
-def _follow(arena, live, sample, most, kept, window, found, ahead, scores, n):
+def _follow(arena, live, sample, most, kept, work, window, found, ahead, scores, n):
     """Runs `follow` for one sample in one arena; returns (rows, tracks kept, longest match, tokens of context)."""
     last, me, fresh, sources = sample
     blocks, (keep, marks_kept, kept_count) = live[3], kept
-    slots = np.empty(_SLOTS, np.int16)
+    places, lengths, marks, to, to_lengths, to_marks, table = work
     known = context(live[0], blocks, last, window)
     end = blocks[last >> BLOCK_BITS, START] + (last & (BLOCK - 1)) + 1 if last >= 0 else 0
-    places, lengths, marks = np.empty(ROOM, np.int32), np.empty(ROOM, np.int32), np.empty((ROOM, 2), np.float32)
-    to, to_lengths, to_marks = np.empty_like(places), np.empty_like(lengths), np.empty_like(marks)
-    count = kept_count if fresh <= known else 0
+    count, size = kept_count if fresh <= known else 0, 32
+    while size < min(_SLOTS, 2 * (3 * max(count, most[0]) + most[1])):  # a token makes three tracks of one
+        size *= 2
+    slots = table[:size]
     places[:count], lengths[:count], marks[:count] = keep[:count, 0], keep[:count, 1], marks_kept[:count]
     for i in range(min(fresh, known) - 1, -1, -1):
         tracks = places, lengths, marks, count
@@ -284,17 +284,17 @@ def _follow(arena, live, sample, most, kept, window, found, ahead, scores, n):
 @_entry
 def follow(live, past, has_past, samples, most, kept, marks, counts, recent, found, ahead, scores, told):
     """Follows samples of the arena `live` over their newest tokens, through it and `past`, and looks their contexts up.
-    samples i64[S, 5]: row of the kept tracks, last place, sample index, new tokens, sources to draft from. The limits
-    are (tracks, places looked up). Writes the places from which they may continue. Output for each place: found
-    (columns from LENGTH), scores (quality of its context's alignment, fast and slow), ahead (its next tokens; -1: the
-    end). The last array, i64[S, 2], gets for each sample the number of rows and the longest match.
+    samples i64[S, 5]: row of the kept tracks, last place, sample index, new tokens, sources. Limits: (tracks, places
+    looked up). Writes the places from which they may continue: found (columns from LENGTH), scores (of its context's
+    alignment, fast and slow), ahead (next tokens; -1: the end). Last: rows, longest match, context tokens.
     """
+    place, score = np.empty((4, ROOM), np.int32), np.empty((2, ROOM, 2), np.float32)
+    work = place[0], place[1], score[0], place[2], place[3], score[1], np.empty(_SLOTS, np.int16)
     for s in range(len(samples)):
-        row, n, match = samples[s, 0], 0, 0
-        sample = samples[s, 1], samples[s, 2], samples[s, 3], samples[s, 4]
+        row, n, match, sample = samples[s, 0], 0, 0, (samples[s, 1], samples[s, 2], samples[s, 3], samples[s, 4])
         for a in range(2 if has_past else 1):
             kept_now, arena = (kept[row, a], marks[row, a], counts[row, a]), past if a else live
             found_now = recent[s], found[s], ahead[s], scores[s]
-            n, counts[row, a], longest, told[s, 2] = _follow(arena, live, sample, most, kept_now, *found_now, n)
+            n, counts[row, a], longest, told[s, 2] = _follow(arena, live, sample, most, kept_now, work, *found_now, n)
             match = max(match, longest)
         told[s, 0], told[s, 1] = n, match

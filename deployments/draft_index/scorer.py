@@ -15,7 +15,7 @@ from tailrace.deployments.draft_index.alignment_state import TrainingExample
 from tailrace.deployments.draft_index.match_kernels import REACH, ROOM
 from tailrace.deployments.draft_index.phrase_kernels import COLUMNS, SLOTS, note
 from tailrace.deployments.draft_index.scorer_kernels import FEATURES, HIDDEN
-from tailrace.deployments.draft_index.scorer_training import learn
+from tailrace.deployments.draft_index.scorer_training import learn, learn_all
 from tailrace.deployments.draft_index.settings import IndexSettings
 
 PRIOR = Path(__file__).with_name("scorer_weights.json")
@@ -67,3 +67,8 @@ class CandidateScorer:
         """Learns from the tokens (i32[n]) that were really emitted where the draft of `lesson` began."""
         if self.settings.learning:
             learn(lesson.features, lesson.seen, truth, self.net, LEARNING_RATE)
+
+    def learn_all(self, features, seen, rows, tokens, begins, ends) -> None:
+        """Learns from n drafts, those of `rows` (i64[n]) of `AlignmentState`; tokens[begins[i]:ends[i]] followed."""
+        if self.settings.learning:
+            learn_all(features, seen, rows, tokens, begins, ends, self.net, LEARNING_RATE)

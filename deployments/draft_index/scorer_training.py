@@ -67,3 +67,10 @@ def learn(xs, seen, truth, net, rate):
         if seen[k, best] != truth[k]:
             return k + 1
     return truth.size
+
+
+@njit(nogil=True, cache=True)
+def learn_all(features, seen, rows, tokens, begins, ends, net, rate):
+    """Runs `learn` for the drafts in these rows, i64[n]; the truth of each is tokens[begins[i]:ends[i]]."""
+    for i in range(rows.size):
+        learn(features[rows[i]], seen[rows[i]], tokens[begins[i] : ends[i]], net, rate)

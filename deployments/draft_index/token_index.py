@@ -40,11 +40,29 @@ class TokenIndex:
         """
         if not len(tokens):
             return last
-        need = int(self._used[0]) + len(tokens) // BLOCK + 2
+        places, runs, positions, ends = np.array([[last], [run], [position], [len(tokens)]], np.int64)
+        return int(self.append_all(places, runs, positions, ends, tokens, fresh)[0])
+
+    def append_all(
+        self,
+        last: np.ndarray,
+        runs: np.ndarray,
+        positions: np.ndarray,
+        ends: np.ndarray,
+        tokens: np.ndarray,
+        fresh: bool = False,
+    ) -> np.ndarray:
+        """Appends to each of n runs its part of the tokens, which ends at ends[i]; returns the last places.
+
+        last, runs, positions, ends i64[n]; see `append`.
+        """
+        need = int(self._used[0]) + len(tokens) // BLOCK + 2 * len(ends)
         if need > len(self._blocks):
             self._grow(max(need, len(self._blocks) * 3 // 2))
         self.tokens += len(tokens)
-        return append(*self.arrays[:4], self._used, last, fresh, run, position, tokens)
+        places = np.array(last)
+        append(*self.arrays[:4], self._used, places, fresh, np.array(runs), np.array(positions), ends, tokens)
+        return places
 
     def _allocate(self, blocks: int) -> None:
         self._text = np.full(blocks << BLOCK_BITS, -1, np.int32)

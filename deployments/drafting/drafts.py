@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.deployments.draft_index.group_index import warm_up
 from tailrace.deployments.draft_index.proposal import NOTHING, Proposal, accepted_tokens
-from tailrace.deployments.drafting.group_indexes import GroupIndexes, IndexedGroup
+from tailrace.deployments.drafting.drafted_tokens import DraftedTokens
+from tailrace.deployments.drafting.group_indexes import GroupIndexes
+from tailrace.deployments.drafting.proposal_batch import ProposalBatch
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.context import Source
 from tailrace.deployments.messages.drafts import EVIDENCE, DraftReport
@@ -48,31 +49,14 @@ LOOK_S = 0.25
 """Seconds between two measurements of the indexes: the engine reports after every step; indexes can be thousands."""
 
 ASK_S, ASK_SAMPLE_S = 5e-4, 2e-5
-"""Seconds of asking the index for proposals, and for each sample: `bench overhead` on one core, 16 to 256 samples."""
+"""Seconds of asking the index for proposals, and for each sample: drafts that miss, `bench overhead` on a busy core."""
 
-FUTILE_SHARE, FUTILE_STEPS = 0.02, 8
-"""Share of the time of steps that asking for drafts that do not pay may take, roughly, and maximum steps from one such
-question to the next. Where a step takes as long as 50 questions it asks after each, as engines on CPUs do."""
+FUTILE_SHARE, FUTILE_S, FUTILE_STEPS = 0.02, 1e-3, 8
+"""Share of the time of steps, and seconds a step, that asking for drafts that do not pay may take, roughly, and maximum
+steps from one such question to the next."""
 
 NO_MODEL = DraftMode(0, True)
 """Mode of chunks that draft from a part of the index: they are sent to no drafter, and they wait for none."""
-
-
-@dataclass(slots=True)
-class DraftedTokens:
-    """A chunk that drafts: its request inside vLLM, and the results of its drafts."""
-
-    chunk: ChunkRequest
-    request: object  # vLLM's scheduler-side Request
-    group: IndexedGroup
-    slot: int
-    generated: int  # answer tokens so far
-    until: int  # answer tokens at which the chunk ends
-    report: DraftReport
-    draft: Proposal  # in verification now, or verified in the step that has just ended
-    accepted: int = 0  # accepted tokens of `draft`
-    unread: list[int] = field(default_factory=list)  # the last tokens, which its group's index does not have yet
-    futile: bool = False  # its last proposal did not pay
 
 
 class EngineDrafts:
@@ -120,16 +104,16 @@ class EngineDrafts:
             group.index.interrupt(plan.sample_index)  # a turn begins: others have said its last tokens
         group.index.extend(plan.sample_index, 0, answer)
         slot = self._free.pop() if self._free else len(self._running)
-        report, until = DraftReport.none(self._draft_tokens), len(answer) + chunk.max_tokens
+        method = plan.method if plan.method in EVIDENCE else DraftMethod.GROUP
         self._running[chunk.chunk_id] = DraftedTokens(
             chunk=chunk,
             request=request,
             group=group,
             slot=slot,
+            method=method,
+            evidence=EVIDENCE[method],
             generated=len(answer),
-            until=until,
-            report=report,
-            draft=NOTHING,
+            until=len(answer) + chunk.max_tokens,
         )
         if self._model is not None:
             self._model.open(chunk, NO_MODEL if plan.method in EVIDENCE else plan.way)
@@ -152,31 +136,38 @@ class EngineDrafts:
     def made_by(self, made: Iterable[tuple[str, list[int]]]) -> None:
         """Takes the tokens of chunks that a step has emitted: of each the accepted part of its draft, and one more."""
         began_s, self._now_s = time.perf_counter(), time.monotonic()
-        running, fresh, model = self._running, self._fresh, self._model
+        running, fresh, model, tests = self._running, self._fresh, self._model, {}
         for chunk_id, tokens in made:
             drafted = running.get(chunk_id)
             if drafted is None or not tokens:
                 continue
             drafted.generated += len(tokens)
             drafted.unread += tokens
+            drafted.verifications += 1
             drafted.accepted = 0
             if model is not None:
                 model.made(chunk_id, tokens)
-            if len(drafted.draft.tokens):
-                self._count(drafted, tokens)
-            else:
-                drafted.report.verifications += 1
+            if drafted.draft:
+                self._count(drafted, tokens, tests)
             fresh.append(drafted)
+        for method, (right, tested, verifications) in tests.items():
+            self.performance.acceptance.count(method, right, tested, self._now_s, verifications)
         self._spent_s += time.perf_counter() - began_s
 
-    def _count(self, drafted: DraftedTokens, tokens: list[int]) -> None:
-        """Counts the accepted tokens of a chunk's draft; `tokens`: those that its verification has emitted."""
-        draft = drafted.draft
-        drafted.accepted = accepted = accepted_tokens(draft.tokens.tolist(), tokens)
-        drafted.report.count(draft.sources, accepted)
-        if draft.sources[0] != Source.MODEL:  # those of a draft model are counted with the overtaken ones
-            method = drafted.chunk.draft.method if drafted.chunk.draft.method in EVIDENCE else DraftMethod.GROUP
-            self.performance.acceptance.count(method, accepted, count_tested(accepted, len(draft.tokens)), self._now_s)
+    def _count(self, drafted: DraftedTokens, tokens: list[int], tests: dict[str, list[int]]) -> None:
+        """Counts the accepted tokens of a chunk's draft; `tokens`: those that its verification has emitted.
+
+        `tests`: of this step, by method: right tokens, tested tokens and verifications. Drafts of a draft model are
+        counted with the overtaken ones.
+        """
+        draft, size = drafted.draft, len(drafted.draft)
+        accepted = size if tokens[:size] == draft else accepted_tokens(draft, tokens)
+        drafted.count(accepted)
+        if drafted.sources[0] != Source.MODEL:
+            of_method = tests.setdefault(drafted.method, [0, 0, 0])
+            of_method[0] += accepted
+            of_method[1] += count_tested(accepted, size)
+            of_method[2] += 1
 
     def close(self, chunk_id: str, goes_on: bool = False) -> DraftReport | None:
         """Ends a chunk. Returns its report, or None if it had no plan. `goes_on`: its sample may continue here."""
@@ -185,13 +176,14 @@ class EngineDrafts:
             return None
         self._read(drafted)
         self._groups.close(drafted.group)
+        report = drafted.report(self._draft_tokens)
         if self._model is not None:
-            drafted.report.model_tested, drafted.report.model_accepted = self._model.close(chunk_id, goes_on)
+            report.model_tested, report.model_accepted = self._model.close(chunk_id, goes_on)
         self._free.append(drafted.slot)
         for source in Source:
-            self._counts[f"drafted.{source.name.lower()}"] += int(drafted.report.drafted[source])
-            self._counts[f"accepted.{source.name.lower()}"] += int(drafted.report.accepted[source])
-        return drafted.report
+            self._counts[f"drafted.{source.name.lower()}"] += int(report.drafted[source])
+            self._counts[f"accepted.{source.name.lower()}"] += int(report.accepted[source])
+        return report
 
     # ---- proposals ---------------------------------------------------------------------------------
 
@@ -206,6 +198,24 @@ class EngineDrafts:
         if drafted.unread:
             tokens, drafted.unread = drafted.unread, []
             self._spread(drafted, drafted.generated - len(tokens), tokens)
+
+    def _read_all(self, wanted: Iterable[DraftedTokens]) -> None:
+        """Brings the indexes up to the last tokens of these chunks, group by group."""
+        by_group = defaultdict(list)
+        for drafted in wanted:
+            if drafted.unread:
+                by_group[id(drafted.group)].append(drafted)
+        for some in by_group.values():
+            samples = [drafted.chunk.draft.sample_index for drafted in some]
+            unread = [drafted.unread for drafted in some]
+            starts = [drafted.generated - len(drafted.unread) for drafted in some]
+            some[0].group.index.extend_all(samples, starts, unread)
+            for drafted in some:
+                drafted.unread = []
+            if self._feed is not None:
+                ref = some[0].chunk.draft.group
+                for sample, start, tokens in zip(samples, starts, unread, strict=True):
+                    self._feed.append(ref, sample, start, tokens)
 
     def _spread(self, drafted: DraftedTokens, start: int, tokens: list[int]) -> None:
         """Gives new tokens to the index here and to the mates on other engines."""
@@ -230,25 +240,30 @@ class EngineDrafts:
         if cost is None or running <= ALL_EVIDENCE:
             return True
         asking_s, step_s = ASK_S + ASK_SAMPLE_S * running, float(cost.at(running))
-        return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / (FUTILE_SHARE * step_s))) == 0
+        allowed_s = min(FUTILE_S, FUTILE_SHARE * step_s)
+        return self._steps % min(FUTILE_STEPS, 1 + int(asking_s / allowed_s)) == 0
 
     def _draft(self, fresh: list[DraftedTokens], cost: StepCost | None, due: bool, forks: Forks | None) -> None:
         """Runs `propose` for all chunks with new tokens, or, unless `due`, for those alone whose drafts pay."""
         fresh = [drafted for drafted in fresh if drafted.chunk.chunk_id in self._running]
         groups = {id(drafted.group) for drafted in fresh if not drafted.futile}
-        for drafted in self._running.values():
-            if due or id(drafted.group) in groups:
-                self._read(drafted)
+        self._read_all(drafted for drafted in self._running.values() if due or id(drafted.group) in groups)
         self._groups.receive()
         fresh, self._fresh = self._apart(fresh)
         if not fresh or cost is None or not self._policy.max_draft_tokens:
             return
-        proposals = self._proposals(fresh, cost, due)
-        budgets, self._memory = self._policy.decide(self._view(fresh, proposals, cost), self._memory)
-        for drafted, proposal, budget in zip(fresh, proposals, budgets.tolist(), strict=True):
-            drafted.draft, drafted.futile = proposal.first(budget) if budget else NOTHING, not budget
-            drafted.request.spec_token_ids = drafted.draft.tokens.tolist() if budget else []
-            if forks is not None and budget:
+        batch = self._proposals(fresh, cost, due)
+        budgets, self._memory = self._policy.decide(self._view(fresh, batch, cost), self._memory)
+        tokens, sources, width = batch.tokens.tolist(), batch.sources.tobytes(), batch.sources.shape[1]
+        for row, (drafted, budget) in enumerate(zip(fresh, budgets.tolist(), strict=True)):
+            drafted.futile = not budget
+            if not budget:
+                drafted.draft, drafted.sources, drafted.request.spec_token_ids = [], b"", []
+                continue
+            drafted.draft, at = tokens[row][:budget], row * width
+            drafted.sources = sources[at : at + budget]
+            drafted.request.spec_token_ids = tokens[row][:budget]
+            if forks is not None:
                 self._branch(drafted, forks.fresh(drafted.chunk.chunk_id), budget)
 
     def _apart(self, fresh: list[DraftedTokens]) -> tuple[list[DraftedTokens], list[DraftedTokens]]:
@@ -263,42 +278,36 @@ class EngineDrafts:
             parts[waits].append(drafted)
         return parts
 
-    def _proposals(self, fresh: list[DraftedTokens], cost: StepCost, due: bool) -> list[Proposal]:
+    def _proposals(self, fresh: list[DraftedTokens], cost: StepCost, due: bool) -> ProposalBatch:
         """Returns each chunk's proposal, group by group: one call of the index serves all samples of a group.
 
         Unless all are due, chunks whose last proposal did not pay get nothing.
         """
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
         most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
-        proposals, by_group = [NOTHING] * len(fresh), defaultdict(list)
+        batch, by_group = ProposalBatch(len(fresh), most), defaultdict(list)
         for row, drafted in enumerate(fresh):
             if drafted.futile and not due:
                 continue
             guess = NOTHING if self._model is None else self._from_model(drafted, most)
             if len(guess.tokens):
-                proposals[row] = guess
+                batch.put(row, guess)
             elif self._indexed:
-                by_group[drafted.group.ref].append(row)
+                by_group[id(drafted.group)].append(row)
         for rows in by_group.values():
-            index = fresh[rows[0]].group.index
-            plans = [fresh[row].chunk.draft for row in rows]
-            sources = [EVIDENCE.get(plan.method, EVIDENCE[DraftMethod.GROUP]) for plan in plans]
-            found = index.propose_for([plan.sample_index for plan in plans], most, 1, least, share, sources)
-            for row, paths in zip(rows, found, strict=True):
-                guess = paths[0] if paths else NOTHING
-                proposals[row] = self._within(fresh[row], guess, most)
-        return proposals
+            index, some = fresh[rows[0]].group.index, [fresh[row] for row in rows]
+            samples = [drafted.chunk.draft.sample_index for drafted in some]
+            batch.fill(rows, index.draft_rows(samples, most, 1, least, share, [drafted.evidence for drafted in some]))
+            known = index.known_all(samples)
+            for place in np.flatnonzero(known > [drafted.generated for drafted in some]).tolist():
+                batch.put(rows[place], self._ahead(some[place], batch.get(rows[place]), most))
+        batch.cut(np.array([self._room(drafted) for drafted in fresh]))
+        return batch
 
-    def _within(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
-        """Returns the usable part of a guess, which follows the last token that the index knows of the sample."""
-        index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
-        if index.known(sample_index) > drafted.generated:  # a copy, or a lost chunk, has made more
-            known = index.ahead(sample_index, drafted.generated, most)
-            guess = guess.after(known).first(most) if len(known) else NOTHING
-        if not len(guess.tokens):
-            return guess
-        room = self._room(drafted)
-        return guess if len(guess.tokens) <= room else guess.first(max(0, room))
+    def _ahead(self, drafted: DraftedTokens, guess: Proposal, most: int) -> Proposal:
+        """Returns the tokens that a copy, or a lost chunk, has made already, then the guess, which follows them."""
+        known = drafted.group.index.ahead(drafted.chunk.draft.sample_index, drafted.generated, most)
+        return guess.after(known).first(most) if len(known) else NOTHING
 
     def _room(self, drafted: DraftedTokens) -> int:
         """Returns the maximum draft tokens of a chunk.
@@ -326,24 +335,19 @@ class EngineDrafts:
             room = min(drafted.until - fork.generated, self._max_model_len - fork.request.num_tokens) - 1
             fork.request.spec_token_ids = (known + branch)[: max(0, min(self._draft_tokens, room))]
 
-    def _view(self, fresh: list[DraftedTokens], proposals: list[Proposal], cost) -> DraftView:
-        count = len(fresh)
-        right = np.zeros((count, max(1, *(len(p.tokens) for p in proposals))), np.float32)
-        for row, proposal in zip(right, proposals, strict=True):
-            if proposal is not NOTHING:
-                row[: len(proposal.right)] = proposal.right
+    def _view(self, fresh: list[DraftedTokens], batch: ProposalBatch, cost: StepCost) -> DraftView:
         plans = [drafted.chunk.draft for drafted in fresh]
 
         def column(values: list, kind=np.int32):
             return np.array(values, kind)
 
         return DraftView(
-            right=right,
-            proposed=column([len(p.tokens) for p in proposals]),
-            match_tokens=column([p.match_tokens for p in proposals]),
+            right=batch.right[:, : max(1, batch.lengths.max())],
+            proposed=batch.lengths,
+            match_tokens=batch.match_tokens,
             slot=column([d.slot for d in fresh], np.int64),
-            verifications=column([d.report.verifications - 1 for d in fresh], np.int64),
-            drafted_last=column([len(d.draft.tokens) for d in fresh]),
+            verifications=column([d.verifications - 1 for d in fresh], np.int64),
+            drafted_last=column([len(d.draft) for d in fresh]),
             accepted_last=column([d.accepted for d in fresh]),
             generated=column([d.generated for d in fresh]),
             expected=column([plan.expected_tokens for plan in plans]),

@@ -8,7 +8,6 @@ from tailrace.deployments.messages.context import GroupRef, Source, bits
 from tailrace.policies.families.drafting import Drafting
 from tailrace.policies.protocol.actions import DraftMode
 from tailrace.policies.protocol.draft_methods import DraftMethod
-from tailrace.policies.protocol.performance import count_tested
 
 EVIDENCE = {
     DraftMethod.GROUP: bits(*Source),
@@ -60,14 +59,15 @@ class DraftReport:
         sources = np.zeros((2, len(Source)), np.int64)
         return cls(0, *sources, np.zeros(draft_tokens, np.int64))
 
-    def count(self, sources: np.ndarray, accepted: int) -> None:
-        """One verification: of a draft with these sources, u8[n], the first `accepted` tokens were right."""
-        self.verifications += 1
-        if len(sources):
-            self.drafted += np.bincount(sources, minlength=len(Source))
-            self.accepted += np.bincount(sources[:accepted], minlength=len(Source))
-            self.accepted_at[:accepted] += 1
-            self.tested += count_tested(accepted, len(sources))
+    @classmethod
+    def of(
+        cls, verifications: int, drafted: bytearray, accepted: bytearray, counts: bytearray, draft_tokens: int
+    ) -> "DraftReport":
+        """Returns the report of many verifications. drafted, accepted: the sources of the tokens, a byte each; counts:
+        accepted tokens, a byte for each draft."""
+        by_source = (np.bincount(np.frombuffer(some, np.uint8), minlength=len(Source)) for some in (drafted, accepted))
+        ended = np.bincount(np.frombuffer(counts, np.uint8), minlength=draft_tokens + 1)  # drafts by accepted tokens
+        return cls(verifications, *by_source, len(counts) - np.cumsum(ended)[:draft_tokens])
 
     def add(self, other: "DraftReport") -> None:
         """Add the report of another chunk of the same sample, whose drafts may have been longer."""

@@ -1,0 +1,50 @@
+"""A chunk that drafts: its request inside vLLM, its draft in verification, and the results of those before.
+
+Owned by `EngineDrafts`, on the engine's thread.
+"""
+
+from dataclasses import dataclass, field
+
+from tailrace.deployments.drafting.group_indexes import IndexedGroup
+from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.policies.protocol.performance import count_tested
+
+
+@dataclass(slots=True)
+class DraftedTokens:
+    """A chunk's drafts. Their results are kept as bytes, and counted at its end: a step of 256 samples has as many."""
+
+    chunk: ChunkRequest
+    request: object  # vLLM's scheduler-side Request
+    group: IndexedGroup
+    slot: int
+    method: str  # of its drafts without a draft model
+    evidence: int  # the sources that these come from (`bits`)
+    generated: int  # answer tokens so far
+    until: int  # answer tokens at which the chunk ends
+    verifications: int = 0
+    tested: int = 0  # draft tokens that were tested, see `policies.protocol.performance`
+    draft: list[int] = field(default_factory=list)  # in verification now, or verified in the step that has just ended
+    sources: bytes = b""  # of `draft`, a byte (`Source`) for each token
+    accepted: int = 0  # accepted tokens of `draft`
+    unread: list[int] = field(default_factory=list)  # the last tokens, which its group's index does not have yet
+    futile: bool = False  # its last proposal did not pay
+    drafted_sources: bytearray = field(default_factory=bytearray)
+    accepted_sources: bytearray = field(default_factory=bytearray)
+    accepted_counts: bytearray = field(default_factory=bytearray)  # accepted tokens, of each verified draft
+
+    def count(self, accepted: int) -> None:
+        """Counts the verification of `draft`, of which the first `accepted` tokens were right."""
+        self.accepted = accepted
+        self.tested += count_tested(accepted, len(self.sources))
+        self.drafted_sources += self.sources
+        self.accepted_sources += self.sources[:accepted]
+        self.accepted_counts.append(accepted)
+
+    def report(self, draft_tokens: int) -> DraftReport:
+        """Returns the results so far; no draft is longer than `draft_tokens`."""
+        parts = self.drafted_sources, self.accepted_sources, self.accepted_counts
+        report = DraftReport.of(self.verifications, *parts, draft_tokens)
+        report.tested = self.tested
+        return report
