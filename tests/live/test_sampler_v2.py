@@ -125,7 +125,7 @@ def test_steps_emit_the_tokens_of_the_cpu(module, seed, rules):
         for i, count in scheduled.items():
             left[i] -= min(left[i], count) if i not in drafts else 0
             if left[i]:
-                assert made[i] == [] and f"r{i}" not in closed
+                assert made[i] == []  # a close call noted here ends no token: see `Redraws.settle`
                 inside += 1
                 continue
             place, draft = len(contexts[i]) + len(answers[i]), drafts.get(i, [])
