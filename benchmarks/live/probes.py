@@ -25,7 +25,7 @@ from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 Ladder = Sequence[tuple[int, int]]
 
 STEPS = 60
-LADDER = ((1, 33), (2, 33), (4, 33), (8, 33), (16, 33), (1, 257), (1, 961), (8, 961))
+LADDER = ((1, 33), (2, 33), (4, 33), (8, 33), (16, 33), (1, 257), (8, 257), (1, 961), (8, 961))
 """(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out. All but one token
 fill blocks of KV, so that of a prompt computed before that one alone is left."""
 
