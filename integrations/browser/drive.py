@@ -28,11 +28,17 @@ def browser(width: int, height: int) -> webdriver.Chrome:
     return webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
 
 
+def texts(page: webdriver.Chrome, selector: str) -> list[str]:
+    """What the elements say, at one moment: the page may replace them at the next."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"
+    return page.execute_script(script, selector)
+
+
 def run(page: webdriver.Chrome, folder: str) -> dict:
     """What the page shows while a batch runs, with the seconds between updates."""
 
     def text(selector: str) -> str:
-        return page.find_element(By.CSS_SELECTOR, selector).text
+        return "".join(texts(page, selector))  # nothing while there is no such element
 
     def until(condition):
         return WebDriverWait(page, WAIT_S, poll_frequency=0.1).until(lambda _: condition())
@@ -45,7 +51,7 @@ def run(page: webdriver.Chrome, folder: str) -> dict:
         times.append(time.monotonic())
     found = {
         "replicas": len(page.find_elements(By.CSS_SELECTOR, "#replicas tbody tr")),
-        "batches": [row.text.split()[0] for row in page.find_elements(By.CSS_SELECTOR, "#batches tbody tr")],
+        "batches": [row.split()[0] for row in texts(page, "#batches tbody tr")],
         "longest": len(page.find_elements(By.CSS_SELECTOR, "#longest tbody tr")),
         "updates_s": [round(after - before, 2) for before, after in pairwise(times)],
     }
@@ -53,7 +59,7 @@ def run(page: webdriver.Chrome, folder: str) -> dict:
     page.execute_script("document.querySelector('#longest button').focus()")
     page.switch_to.active_element.send_keys("\n")  # by keyboard
     until(lambda: text("#chunks tbody") and ("ended" in text("#sample-said") or len(text("#text")) > 20))
-    chunks = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#chunks tbody tr")]
+    chunks = texts(page, "#chunks tbody tr")
     found["sample"] = {"name": text("#sample-name"), "said": text("#sample-said"), "text": len(text("#text"))}
     found["sample"]["chunks"] = chunks
     page.save_screenshot(f"{folder}/sample.png")
@@ -84,7 +90,7 @@ def away(page: webdriver.Chrome) -> dict:
     wait.until(lambda _: "away" in state.text)
     wait.until(lambda _: "live" in state.text)
     wait.until(lambda _: len(page.find_elements(By.CSS_SELECTOR, "#replicas tbody tr")) == 2)
-    return {"news": [item.text for item in page.find_elements(By.CSS_SELECTOR, "#news li")]}
+    return {"news": wait.until(lambda _: texts(page, "#news li"))}  # it comes with a later update
 
 
 def main(url: str, folder: str) -> None:
