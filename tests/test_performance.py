@@ -9,7 +9,15 @@ from tailrace.policies.core.scaling import left_s, move_s
 from tailrace.policies.models.acceptance_estimator import AcceptanceEstimator
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
 from tailrace.policies.protocol.draft_methods import DraftMethod
-from tailrace.policies.protocol.performance import FADE, PRIOR, PRIOR_TOKENS, Performance, at, chance, count_tested
+from tailrace.policies.protocol.performance import (
+    FADE,
+    PRIOR,
+    PRIOR_TOKENS,
+    Performance,
+    chance,
+    count_tested,
+    seconds_at,
+)
 
 BASE_S, CHUNK_S, TOKEN_S = 0.06, 0.004, 0.003
 
@@ -101,7 +109,8 @@ def test_before_any_draft_there_is_the_prior_and_it_weighs_a_few_tokens():
 
 def test_a_step_is_on_the_line_between_its_points_and_beyond_them():
     known = Performance(0.0, (2.0, 10.0, 20.0), (1.0, 3.0, 4.0), chunk_s=0.5, drafts=1.0, made=2.0)
-    assert [at(x, known.step_tokens, known.step_seconds) for x in (1, 2, 6, 10, 15, 20, 40)] == [1, 1, 2, 3, 3.5, 4, 6]
+    found = [seconds_at(x, known.step_tokens, known.step_seconds) for x in (1, 2, 6, 10, 15, 20, 40)]
+    assert found == [1, 1, 2, 3, 3.5, 4, 6]
     assert known.step_s(5) == 3.0 + 2.5 and known.token_s(5) == 5.5 / 2
     base_s, each_s = performance(base=0.02, chunk=0.003).line(8)
     assert (base_s, each_s) == (pytest.approx(0.02), pytest.approx(0.003))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost
 from tailrace.policies.models.specactor_planner import TINY_S, Decoupled, Plan
 from tailrace.policies.protocol.actions import DraftMode
-from tailrace.policies.protocol.performance import Performance, at
+from tailrace.policies.protocol.performance import Performance, seconds_at
 from tailrace.policies.protocol.views import DraftModelsView
 
 
@@ -113,7 +113,7 @@ def measured_drafter(known: Performance | None, samples: int) -> DrafterStep | N
     """A draft model's step, exact for one sample and for `samples`; None if none was measured."""
     if known is None or not known.drafter_seconds:
         return None
-    one_s, all_s = (at(count, known.drafter_samples, known.drafter_seconds) for count in (1, max(2, samples)))
+    one_s, all_s = (seconds_at(count, known.drafter_samples, known.drafter_seconds) for count in (1, max(2, samples)))
     sample_s = (all_s - one_s) / (max(2, samples) - 1)
     return DrafterStep(base_s=rough(max(TINY_S, one_s - sample_s)), sample_s=rough(max(0.0, sample_s)))
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.policies.models.spec_cost_model import verified
 from tailrace.policies.protocol.draft_methods import DraftMethod
-from tailrace.policies.protocol.performance import Performance, at
+from tailrace.policies.protocol.performance import Performance, seconds_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def measured_rungs(known: Performance, chance_of: Callable[[str], float]) -> tup
     group, model = USUAL
     curves = {group.method: measured_curve(known, 0.0), model.method: model.curve}
     if known.drafter_seconds:
-        curves[model.method] = measured_curve(known, at(1, known.drafter_samples, known.drafter_seconds))
+        curves[model.method] = measured_curve(known, seconds_at(1, known.drafter_samples, known.drafter_seconds))
     return tuple(MethodProfile(method, curve, (chance_of(method),)) for method, curve in curves.items())
 
 

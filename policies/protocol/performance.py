@@ -29,8 +29,11 @@ def chance(right: float, of_tested: float, prior: float = PRIOR) -> float:
     return (PRIOR_TOKENS * prior + right) / (PRIOR_TOKENS + of_tested)
 
 
-def at(tokens: float, points: Sequence[float], seconds: Sequence[float]) -> float:
-    """Seconds on the line through points: flat below the first, and beyond the last along the last piece."""
+def seconds_at(tokens: float, points: Sequence[float], seconds: Sequence[float]) -> float:
+    """Seconds on the line through points: flat below the first, and beyond the last along the last piece.
+
+    As `StepCost.at`, for one number and without arrays: the core asks at every placement.
+    """
     if tokens <= points[0]:
         return seconds[0]
     upper = min(bisect_left(points, tokens), len(points) - 1)
@@ -82,7 +85,7 @@ class Performance:
 
     def verify_s(self, chunks: float, tokens: float) -> float:
         """Seconds of a decode step of `tokens` tokens for `chunks` chunks."""
-        return at(tokens, self.step_tokens, self.step_seconds) + self.chunk_s * chunks
+        return seconds_at(tokens, self.step_tokens, self.step_seconds) + self.chunk_s * chunks
 
     def step_s(self, chunks: float) -> float:
         """Seconds of a decode step of `chunks` chunks, with as many drafts as lately."""
