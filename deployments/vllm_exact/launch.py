@@ -134,7 +134,8 @@ def engine_arguments(config: EngineConfig) -> dict:
         "model": config.model,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_running + config.redraw_close_calls,  # a redraw is one more request
+        "max_num_seqs": config.max_running + config.redraw_close_calls,  # a redraw is one more request, see `alone`
+        "max_num_active_seqs": config.max_running,
         "max_num_batched_tokens": config.max_batched_tokens,
         "block_size": config.block_tokens,
         "tensor_parallel_size": config.tensor_parallel,

@@ -29,9 +29,13 @@ def is_paused(request) -> bool:
 
 @contextmanager
 def alone(scheduler) -> Iterator[None]:
-    """Excludes all present requests from steps, those in vLLM's queues too: a request added meanwhile runs alone."""
+    """Excludes all present requests from steps, those in vLLM's queues too: a request added meanwhile runs alone.
+
+    It takes a place beyond `max_num_active_seqs`, if the model runner has one.
+    """
     from vllm.v1.core.sched.request_queue import create_request_queue
 
+    places, scheduler.max_num_active_reqs = scheduler.max_num_active_reqs, scheduler.max_num_running_reqs
     paused = [request for request in scheduler.running if not is_paused(request)]
     held, deferred = [getattr(scheduler, name) for name in QUEUES], scheduler.deferred_waiting
     for request in paused:
@@ -42,6 +46,7 @@ def alone(scheduler) -> Iterator[None]:
     try:
         yield
     finally:
+        scheduler.max_num_active_reqs = places
         for request in paused:
             resume(request)
         for name, queue in zip(QUEUES, held, strict=True):

@@ -165,3 +165,12 @@ def test_a_redraw_has_kv_of_its_own(plain, redrawing):
 def test_kv_without_room_for_a_redraw_is_refused(config):
     with pytest.raises(ValueError, match="raise kv_cache_gib"):
         EngineRunner(config.model_copy(update={"kv_cache_gib": 0.0003}), "full")
+
+
+def test_chunks_beyond_the_most_that_run_wait_and_leave_a_place_for_redraws(redrawing):
+    """A coordinator that has restarted may give chunks before it has ended those of the one before."""
+    samples, before = [*range(len(SAMPLINGS)), 0, 1, 2, 3], redrawing.stats().work["redraws"]
+    wanted = dict(enumerate(tokens_of(alone(redrawing))))
+    many = [chunk(sample, chunk_id=f"{sample}/{place}") for place, sample in enumerate(samples)]
+    assert tokens_of(run(redrawing, *many)) == [wanted[sample] for sample in samples]
+    assert redrawing.stats().work["redraws"] > before
