@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.drafting import drafts_refused
+from benchmarks.drafting import drafts_joined, drafts_refused
 from benchmarks.drafting.drafts import SETTINGS, Setting, read_rollouts, replay, replay_arctic
 from tailrace.app.errors import BadInput
 from tailrace.app.files.traces import read_trace
@@ -109,3 +109,11 @@ def test_refusals_are_split_and_oracles_are_above_the_draft(rollouts, tallies):
     assert abs(sum(refused.values()) - 1) < 0.01 and refused["wrong_branch"] > refused["stopped_by_length"] > 0
     assert min(oracle.values()) > tallies["mates_15"].tokens_per_step
     assert oracle["paths_2"] < oracle["paths_4"] < oracle["paths_8"]
+
+
+def test_a_draft_model_and_the_index_bring_more_in_one_tree_than_either_first(rollouts, tallies):
+    found = drafts_joined.measure(rollouts, SETTINGS["mates_15"])
+    index = tallies["mates_15"].tokens_per_step
+    assert found["0.7"]["joined"] > 1.03 * max(index, found["0.7"]["model_first"])
+    for chance, ways in found.items():
+        assert ways["joined"] > ways["model_first"] and ways["joined"] > 0.99 * index, chance

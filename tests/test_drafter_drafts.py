@@ -1,14 +1,16 @@
 """An engine's drafts with a draft model at the other end of a line: what has come is proposed, and only a sample that
 takes turns waits."""
 
+import numpy as np
 import pytest
 import zmq
 from test_drafter_wire import Drafter
 from test_drafts import ANSWER, PROMPT, Engine
 
+from tailrace.deployments.draft_index.proposal import NOTHING, Proposal
 from tailrace.deployments.drafter.client import Drafters
 from tailrace.deployments.drafter.config import DrafterConfig
-from tailrace.deployments.drafter.wire import Confirm, Guess
+from tailrace.deployments.drafter.wire import Confirm, Guess, Open
 from tailrace.deployments.drafting.drafts import EngineDrafts
 from tailrace.deployments.messages.context import Source
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
@@ -100,3 +102,45 @@ def test_an_engine_drafts_by_a_model_first_while_it_reaches_one(ends):
     engine.drafts._model.meet([])
     engine.step()
     assert engine.drafts.methods == indexed
+
+
+def opened(other: Drafter, chunk_id: str) -> Open:
+    """Returns the chunk's wish, which comes after messages of other chunks."""
+    while True:
+        for message in other.hear():
+            if isinstance(message, Open) and message.name.startswith(chunk_id):
+                return message
+
+
+def path(tokens: list[int], *right: float, source: Source = Source.MODEL) -> Proposal:
+    return Proposal(np.array(tokens, np.int32), np.array(right, np.float32), np.full(len(tokens), source, np.uint8), 0)
+
+
+def test_two_proposals_are_one_tree_whose_best_path_is_taken():
+    model, index = path([1, 2, 3], 0.6, 0.6, 0.6), path([1, 5, 6], 0.9, 0.5, 0.1, source=Source.MATE)
+    best = model.joined(index)
+    assert (best.tokens.tolist(), best.sources.tolist()) == ([1, 2, 3], [Source.MODEL] * 3)
+    assert best.right.tolist() == pytest.approx([0.9, 0.6, 0.6]), "both propose the first"
+    surer = index._replace(right=np.array([0.9, 0.9, 0.9], np.float32))
+    best = model.joined(surer)
+    assert (best.tokens.tolist(), best.sources.tolist()) == ([1, 5, 6], [Source.MODEL, Source.MATE, Source.MATE])
+    longer = path([1, 2, 3, 4], 0.5, 0.5, 0.5, 0.2, source=Source.MATE)
+    assert model.joined(longer).tokens.tolist() == longer.joined(model).tokens.tolist() == [1, 2, 3, 4]
+    assert model.joined(NOTHING).tokens.tolist() == NOTHING.joined(model).tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ends", ["group"], indirect=True)
+@pytest.mark.parametrize("method", [None, "model"])
+def test_where_the_index_is_surer_than_the_model_its_tokens_are_verified(ends, method):
+    """Unless the chunk is a copy that drafts by the model."""
+    engine, other = ends
+    mate = engine.start(1, 0, 60)
+    while mate in engine.requests:
+        engine.step()
+    chunk_id = engine.start(0, 20, 40, method=method)
+    engine.step()
+    wish = opened(other, chunk_id)
+    other.say(Guess(wish.name, len(PROMPT) + 21, [*ANSWER[21:30], 7, 8, 9, 10], 40, 4))
+    came(engine, chunk_id)
+    assert engine.step()[chunk_id] == ANSWER[21:29], "the index knows them from the mate"
+    assert engine.step()[chunk_id] == (ANSWER[30:38] if method is None else [7, 8, 9, 10])

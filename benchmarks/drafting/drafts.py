@@ -237,7 +237,7 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None], prior: Path | 
     """All settings, ours and Arctic's; times are wall microseconds of `propose` with 15 mates, on one thread.
 
     `prior`: the evidence begins with this file of `--fit`, else with its own."""
-    from benchmarks.drafting import drafts_refused
+    from benchmarks.drafting import drafts_joined, drafts_refused
 
     warm_up()
     ours, theirs, kept, full = {}, {}, {}, SETTINGS["mates_15"]
@@ -256,6 +256,7 @@ def measure(rollouts: list[Rollouts], say: Callable[[str], None], prior: Path | 
         "arctic_kept_tokens_per_step": {name: round(tally.tokens_per_step, 3) for name, tally in kept.items()},
         "without_other_prompts": round(alone.tokens_per_step, 3),
         **drafts_refused.measure(rollouts, full, lambda: _begun(prior)),
+        "joined": drafts_joined.measure(rollouts, full, lambda: _begun(prior)),
         "lengths": {name: _came_to(tally) for name, tally in lengths.items()},
         "accepted_share": {name: round(tally.accepted / max(1, tally.drafted), 3) for name, tally in ours.items()},
         "drafted_per_step": {name: round(tally.drafted / max(1, tally.steps), 2) for name, tally in ours.items()},

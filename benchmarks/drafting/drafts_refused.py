@@ -34,7 +34,7 @@ def _ends(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer)
     """Shares of all verifications but those in which a sample ended."""
     ends: Counter[str] = Counter()
     for index, prompt, target in indexes(rollouts, setting, evidence):
-        pairs = {pair for text in (prompt.prompt, *prompt.mates[: setting.mates]) for pair in _pairs(text)}
+        pairs = {pair for text in (prompt.prompt, *prompt.mates[: setting.mates]) for pair in pairs_of(text)}
         before, truth, at = int(prompt.prompt[-1]), target.tolist(), 0
         while at < len(truth):
             paths = index.propose(MOST_MATES, DRAFT_TOKENS)
@@ -43,7 +43,7 @@ def _ends(rollouts: list[Rollouts], setting: Setting, evidence: CandidateScorer)
             text = [before, *truth[at : at + right + 1]]
             if at + right < len(truth):
                 ends[_end(index, draft, right, text, pairs)] += 1
-            pairs.update(_pairs(text))
+            pairs.update(pairs_of(text))
             index.extend(MOST_MATES, at, target[at : at + right + 1])
             before, at = text[-1], at + right + 1
     whole = sum(ends.values())
@@ -61,7 +61,8 @@ def _end(index: GroupIndex, draft: list[int], right: int, text: list[int], pairs
     return "right_token_not_found" if (text[-2], text[-1]) in pairs else "right_token_unknown"
 
 
-def _pairs(text) -> list[tuple[int, int]]:
+def pairs_of(text) -> list[tuple[int, int]]:
+    """Returns each token with the one after it."""
     tokens = np.asarray(text).tolist()
     return list(pairwise(tokens))
 

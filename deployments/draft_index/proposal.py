@@ -35,6 +35,27 @@ class Proposal(NamedTuple):
             match_tokens=count + self.match_tokens,
         )
 
+    @property
+    def expected(self) -> float:
+        """Returns the expected number of right tokens."""
+        return float(np.cumprod(self.right).sum())
+
+    def joined(self, other: "Proposal") -> "Proposal":
+        """Returns the path with the most expected tokens through the tree of both proposals.
+
+        A token that both propose is as likely as the surer one says. After the last such token the better end follows.
+        """
+        both = accepted_tokens(self.tokens.tolist(), other.tokens.tolist())
+        right = np.maximum(self.right[:both], other.right[:both])
+        ends = [each._replace(tokens=each.tokens[both:], right=each.right[both:]) for each in (self, other)]
+        best, end = (self, ends[0]) if ends[0].expected >= ends[1].expected else (other, ends[1])
+        return Proposal(
+            tokens=best.tokens,
+            right=np.concatenate([right, end.right]),
+            sources=np.concatenate([self.sources[:both], best.sources[both:]]),
+            match_tokens=max(self.match_tokens, other.match_tokens),
+        )
+
 
 NOTHING = Proposal(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8), 0)
 

@@ -1,6 +1,7 @@
 """The drafts of one engine: tokens enter their group's index, and proposals come from it.
 
-A policy decides the length of each. Drafts that a draft model has sent in time replace the index's proposals.
+A policy decides the length of each. What a draft model has sent in time and the index's proposal are joined in a tree:
+its best path is verified, the other by a fork where there are some.
 Runs next to vLLM's scheduler, on the engine's thread, between two steps.
 Tokens set as a request's `spec_token_ids` are verified in the next step.
 Invariant: nothing here waits or changes a token (the exact sampler verifies by equality).
@@ -285,14 +286,13 @@ class EngineDrafts:
         """
         least = cost.least_chance(len(fresh)) if self._policy.by_worth else 0.0
         most, share = min(self._policy.max_draft_tokens, self._draft_tokens), min(1.0, ALL_EVIDENCE / len(fresh))
-        batch, by_group = ProposalBatch(len(fresh), most), defaultdict(list)
+        batch, by_group, guesses = ProposalBatch(len(fresh), most), defaultdict(list), {}
         for row, drafted in enumerate(fresh):
             if drafted.futile and not due:
                 continue
-            guess = NOTHING if self._model is None else self._from_model(drafted, most)
-            if len(guess.tokens):
-                batch.put(row, guess)
-            elif self._indexed:
+            if self._model is not None and len((guess := self._from_model(drafted, most)).tokens):
+                guesses[row] = guess
+            if self._indexed and (row not in guesses or drafted.chunk.draft.method is None):
                 by_group[id(drafted.group)].append(row)
         for rows in by_group.values():
             index, some = fresh[rows[0]].group.index, [fresh[row] for row in rows]
@@ -301,6 +301,8 @@ class EngineDrafts:
             known = index.known_all(samples)
             for place in np.flatnonzero(known > [drafted.generated for drafted in some]).tolist():
                 batch.put(rows[place], self._ahead(some[place], batch.get(rows[place]), most))
+        for row, guess in guesses.items():
+            batch.put(row, guess.joined(batch.get(row)).first(most))
         batch.cut(np.array([self._room(drafted) for drafted in fresh]))
         return batch
 
@@ -317,7 +319,7 @@ class EngineDrafts:
         return min(drafted.until - drafted.generated, self._max_model_len - drafted.request.num_tokens) - 1
 
     def _from_model(self, drafted: DraftedTokens, most: int) -> Proposal:
-        """Returns the draft model's tokens, unless the index knows the next tokens (see `_within`)."""
+        """Returns the draft model's tokens; none if the index knows the next ones, which a copy has made already."""
         plan, index = drafted.chunk.draft, drafted.group.index
         if index.known(plan.sample_index) > drafted.generated:
             return NOTHING
@@ -329,9 +331,13 @@ class EngineDrafts:
             return
         index, sample_index = drafted.group.index, drafted.chunk.draft.sample_index
         branches = index.propose(sample_index, budget, 1 + max(fork.path for fork in forks))
+        branches = [branch.tokens.tolist() for branch in branches]
+        of_index = drafted.sources[0] != Source.MODEL
+        if branches and (of_index or branches[0] == drafted.draft[: len(branches[0])]):
+            branches = branches[1:]  # the chunk itself verifies it
         for fork in forks:
             known = index.ahead(sample_index, fork.generated, self._draft_tokens).tolist()
-            branch = branches[fork.path].tokens.tolist() if fork.path < len(branches) else []
+            branch = branches[fork.path - 1] if fork.path <= len(branches) else []
             room = min(drafted.until - fork.generated, self._max_model_len - fork.request.num_tokens) - 1
             fork.request.spec_token_ids = (known + branch)[: max(0, min(self._draft_tokens, room))]
 
