@@ -1,9 +1,10 @@
 """The simulator against the service: one replayed workload, rolled out live and simulated, under three policies.
 
 The model knows this machine from probes alone (`probes`): made-up rollouts in the same service, before, between and
-after the predicted ones. The policies take turns; those of a turn are simulated at the speed that the probes before and
-after it found, so that a machine that slows down slows both. Nothing is fitted to what is predicted. Figures are
-medians of the turns, of live runs and of simulated ones. Called by `tailrace bench calibrate`.
+after the predicted ones, all of them together, since one look at a shared machine is a tenth off and more. The policies
+take turns; those of a turn are simulated at the speed that the probes before and after it found, so that a machine that
+slows down slows both. Nothing is fitted to what is predicted. Figures are medians of the turns, of live runs and of
+simulated ones. Called by `tailrace bench calibrate`.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from benchmarks.live.medians import middle
-from benchmarks.live.probes import CHECK, LADDER, Probes, engines, pooled, stepped
+from benchmarks.live.probes import Probes, engines, pooled, stepped
 from benchmarks.live.static_baseline import KEPT
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
@@ -177,17 +178,15 @@ def measure(
 
 
 async def _roll_all(client: RolloutClient, replicas: int, named, groups, repeats: int, say) -> tuple[dict, Probes]:
-    """The policies take turns, with probes between; what chunks cost is probed before the first and after the last."""
+    """The policies take turns, with probes before, between and after them."""
     probes, rolled = Probes(client, replicas, say, await engines(client)), {name: [] for name in named}
-    await probes.climb(LADDER)
-    await probes.hand_over()
+    await probes.look()
     for turn in range(repeats):
         for name, policies in named.items():
             rolled[name].append(run := await _roll(client, batch_id(name, turn), policies, groups))
             done = ", ".join(f"{key} {run[key]}" for key in ("makespan_s", "tail_s", "steps", "step_ms"))
             say(f"{name}, {turn + 1} of {repeats}: {done}")
-        await probes.climb(CHECK)
-    await probes.hand_over()
+        await probes.look()
     return {name: middle(all_of) for name, all_of in rolled.items()}, probes
 
 

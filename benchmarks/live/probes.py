@@ -22,18 +22,13 @@ from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Roll
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 
-Ladder = Sequence[tuple[int, int]]
-
 STEPS = 60
-LADDER = ((1, 33), (2, 33), (4, 33), (8, 33), (16, 33), (1, 257), (8, 257), (1, 961), (8, 961))
+LADDER = ((1, 33), (2, 33), (4, 33), (8, 33), (16, 33), (1, 257), (4, 257), (8, 257), (1, 961), (8, 961))
 """(chunks on each replica, tokens of their prompt). Chunks beyond what a replica runs are left out. All but one token
 fill blocks of KV, so that of a prompt computed before that one alone is left."""
 
-CHECK = ((1, 33), (4, 33), (8, 33))
-"""Enough to see how fast the machine is now, in some seconds."""
-
 ALONE = ((1, 33), (8, 33))
-"""Rungs of both ladders, run on one replica while the others have nothing to do."""
+"""Rungs that are run on one replica while the others have nothing to do."""
 
 HANDOVER_CHUNK_TOKENS, HANDOVERS = 32, 7
 PROMPT_TOKENS = 40
@@ -88,11 +83,11 @@ async def step_by_step(client: RolloutClient, batch: RolloutBatch, chunks: int) 
     return [group async for group in client.rollout(batch)]
 
 
-async def climb(client: RolloutClient, name: str, replicas: int, max_running: int, ladder: Ladder = LADDER) -> dict:
+async def climb(client: RolloutClient, name: str, replicas: int, max_running: int) -> dict:
     """`steps` and `prefill`, each a list of what was run and the milliseconds it took, one for each rung."""
     await client.set_policies(bound(None))
     steps, prefill = [], []
-    for chunks, prompt_tokens in (rung for rung in ladder if rung[0] <= max_running):
+    for chunks, prompt_tokens in (rung for rung in LADDER if rung[0] <= max_running):
         batch = probe(f"{name}-{chunks}x{prompt_tokens}", replicas, chunks, prompt_tokens, STEPS + 1)
         groups = await step_by_step(client, batch, chunks)
         context = prompt_tokens + STEPS // 2
@@ -239,15 +234,20 @@ class Probes:
     busy: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
 
-    async def climb(self, ladder: Ladder) -> None:
+    async def look(self) -> None:
+        """Runs all probes once."""
+        await self._climb()
+        await self._hand_over()
+
+    async def _climb(self) -> None:
         number = len(self.ladders)
-        found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running, ladder)
+        found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running)
         found["drafted"] = await drafted_steps(self.client)
         self.ladders.append(found)
         took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
         self.say(f"probes: steps of {took} ms")
 
-    async def hand_over(self) -> None:
+    async def _hand_over(self) -> None:
         """What chunks and a busy neighbour cost, beside the ladder just climbed."""
         number, client = len(self.ladders), self.client
         self.alone.append(round(await alone(client, f"alone-{number}", self.replicas, self.ladders[-1]), 4))

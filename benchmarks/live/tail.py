@@ -20,7 +20,7 @@ from statistics import median
 
 from benchmarks.drafting.ladder import USUAL as ACCEPTED
 from benchmarks.live.medians import middle
-from benchmarks.live.probes import LADDER, Probes, engines, pooled
+from benchmarks.live.probes import Probes, engines, pooled
 from benchmarks.live.tail_simulated import least_s, quickest, simulated
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
@@ -200,13 +200,13 @@ def evened(runs: Mapping[str, Mapping]) -> dict[str, float]:
 
 
 async def _ours(client: RolloutClient, policies_of, replay: Replay, replicas: int, repeats: int, history_dir, say):
-    """Every run by name, taking turns, and the probes before them."""
+    """Every run by name, taking turns, and the probes before each turn."""
     await _all_up(client, replicas)
     probes = Probes(client, replicas, say, await engines(client))
-    await probes.climb(LADDER)
-    await probes.hand_over()
     runs = {name: [] for name in policies_of}
     for turn in range(repeats):
+        await _all_up(client, replicas)
+        await probes.look()
         for name in rotated(tuple(policies_of), turn, repeats):
             await client.forget_history()
             replay.remember(history_dir)

@@ -81,9 +81,9 @@ def _history(past: Recorded) -> list[PastAnswer]:
 
 def quickest(probes: Probes) -> ReplicaModel:
     """A replica as in the quickest of the probes' steps."""
-    found = probes.ladders[0]
+    steps = [step for found in probes.ladders for step in (*found["steps"], *found["drafted"])]
     profile = probes.drafting(pooled(probes.ladders))
-    share = min(1.0, *probes.alone) * min(beside_fit([*found["steps"], *found["drafted"]], profile["fit"]))
+    share = min(1.0, *probes.alone) * min(beside_fit(steps, profile["fit"]))
     return slowed(model_of(profile, *probes.told, 0.0), share)
 
 
