@@ -71,3 +71,10 @@ def test_the_certificate_says_how_sure_equality_is():
     assert (result["redraws"], result["redraws_changed"], result["redraw_seconds"]) == (2, 1, 0.5)
     assert "2 redraws took 0.5 s, 0.250 s each, and changed 1 tokens" in sentences(result)
     assert len(sentences(sureness(runs, [], 1e-3))) == 3
+
+
+def test_the_noise_of_a_run_with_an_adapter_is_beside_one_with_it():
+    plain, adapted = (rollout((1, 2), (-1.0, logprob)) for logprob in (-2.0, -1.5))
+    runs = [plain, adapted, rollout((1, 2), (-1.0, -1.5 - 1e-5))]
+    result = sureness(runs, [], 1e-3, references=[plain, adapted, adapted])
+    assert result["noise"]["max"] == pytest.approx(1e-5 * 2**0.5, rel=1e-3)

@@ -6,7 +6,7 @@ Called by tokens.py and by `tailrace verify`.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -83,10 +83,17 @@ def flips(per_logit: float, noise: np.ndarray, tolerance: float) -> dict:
     }
 
 
-def sureness(groups: list[list[GroupResult]], work: Iterable[Counter[str]], tolerance: float) -> dict:
-    """The figures of all runs together; the first one is the reference of the noise."""
+def sureness(
+    groups: list[list[GroupResult]],
+    work: Iterable[Counter[str]],
+    tolerance: float,
+    references: Sequence[list[GroupResult]] | None = None,
+) -> dict:
+    """The figures of all runs together. `references`: of each run's noise; by default the first run is that of all."""
     counts: Counter[str] = sum(work, Counter())
-    noise = np.concatenate([np.zeros(0), *(noise_of(groups[0], others) for others in groups[1:])])
+    pairs = zip(references or [groups[0]] * len(groups), groups, strict=True)
+    moved = [noise_of(expected, got) for expected, got in pairs if got is not expected]
+    noise = np.concatenate([np.zeros(0), *moved])
     tokens = sum(len(sample.token_ids) for run in groups for group in run for sample in group.samples)
     close, per_logit = sum(map(close_calls_of, groups)), density(counts)
     return {

@@ -232,9 +232,10 @@ def certificate(rolled: dict[str, dict], tolerance: float = 0.0) -> dict:
             same |= {"identical": False, "first_difference": first}
         rows.append({"name": run.name, "drafting": Policies(**run.policies).drafting.type, **same, **figures})
     every = [rolled[run.name]["groups"] for run in runs]
-    sure = sureness(every, map(work_in, rolled.values()), tolerance)
-    for run, row, groups in zip(runs, rows, every, strict=True):
-        row.update(flips(sure["draws_per_logit"], noise_of(references[run.kind], groups), tolerance))
+    expected = [references[run.kind] for run in runs]
+    sure = sureness(every, map(work_in, rolled.values()), tolerance, expected)
+    for reference, row, groups in zip(expected, rows, every, strict=True):
+        row.update(flips(sure["draws_per_logit"], noise_of(reference, groups), tolerance))
     return {
         "identical": all(row["identical"] for row in rows),
         "tokens": rows[0]["tokens"],

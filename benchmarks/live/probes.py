@@ -112,7 +112,8 @@ async def alone(client: RolloutClient, name: str, replicas: int, ladder: dict) -
 
 
 async def drafted_steps(client: RolloutClient) -> list[dict]:
-    """What steps cost that verify many tokens, as engines have measured: like `climb`'s `steps`, of one chunk each."""
+    """What steps cost that verify many tokens, as engines have measured while they started, over contexts of no length:
+    like `climb`'s `steps`, of one chunk each."""
     found = [one.performance for one in (await client.status()).replicas if one.performance is not None]
     return [
         {"chunks": 1, "draft_tokens": tokens - 1, "context_tokens": 0, "step_ms": 1e3 * took_s}
@@ -229,20 +230,21 @@ class Probes:
     replicas: int
     say: Callable[[str], None]
     told: tuple
+    drafted: list[dict] = field(default_factory=list)
     ladders: list[dict] = field(default_factory=list)
     handovers: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
 
     async def look(self) -> None:
-        """Runs all probes once."""
+        """Runs all probes once. Later on, steps that verify drafts have contexts of which nothing is known."""
+        self.drafted = self.drafted or await drafted_steps(self.client)
         await self._climb()
         await self._hand_over()
 
     async def _climb(self) -> None:
         number = len(self.ladders)
         found = await climb(self.client, f"ladder-{number}", self.replicas, self.told[0][0].max_running)
-        found["drafted"] = await drafted_steps(self.client)
         self.ladders.append(found)
         took = {f"{one['chunks']}x{one['context_tokens']}": one["step_ms"] for one in found["steps"]}
         self.say(f"probes: steps of {took} ms")
@@ -258,9 +260,13 @@ class Probes:
             f"{HANDOVER_CHUNK_TOKENS} take {self.busy[-1]:.2f} s more"
         )
 
+    def steps(self) -> list[dict]:
+        """Returns those of all ladders, and those that verify drafts."""
+        return [step for found in self.ladders for step in found["steps"]] + self.drafted
+
     def drafting(self, profile: dict) -> dict:
         """A profile with the fit of steps that verify drafts among the others."""
-        return profile | {"fit": fit([step for found in self.ladders for step in (*found["steps"], *found["drafted"])])}
+        return profile | {"fit": fit(self.steps())}
 
     def models(self, profile: dict) -> tuple[ReplicaModel, ReplicaModel]:
         """A replica whose steps are as in `profile`, and one that verifies drafts."""

@@ -81,9 +81,8 @@ def _history(past: Recorded) -> list[PastAnswer]:
 
 def quickest(probes: Probes) -> ReplicaModel:
     """A replica as in the quickest of the probes' steps."""
-    steps = [step for found in probes.ladders for step in (*found["steps"], *found["drafted"])]
     profile = probes.drafting(pooled(probes.ladders))
-    share = min(1.0, *probes.alone) * min(beside_fit(steps, profile["fit"]))
+    share = min(1.0, *probes.alone) * min(beside_fit(probes.steps(), profile["fit"]))
     return slowed(model_of(profile, *probes.told, 0.0), share)
 
 
