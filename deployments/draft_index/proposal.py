@@ -41,7 +41,7 @@ class Proposal(NamedTuple):
         return float(np.cumprod(self.right).sum())
 
     def joined(self, other: "Proposal") -> "Proposal":
-        """Returns the path with the most expected tokens through the tree of both proposals.
+        """Returns the path of maximum expected tokens through the tree of both proposals.
 
         A token that both propose is as likely as the surer one says. After the last such token the better end follows.
         """

@@ -1,7 +1,7 @@
 """The drafts of one engine: tokens enter their group's index, and proposals come from it.
 
-A policy decides the length of each. What a draft model has sent in time and the index's proposal are joined in a tree:
-its best path is verified, the other by a fork where there are some.
+A policy decides the length of each. The tokens that a draft model has sent in time are joined with the index's proposal
+in a tree: its best path is verified, other paths by forks where there are some.
 Runs next to vLLM's scheduler, on the engine's thread, between two steps.
 Tokens set as a request's `spec_token_ids` are verified in the next step.
 Invariant: nothing here waits or changes a token (the exact sampler verifies by equality).
