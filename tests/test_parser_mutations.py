@@ -19,6 +19,7 @@ from tailrace.app.files.dumps import read_dump
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.files.results import ResultsFile
 from tailrace.app.files.traces import read_trace, replay_groups
+from tailrace.app.fuzz.outcomes_file import OutcomesFile
 from tailrace.app.simulator.scenario import FOLDER, load_scenario
 from tailrace.app.timeline.record import record
 from tailrace.deployments.coordinator.journal import read_journal
@@ -42,6 +43,8 @@ SAMPLE = {
 RESULTS = [
     {"prompt_id": name, "request": "0123", "prompt_token_ids": [1, 2], "samples": [SAMPLE, SAMPLE]} for name in "ab"
 ]
+OUTCOME = {"problem": None, "faults": {"kill": 2}, "samples": 8, "tokens": 99, "virtual_s": 31.5}
+OUTCOMES = [{"code": "c", "kinds": ["kill"]}, *({"seed": seed, **OUTCOME} for seed in range(3))]
 TRACE_SAMPLE = {"text": "an answer", "reward": 1.0}
 TRACE = [
     {"prompt_id": n, "prompt": "p", "epochs": [{"policy_step": 1, "samples": [TRACE_SAMPLE] * 2}]} for n in range(2)
@@ -105,6 +108,9 @@ def lines_of(path: Path) -> list[str]:
 PARSERS = {
     "prompts": (".jsonl", lambda rng: json_lines(PROMPTS, rng), lambda path: read_prompts(path, {"samples": 2})),
     "out": (".jsonl", lambda rng: json_lines(RESULTS, rng), lambda path: ResultsFile(path).close()),
+    "fuzz_out": (
+        ".jsonl", lambda rng: json_lines(OUTCOMES, rng), lambda path: OutcomesFile(path, "c", ["kill"]).close(),
+    ),
     "trace": (
         ".jsonl", lambda rng: json_lines(TRACE, rng),
         lambda path: replay_groups(

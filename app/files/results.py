@@ -1,17 +1,15 @@
 """Rollouts on disk: one finished group a line, appended as it comes, so that a run can be taken up again.
 
-Invariant: a line is whole or it is cut off; a group is written once; one process writes at a time. Each line carries a
-digest of its request, and its segments the digests of their weights, so runs with different settings never mix.
+Invariant: a group is written once. Each line carries a digest of its request, and its segments the digests of their
+weights, so runs with different settings never mix.
 """
 
-import fcntl
 import json
-import os
 from hashlib import blake2b
 from pathlib import Path
 
 from tailrace.app.errors import BadInput, Failed
-from tailrace.app.strict_json import parse_object
+from tailrace.app.files.lines_file import LinesFile
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup
 
 
@@ -28,32 +26,13 @@ class ResultsFile:
     def __init__(self, path: Path):
         self.path = path
         self.weights: set[str] = set()  # digests, of the last segments of all samples
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadInput(f"{path}: another run writes it now; wait for its end or give another --out") from error
-        except OSError as error:
-            raise BadInput(f"{path}: cannot be written: {error.strerror}; give another --out") from error
-        self.done = self._read()
+        self.done: dict[str, str] = {}  # digests by prompt id, of the groups that are there
+        self._lines = LinesFile(path, "a rollout of ours")
+        self._lines.read(self._take)
 
-    def _read(self) -> dict[str, str]:
-        """Digests by prompt id of the groups that are there; a half-written last line is cut off."""
-        done, self._bytes = {}, 0
-        with open(self.path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    group = parse_object(line, constants=True)
-                    done[group["prompt_id"]] = group["request"]
-                    self.weights |= {weights_of(sample["segments"]) for sample in group["samples"]} - {""}
-                except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                    raise BadInput(f"{self.path} line {number}: not a rollout of ours; give another --out") from error
-                self._bytes += len(line)
-        self._cut()
-        return done
+    def _take(self, group: dict) -> None:
+        self.done[group["prompt_id"]] = group["request"]
+        self.weights |= {weights_of(sample["segments"]) for sample in group["samples"]} - {""}
 
     def missing(self, prompts: list[PromptGroup], seed: int, step: int) -> list[PromptGroup]:
         """The prompts still to do. Raises BadInput when one was done with other settings."""
@@ -82,29 +61,15 @@ class ResultsFile:
             "prompt_token_ids": group.prompt_token_ids.tolist(),
             "samples": [sample.model_dump(mode="json") for sample in group.samples],
         }
-        data = json.dumps(line).encode() + b"\n"
         try:
-            self._write(data)
+            self._lines.append(line)
         except OSError as error:
-            self._cut()
             kept = f"{len(self.done)} groups are in it"
             raise Failed(f"{self.path}: {error.strerror}; {kept}, mend it and run again for the rest") from error
-        self._bytes += len(data)
         self.done[group.prompt_id] = line["request"]
 
     def close(self) -> None:
-        self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        os.fsync(self._file.fileno())
-
-    def _cut(self) -> None:
-        """Ends the file after its last whole line."""
-        if os.fstat(self._file.fileno()).st_size > self._bytes:
-            self._file.truncate(self._bytes)
+        self._lines.close()
 
 
 def weights_of(segments: list[dict]) -> str:

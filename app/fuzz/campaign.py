@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
@@ -47,11 +46,6 @@ def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE
         return run(plan)
     except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue
         return Outcome(seed, f"the simulation ended with {error!r}", plan.faults)
-
-
-def faults_by_kind(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    counts = Counter(fault.kind for outcome in outcomes for fault in outcome.faults)
-    return dict(sorted(counts.items()))
 
 
 def described(plan: RunPlan) -> list[str]:

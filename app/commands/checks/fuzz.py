@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections import Counter
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -15,15 +17,18 @@ from tailrace.app.errors import BadInput, Failed
 @click.option("--first", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed.")
 @click.option("--kinds", default=None, metavar="A,B", show_default="all", help="Only faults of these kinds.")
 @click.option("--workers", type=click.IntRange(min=1), default=None, show_default="one per core")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep outcomes here, and continue from it."
+)
 @click.option("--shorten", is_flag=True, help="Print the shortest schedule that still fails, of the first failure.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(seeds, first, kinds, workers, shorten, as_json):
+def command(seeds, first, kinds, workers, out, shorten, as_json):
     """Run the real coordinator, engine loops and client over simulated engines, with faults by seed.
 
     Each seed is one history: replicas die, hang and lie, drivers vanish, coordinators restart, weights change. Every
     token is checked, every batch must end, and nothing may be left over.
     """
-    from tailrace.app.fuzz.campaign import campaign, described, faults_by_kind
+    from tailrace.app.fuzz.campaign import described
     from tailrace.app.fuzz.faults import KINDS
     from tailrace.app.fuzz.run import plan_of, shortened
 
@@ -31,24 +36,8 @@ def command(seeds, first, kinds, workers, shorten, as_json):
     unknown = next((kind for kind in chosen if kind not in KINDS), None)
     if unknown is not None:
         raise BadInput(f"--kinds {unknown}: known: {', '.join(KINDS)}")
-    began_s, outcomes = time.monotonic(), []
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("seeds", total=seeds)
-        for outcome in campaign(range(first, first + seeds), chosen, workers):
-            outcomes.append(outcome)
-            bar.advance(task)
-            if outcome.problem is not None:
-                bar.console.print(f"seed {outcome.seed}: {outcome.problem}", highlight=False)
-    failures = {outcome.seed: outcome.problem for outcome in outcomes if outcome.problem is not None}
-    result = {
-        "seeds": seeds,
-        "failures": dict(sorted(failures.items())),
-        "seeds_per_min": round(60 * seeds / (time.monotonic() - began_s)),
-        "faults": faults_by_kind(outcomes),
-        "samples": sum(outcome.samples for outcome in outcomes),
-        "tokens": sum(outcome.tokens for outcome in outcomes),
-        "virtual_s": round(sum(outcome.seconds for outcome in outcomes)),
-    }
+    result = _run(range(first, first + seeds), chosen, workers, out)
+    failures = result["failures"]
     if failures and shorten:
         for line in described(shortened(plan_of(min(failures), chosen))):
             click.echo(line, err=True)
@@ -58,6 +47,42 @@ def command(seeds, first, kinds, workers, shorten, as_json):
         _print(result)
     if failures:
         raise Failed(f"{len(failures)} of {seeds} seeds fail; the first: {min(failures)}")
+
+
+def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | None) -> dict:
+    """Runs the seeds that are not in `out` yet. Returns the report of all of them."""
+    from tailrace.app.fuzz.campaign import campaign
+    from tailrace.app.fuzz.outcomes_file import OutcomeLine, OutcomesFile, code_digest
+
+    file = OutcomesFile(out, code_digest(), kinds) if out is not None else None
+    lines = [line for seed, line in file.lines.items() if seed in seeds] if file is not None else []
+    done, began_s = {line.seed for line in lines}, time.monotonic()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("seeds", total=len(seeds), completed=len(done))
+        for outcome in campaign((seed for seed in seeds if seed not in done), kinds, workers):
+            lines.append(line := OutcomeLine.of(outcome))
+            if file is not None:
+                file.add(line)
+            bar.advance(task)
+            if outcome.problem is not None:
+                bar.console.print(f"seed {outcome.seed}: {outcome.problem}", highlight=False)
+    per_min = round(60 * (len(lines) - len(done)) / (time.monotonic() - began_s))
+    return _report(lines) | {"seeds_per_min": per_min}
+
+
+def _report(lines: list) -> dict:
+    """Returns the sums of all outcomes, a list of OutcomeLine."""
+    faults: Counter[str] = Counter()
+    for line in lines:
+        faults.update(line.faults)
+    return {
+        "seeds": len(lines),
+        "failures": {line.seed: line.problem for line in sorted(lines, key=lambda line: line.seed) if line.problem},
+        "faults": dict(sorted(faults.items())),
+        "samples": sum(line.samples for line in lines),
+        "tokens": sum(line.tokens for line in lines),
+        "virtual_s": round(sum(line.virtual_s for line in lines)),
+    }
 
 
 def _print(result: dict) -> None:

@@ -280,6 +280,25 @@ def test_the_command_reports_and_refuses_unknown_kinds():
     assert refused.exit_code == 2 and "--kinds earthquake: known: kill" in refused.output
 
 
+def test_a_campaign_that_was_stopped_is_continued(tmp_path):
+    def fuzz(seeds, kinds="kill,coordinator"):
+        ran = CliRunner().invoke(main, ["fuzz", "--seeds", str(seeds), "--kinds", kinds, "--json", "--out", str(path)])
+        return ran.exit_code, json.loads(ran.stdout.splitlines()[-1]) if ran.exit_code == 0 else ran.output
+
+    path = tmp_path / "outcomes.jsonl"
+    code, first = fuzz(4)
+    assert code == 0 and path.read_bytes().count(b"\n") == 1 + 4
+    path.write_bytes(path.read_bytes()[:-5])  # it was stopped while it wrote the last one
+    code, whole = fuzz(10)
+    written = path.read_bytes()
+    assert code == 0 and written.count(b"\n") == 1 + 10 and whole["seeds"] == 10 and whole["tokens"] > first["tokens"]
+    code, again = fuzz(10)
+    assert again == whole | {"seeds_per_min": 0} and path.read_bytes() == written
+    assert fuzz(10, "kill")[0] == 2 and "of other kinds of faults" in fuzz(10, "kill")[1]
+    path.write_bytes(written.replace(b'"samples": ', b'"samples": "x", "more": '))
+    assert fuzz(10)[0] == 2 and "line 2: not an outcome" in fuzz(10)[1]
+
+
 def test_a_change_of_policies_waits_at_a_door_for_the_batches_before_it(tmp_path):
     """A batch that comes later waits too, and runs under the new policies; one that runs goes on under the old."""
 
