@@ -66,6 +66,8 @@ def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | 
             bar.advance(task)
             if outcome.problem is not None:
                 bar.console.print(f"seed {outcome.seed}: {outcome.problem}", highlight=False)
+    if file is not None:
+        file.close()
     per_min = round(60 * (len(lines) - len(done)) / (time.monotonic() - began_s))
     return _report(lines) | {"seeds_per_min": per_min}
 
@@ -77,7 +79,9 @@ def _report(lines: list) -> dict:
         faults.update(line.faults)
     return {
         "seeds": len(lines),
-        "failures": {line.seed: line.problem for line in sorted(lines, key=lambda line: line.seed) if line.problem},
+        "failures": {
+            line.seed: line.problem for line in sorted(lines, key=lambda line: line.seed) if line.problem is not None
+        },
         "faults": dict(sorted(faults.items())),
         "samples": sum(line.samples for line in lines),
         "tokens": sum(line.tokens for line in lines),
