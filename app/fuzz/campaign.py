@@ -16,13 +16,12 @@ BATCH = 8
 
 def campaign(seeds: Iterable[int], kinds: tuple[str, ...], workers: int | None = None) -> Iterator[Outcome]:
     """Runs all seeds, with faults of these kinds. Yields outcomes in no order."""
-    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_run_all, several, kinds) for several in _batches(seeds)]
-        try:
-            for job in as_completed(jobs):
-                yield from job.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"))
+    try:
+        for job in as_completed([pool.submit(_run_all, several, kinds) for several in _batches(seeds)]):
+            yield from job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # not by `with`, which shuts down again and cancels nothing
 
 
 def _batches(seeds: Iterable[int]) -> Iterator[tuple[int, ...]]:
