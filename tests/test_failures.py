@@ -25,16 +25,19 @@ class Game:
         chunking = {"type": "fixed", "chunk_tokens": 16}
         self.core, self.now = RolloutCore(Policies(chunking=chunking)), 0.0
         for replica_id in replicas:
-            self.core.observe(
-                ev.ReplicaJoined(
-                    now=0.0, replica_id=replica_id, block_tokens=16, kv_capacity_blocks=1000, max_running=4,
-                    draft_tokens=0, weights_version=0,
-                )
-            )  # fmt: skip
+            self.join(replica_id)
         self.core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, samples, max_tokens),)))
         self.starts: list[tuple[float, StartChunk]] = []
         self.ends: dict[str, EndSample] = {}
         self.running: list[StartChunk] = []
+
+    def join(self, replica_id: str) -> None:
+        self.core.observe(
+            ev.ReplicaJoined(
+                now=self.now, replica_id=replica_id, block_tokens=16, kv_capacity_blocks=1000, max_running=4,
+                draft_tokens=0, weights_version=0,
+            )
+        )  # fmt: skip
 
     def play(self, until_s: float, fails, step_s: float = 0.5) -> None:
         """Each step ends all running chunks; `fails(start)` says whether a chunk fails."""
@@ -166,3 +169,69 @@ def test_a_replica_that_leaves_while_it_is_aside_is_forgotten():
     game.running = [start for start in game.running if start.replica_id != "bad"]
     game.play(200.0, lambda start: False)
     assert len(game.ends) == 32 and {end.end for end in game.ends.values()} == {SampleEnd.LENGTH}
+
+
+class DeadlyGame(Game):
+    """Chunks of the samples named `deadly` end their replicas before any chunk there ends; others take their place."""
+
+    def __init__(self, *replicas: str, deadly: set[str], samples: int):
+        super().__init__(*replicas, samples=samples)
+        self.deadly, self.killed = deadly, []
+
+    def play(self, until_s: float, fails=lambda start: False, step_s: float = 0.5) -> None:
+        while self.now < until_s:
+            doomed = sorted({start.replica_id for start in self.running if start.sample_id in self.deadly})
+            self.running = [start for start in self.running if start.replica_id not in doomed]
+            for replica_id in doomed:
+                self.core.observe(ev.ReplicaLeft(self.now, replica_id, "out of memory"))
+                self.killed.append(replica_id)
+                self.join(f"{replica_id}'")
+            super().play(min(until_s, self.now + step_s), fails, step_s)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+@pytest.mark.parametrize("samples", [1, 2, 8, 64])
+def test_a_sample_that_ends_its_replicas_takes_no_other_with_it(replicas, samples):
+    game = DeadlyGame(*(f"r{number}" for number in range(replicas)), deadly={"g#0"}, samples=samples)
+    game.play(400.0)
+    ends = {name: end.end for name, end in game.ends.items()}
+    assert ends.pop("g#0") is SampleEnd.FAILED
+    assert " chunks in a row failed; the last: replica " in game.ends["g#0"].error
+    assert list(ends.values()) == [SampleEnd.LENGTH] * (samples - 1)
+    assert len(game.killed) <= MAX_ATTEMPTS + 3, "each round without a loss halves the suspects"
+
+
+def test_several_of_them_are_found_one_after_the_other():
+    game = DeadlyGame("one", "two", deadly={"g#3", "g#17", "g#30"}, samples=32)
+    game.play(400.0)
+    assert {name for name, end in game.ends.items() if end.end is SampleEnd.FAILED} == game.deadly
+    assert len(game.ends) == 32
+
+
+def test_a_replica_that_leaves_and_comes_back_counts_once():
+    game = Game("one", "two", samples=8)
+    game.play(0.5, lambda start: False)
+    for _ in range(MAX_ATTEMPTS * 2):
+        for replica_id in sorted({start.replica_id for start in game.running}):
+            game.core.observe(ev.ReplicaLeft(game.now, replica_id, "not heard"))
+            game.join(replica_id)
+        game.running = []
+        game.play(game.now + 0.5, lambda start: False)
+    game.play(200.0, lambda start: False)
+    assert [end.end for end in game.ends.values()] == [SampleEnd.LENGTH] * 8
+
+
+def test_trials_are_of_one_sample_first_and_twice_as_many_after_each_round_without_a_loss():
+    game = Game("one", "two", samples=8)
+    game.play(0.5, lambda start: False)
+    for _ in range(2):
+        for replica_id in sorted({start.replica_id for start in game.running}):
+            game.core.observe(ev.ReplicaLeft(game.now, replica_id, "killed"))
+            game.join(f"{replica_id}'")
+        game.running, game.starts = [], []
+        game.play(game.now + 0.5, lambda start: False)
+    rounds = [len(game.running)]
+    for _ in range(3):
+        game.play(game.now + 0.5, lambda start: False)
+        rounds.append(len(game.running))
+    assert rounds == [1, 3, 7, 8], "one, then two more beside it, then four"

@@ -3,7 +3,7 @@
 import pytest
 from rollout_machine import ORDERINGS, policies_of
 
-from tailrace.policies.core.failures import MAX_ATTEMPTS, MAX_DOUBTFUL_ATTEMPTS, SAMPLE_PAUSE_S
+from tailrace.policies.core.failures import MAX_DOUBTFUL_ATTEMPTS, MAX_LOST, MAX_LOST_ALONE, SAMPLE_PAUSE_S
 from tailrace.policies.core.request_buffer import KNOWN_PROMPTS, Batch, Sample
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
@@ -106,15 +106,19 @@ def test_a_good_chunk_forgives_the_failures_before_it():
     assert (start.start, start.max_tokens) == (20, 10)
 
 
-def test_a_lost_replica_counts_as_one_failed_chunk_of_each_sample_on_it():
-    core = core_of(chunk_tokens=10, r=20)
+def test_samples_whose_replicas_leave_run_alone_in_turns_until_they_are_given_up():
+    core = core_of(chunk_tokens=10, r0=20)
     submit(core, ev.GroupSpec("g", 10, 2, 30))
-    for round_ in range(MAX_ATTEMPTS):
-        assert [start.start for start in tick(core)] == [0, 0], round_
-        core.observe(ev.ReplicaLeft(0.0, "r", "node gone"))
-        core.observe(join("r", 20))
-    ends = [action for action in tick(core) if isinstance(action, EndSample)]
-    assert [end.error.endswith("replica r left: node gone") for end in ends] == [True, True]
+    started, ends = [], []
+    for number in range(MAX_LOST + 2 * MAX_LOST_ALONE + 1):
+        actions = tick(core)
+        started.append([action.sample_id for action in actions if isinstance(action, StartChunk)])
+        ends += [action.error for action in actions if isinstance(action, EndSample)]
+        core.observe(ev.ReplicaLeft(0.0, f"r{number}", "node gone"))
+        core.observe(join(f"r{number + 1}", 20))
+    assert started == [["g#0", "g#1"]] * MAX_LOST + [["g#0"], ["g#1"]] * MAX_LOST_ALONE + [[]]
+    last = [f"5 chunks in a row failed; the last: replica r{number} left: node gone" for number in (6, 7)]
+    assert ends == last
 
 
 def test_a_batch_cancelled_while_no_replica_is_here_ends_at_once():

@@ -111,7 +111,8 @@ class SimulatedCluster:
         self.telemetry = Telemetry("fuzz")
         self.disk = Disk({"start": "start"})
         self.replicas: dict[str, SimulatedReplica] = {}
-        self.gone: list[SimulatedReplica] = []  # killed, or stopped
+        self.gone: list[SimulatedReplica] = []  # killed, or stopped, but for those that a deadly sample has ended
+        self.deadly: set[int] = set()  # keys of samples that end each engine that runs them
         self.wanted = size.replicas
         self._booting = 0
         self._made = 0
@@ -165,12 +166,13 @@ class SimulatedCluster:
             now=self._now,
         )
         about = name, stepper, self.size.step_s, self.telemetry, self._now()
-        self.replicas[name] = SimulatedReplica(*about, self.lines.dial)
+        self.replicas[name] = SimulatedReplica(*about, self.lines.dial, self.deadly)
 
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
         replica.kill()
-        self.gone.append(replica)
+        if not replica.loop.killed:
+            self.gone.append(replica)
 
     async def _stop(self, replica: SimulatedReplica) -> None:
         """A graceful stop: no new call, and time for those in flight."""

@@ -22,7 +22,7 @@ from tailrace.app.verification.asking import two_turns
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
-from tailrace.policies.core.failures import MAX_ATTEMPTS
+from tailrace.policies.core.failures import MAX_LOST, MAX_LOST_ALONE
 from tailrace.policies.protocol.actions import SampleEnd
 
 AGAIN_S = 2.0
@@ -269,8 +269,9 @@ class SimulatedDriver:
             raise Wrong(f"{where}: {problem}")
         if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:
             raise Wrong(f"{where}: cancelled without a request")
-        lost = len(self._cluster.gone) >= MAX_ATTEMPTS and " left: " in (sample.error or "")
-        if sample.finish_reason is SampleEnd.FAILED and not lost:  # else it may have killed its replicas
+        by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
+        may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
+        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and key not in self._cluster.deadly:
             raise Wrong(f"{where}: given up: {sample.error}")
 
     def _check_segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:

@@ -79,6 +79,12 @@ async def _refuse(site: FaultSite, fault: Fault) -> None:
         replica.stepper.refuses = ""
 
 
+async def _deadly(site: FaultSite, fault: Fault) -> None:
+    """From now on a sample that runs ends its engine, and each that takes it on."""
+    if (replica := site.replica(fault)) and (keys := replica.stepper.sample_keys):
+        site.cluster.deadly.add(keys[fault.number % len(keys)])
+
+
 async def _swallow(site: FaultSite, fault: Fault) -> None:
     if replica := site.replica(fault):
         replica.stepper.swallow(fault.number)
@@ -258,6 +264,7 @@ KINDS: dict[str, Callable] = {
     "policy": _policy,
     "strange_batch": _strange_batch,
     "pause": _pause,
+    "deadly": _deadly,
 }
 
 LASTING = {

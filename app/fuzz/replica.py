@@ -36,12 +36,19 @@ class Inbox(SimpleQueue):
 
 
 class SteppedLoop(EngineLoop):
-    """An EngineLoop whose turn can hang, as a step in NCCL does. `disk`: of its host."""
+    """An EngineLoop whose turn can hang, as a step in NCCL does, or end it. `disk`: of its host. `deadly`: keys of
+    samples that end it. `killed`: whether one has."""
 
-    def __init__(self, stepper: SimulatedStepper, now):
+    def __init__(self, stepper: SimulatedStepper, now, deadly: set[int]):
         super().__init__(stepper, now)
         self._inbox = Inbox()
-        self.disk = stepper.disk
+        self.disk, self._deadly, self.killed = stepper.disk, deadly, False
+
+    def turn(self, wait_s: float) -> bool:
+        if self._deadly and not self._deadly.isdisjoint(self._stepper.sample_keys):
+            self.killed = True
+            self._stop("an illegal memory access was encountered")
+        return super().turn(wait_s)
 
     async def idle(self) -> None:
         """Returns at the next command, or after IDLE_S seconds."""
@@ -99,10 +106,11 @@ class SimulatedReplica(Process):
         telemetry: Telemetry,
         started_at: float,
         dial: Callable[["SimulatedReplica", Address, str], EngineLine],
+        deadly: set[int],
     ):
         super().__init__(name)
         now = asyncio.get_running_loop().time
-        self.loop = SteppedLoop(stepper, now)
+        self.loop = SteppedLoop(stepper, now, deadly)
         self.shell, self.dial = Shell(self, telemetry, started_at), dial
         self.ways: list = []  # both directions of its line
         self.stepper, self._step_s, self._now = stepper, step_s, now

@@ -13,7 +13,6 @@ from itertools import takewhile
 import numpy as np
 
 from tailrace.app.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
-from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
 from tailrace.deployments.messages.chunk import (
     TAGS,
@@ -61,7 +60,7 @@ class RunningChunk:
 
 
 class SimulatedStepper:
-    """One engine. `chunk_tokens`: tokens that a step makes of each chunk; `poisoned`: keys on which a step fails."""
+    """One engine. `step_tokens`: tokens that a step makes of each chunk."""
 
     def __init__(
         self,
@@ -102,6 +101,10 @@ class SimulatedStepper:
     def busy(self) -> bool:
         return bool(self._running or self._ended)
 
+    @property
+    def sample_keys(self) -> list[int]:
+        return sorted(running.chunk.sample_key for running in self._running.values())
+
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         if self.refuses:
             raise ValueError(f"chunk {chunk.chunk_id}: {self.refuses}")
@@ -122,12 +125,12 @@ class SimulatedStepper:
         own = adapted(self._content, digest_of_adapter(chunk.adapter))
         if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
             return own
-        names = _names(chunk.kv, chunk.token_ids, chunk.adapter)
+        names = _names(chunk, chunk.token_ids)
         return own if {self._pool.get(_key(name), own) for name in names} <= {own} else MIXED
 
     def _cached_tokens(self, chunk: ChunkRequest) -> int:
         """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
-        names = _names(_plan(chunk), chunk.token_ids[:-1], chunk.adapter)
+        names = _names(chunk, chunk.token_ids[:-1])
         pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
         found = takewhile(lambda name: name in self._blocks or _key(name) in (pulls or ()), names)
         return BLOCK_TOKENS * sum(1 for _ in found)
@@ -178,7 +181,7 @@ class SimulatedStepper:
         self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
         context = np.concatenate([chunk.token_ids, tokens])
-        self._keep(_names(_plan(chunk), context[:-1], chunk.adapter))
+        self._keep(_names(chunk, context[:-1]))
         saved = self._save(chunk, context, end)
         computed_tokens = len(chunk.token_ids) - running.cached_tokens
         self._made += len(tokens)
@@ -208,7 +211,7 @@ class SimulatedStepper:
             return []
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
             return []
-        names = _names(chunk.kv, context, chunk.adapter)
+        names = _names(chunk, context)
         for name in names:
             self._pool.setdefault(_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
         return names
@@ -282,13 +285,10 @@ def _prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
     return PromptLogprobs(logprobs=range(-1, -1 - count, -1), ranks=range(1, 1 + count), top=((),) * count)
 
 
-def _plan(chunk: ChunkRequest) -> KvPlan:
-    return chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
-
-
-def _names(kv: KvPlan, token_ids: np.ndarray, adapter: Adapter | None) -> list[bytes]:
+def _names(chunk: ChunkRequest, token_ids: np.ndarray) -> list[bytes]:
     """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
-    salt = cache_salt(kv.version, kv.digest, digest_of_adapter(adapter))
+    kv = chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
+    salt = cache_salt(kv.version, kv.digest, digest_of_adapter(chunk.adapter))
     covered, names = blake2b(salt.encode(), digest_size=32), []
     for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
         covered.update(token_ids[end - BLOCK_TOKENS : end].tobytes())

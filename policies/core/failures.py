@@ -1,11 +1,15 @@
 """Failed chunks: whether the replica or the sample is to blame, and how long each pauses.
 
 A replica on which chunks of several samples fail in a row is set aside for a while, and these failures do not count
-against the samples. A sample is given up for its own failures: where others succeed, or on many replicas.
-Invariant: a paused sample is in this book until it is due or has ended. Called by `RolloutCore` alone.
+against the samples. A sample is given up for its own failures: where others succeed, or on many replicas. If replicas
+leave under several samples at once, trials show which of these ends them.
+Invariant: a paused sample is in this book and in no queue, until it is due or has ended. Called by `RolloutCore` alone.
 """
 
 from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from tailrace.policies.core.replica_table import ReplicaTable
@@ -17,7 +21,13 @@ MAX_SAMPLES = 3
 
 MAX_ATTEMPTS = 5
 """A sample's failures in a row, on replicas where others succeeded meanwhile or on as many different replicas, after
-which it ends as failed; or replicas in a row that left under it. More point to a poisoned sample, not to bad luck."""
+which it ends as failed. More point to a poisoned sample, not to bad luck."""
+
+MAX_LOST = 2
+"""Replicas in a row that left under a sample, after which it waits for its trial."""
+
+MAX_LOST_ALONE = MAX_ATTEMPTS - MAX_LOST
+"""Replicas that left under a sample while it was alone on trial, after which it ends as failed."""
 
 MAX_DOUBTFUL_ATTEMPTS = 20
 """A sample's failures in a row after which it ends as failed, if no other sample shows that the replica is sound.
@@ -40,27 +50,28 @@ REPLICA_PAUSE_S = (5.0, 300.0)
 
 
 class _Attempts:
-    """Of a sample, since its last success. `lost`: replicas that left. `failed`, `own`: failures by replica, and those
-    of them with evidence that the replica was sound. `forgiven`: on replicas set aside. `turn`: of the last one."""
+    """Of a sample, since its last success. `lost`, `lost_alone`: replicas that left, and those of them that left while
+    it was alone on trial; one that comes back and leaves again counts once. `failed`, `own`: failures by replica, and
+    those of them with evidence that the replica was sound. `forgiven`: on replicas set aside. `turn`: of the last."""
 
-    __slots__ = ("failed", "forgiven", "lost", "own", "turn")
+    __slots__ = ("failed", "forgiven", "lost", "lost_alone", "own", "turn")
 
     def __init__(self):
-        self.lost = self.forgiven = self.turn = 0
+        self.forgiven = self.turn = 0
+        self.lost: set[str] = set()
+        self.lost_alone: set[str] = set()
         self.failed: Counter[str] = Counter()
         self.own: Counter[str] = Counter()
 
     @property
     def count(self) -> int:
-        return self.lost + self.forgiven + self.failed.total()
+        return len(self.lost) + self.forgiven + self.failed.total()
 
     @property
     def given_up(self) -> bool:
-        if (
-            max(self.own.total(), self.lost, len(self.failed)) >= MAX_ATTEMPTS
-        ):  # four hosts that die prove no fifth fault
+        if max(self.own.total(), len(self.failed)) >= MAX_ATTEMPTS or len(self.lost_alone) >= MAX_LOST_ALONE:
             return True
-        return self.forgiven >= MAX_FORGIVEN or self.lost + self.failed.total() >= MAX_DOUBTFUL_ATTEMPTS
+        return self.forgiven >= MAX_FORGIVEN or len(self.lost) + self.failed.total() >= MAX_DOUBTFUL_ATTEMPTS
 
 
 class _Streak:
@@ -71,6 +82,34 @@ class _Streak:
     def __init__(self):
         self.samples: set[str] = set()
         self.times, self.turn, self.until_s = 0, 0, None
+
+
+class _Trials:
+    """Samples under which replicas left, in rounds: one alone, then twice as many after each round without a loss."""
+
+    def __init__(self):
+        self._running: set[str] = set()
+        self._size, self._alone = 1, False  # of the next round; whether this one began with one sample
+
+    def next_round(self, waiting: Iterable[Sample]) -> list[Sample]:
+        """The samples whose trials begin now: none before those of the last round are over."""
+        samples = [] if self._running else list(islice(waiting, self._size))
+        if samples:
+            self._running = {sample.sample_id for sample in samples}
+            self._size, self._alone = 2 * self._size, len(samples) == 1
+        return samples
+
+    def lose(self, sample: Sample) -> bool:
+        """Note that the sample's replica has left. Returns whether the sample was alone on trial."""
+        if sample.sample_id not in self._running:
+            return False
+        self._running.discard(sample.sample_id)
+        self._size = 1
+        return self._alone
+
+    def end(self, sample: Sample) -> None:
+        """Note that the sample's trial, if it has one, is over: its chunk has ended, or it has."""
+        self._running.discard(sample.sample_id)
 
 
 class Verdict(NamedTuple):
@@ -90,6 +129,7 @@ class Failures:
         self._streaks: dict[str, _Streak] = {}
         self._sound: dict[str, int] = {}  # by replica: turn at which its newest chunk that succeeded had started
         self._paused: dict[str, tuple[float, Sample]] = {}
+        self._trials = _Trials()
 
     def attempts(self, sample: Sample) -> int:
         """Number of the sample's failures in a row."""
@@ -100,8 +140,8 @@ class Failures:
         replica_id, born = chunk.replica_id, chunk.born
         if born > self._sound.get(replica_id, -1):
             self._sound[replica_id] = born
-        if self._attempts:
-            self._attempts.pop(sample.sample_id, None)
+        if self._attempts and self._attempts.pop(sample.sample_id, None) is not None:
+            self._trials.end(sample)
         if replica_id in self._streaks and born > self._streaks[replica_id].turn:
             del self._streaks[replica_id]
             self._table.readmit(replica_id)
@@ -111,16 +151,19 @@ class Failures:
         self._sound.pop(replica_id, None)
         self._streaks.pop(replica_id, None)
 
-    def lose(self, sample: Sample) -> bool:
-        """Note that the sample's replica has left. Returns whether the sample is given up."""
+    def lose(self, sample: Sample, replica_id: str) -> Verdict:
+        """Note that the sample's replica has left. A pause without end lasts until the sample's trial."""
         attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
-        attempts.lost += 1
-        return attempts.given_up
+        attempts.lost.add(replica_id)
+        if self._trials.lose(sample):
+            attempts.lost_alone.add(replica_id)
+        return Verdict(attempts.given_up, False, inf if len(attempts.lost) >= MAX_LOST else 0.0)
 
     def fail(self, sample: Sample, chunk: Chunk, error: str, now: float) -> Verdict:
         """Note that a chunk of the sample has failed on a replica that is still here."""
         replica_id, turn = chunk.replica_id, self._running.turns
         attempts = self._attempts.setdefault(sample.sample_id, _Attempts())
+        self._trials.end(sample)
         attempts.failed[replica_id] += 1
         attempts.own[replica_id] += self._sound.get(replica_id, 0) > attempts.turn > 0
         attempts.turn = turn
@@ -153,11 +196,6 @@ class Failures:
     def pause(self, sample: Sample, until_s: float) -> None:
         self._paused[sample.sample_id] = until_s, sample
 
-    def resume(self, sample: Sample) -> None:
-        """Note that a sample is queued: it does not pause any more."""
-        if self._paused:
-            self._paused.pop(sample.sample_id, None)
-
     def is_paused(self, sample: Sample) -> bool:
         return sample.sample_id in self._paused
 
@@ -165,16 +203,21 @@ class Failures:
         """Forget a sample that has ended."""
         self._paused.pop(sample.sample_id, None)
         self._attempts.pop(sample.sample_id, None)
+        self._trials.end(sample)
 
-    def due(self, now: float) -> list[Sample]:
-        """Samples whose pause is over; and readmits the replicas whose time aside is over."""
+    def resume(self, now: float) -> list[Sample]:
+        """End the pauses of samples that are due or whose trial begins, and of replicas. Returns the samples."""
         if not self._streaks and not self._paused:
             return []
         for replica_id, streak in self._streaks.items():
             if streak.until_s is not None and streak.until_s <= now:
                 streak.until_s = None
                 self._table.readmit(replica_id)
-        return [sample for until_s, sample in self._paused.values() if until_s <= now]
+        due = [sample for until_s, sample in self._paused.values() if until_s <= now]
+        due += self._trials.next_round(sample for until_s, sample in self._paused.values() if until_s == inf)
+        for sample in due:
+            del self._paused[sample.sample_id]
+        return due
 
 
 def _pause_s(limits: tuple[float, float], times: int) -> float:

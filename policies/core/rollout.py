@@ -17,7 +17,7 @@ from heapq import nlargest
 
 from tailrace.policies.core.dispatcher import Dispatcher
 from tailrace.policies.core.draft_planner import DraftPlanner
-from tailrace.policies.core.failures import Failures
+from tailrace.policies.core.failures import Failures, Verdict
 from tailrace.policies.core.kv_tracker import KvTracker
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.core.prefetch_planner import PrefetchPlanner
@@ -171,10 +171,7 @@ class RolloutCore:
         verdict = self._failures.fail(sample, chunk, event.error, event.now)
         if verdict.aside:
             self._bind_anew(chunk.replica_id)
-        if verdict.given_up:
-            self._give_up_on(sample, event.error)
-        else:
-            self._wait_again(sample, event.now + verdict.pause_s if verdict.pause_s else None)
+        self._try_again(sample, verdict, event.error, event.now)
 
     def _tokens_streamed(self, event: ev.TokensStreamed) -> None:
         chunks, observed_at, seen = self._running.chunks, event.observed_at, self._prefetch_planner.seen
@@ -209,8 +206,9 @@ class RolloutCore:
             if self._races.passes_on(chunk):
                 continue
             sample = self._running.count_out(chunk)
-            if event.took_chunk and self._failures.lose(sample):
-                self._give_up_on(sample, f"replica {event.replica_id} left: {event.error}")
+            if event.took_chunk:
+                error = f"replica {event.replica_id} left: {event.error}"
+                self._try_again(sample, self._failures.lose(sample, event.replica_id), error, event.now)
             else:
                 self._wait_again(sample)
 
@@ -238,7 +236,7 @@ class RolloutCore:
         """
         for sample in self._held.expired(tick.now):
             self._end_held(sample, f"no further turn in {sample.hold_s:g} s")
-        for sample in self._failures.due(tick.now):
+        for sample in self._failures.resume(tick.now):
             self._queue(sample)
         homes = self._start_waiting()
         staying = self.replicas.staying
@@ -260,7 +258,8 @@ class RolloutCore:
     def _start_waiting(self) -> list[str]:
         """Start every chunk that can start now. Returns the replicas with bound samples to look at."""
         for sample in self._unassigned.bind():
-            self._put(sample)
+            if not self._failures.is_paused(sample):
+                self._put(sample)
         homes = self._waiting.homes()
         for home in homes:
             while (found := self._waiting.take_first(home, self.replicas.room_tokens(home))) is not None:
@@ -297,9 +296,12 @@ class RolloutCore:
         self._running.stop(chunk)
         self._waiting.look_at(chunk.replica_id)
 
-    def _give_up_on(self, sample: Sample, error: str) -> None:
-        error = f"{self._failures.attempts(sample)} chunks in a row failed; the last: {error}"
-        self._end(sample, SampleEnd.FAILED, error, "given up")
+    def _try_again(self, sample: Sample, verdict: Verdict, error: str, now: float) -> None:
+        if verdict.given_up:
+            error = f"{self._failures.attempts(sample)} chunks in a row failed; the last: {error}"
+            self._end(sample, SampleEnd.FAILED, error, "given up")
+        else:
+            self._wait_again(sample, now + verdict.pause_s if verdict.pause_s else None)
 
     def _wait_again(self, sample: Sample, paused_until_s: float | None = None) -> None:
         sample.state = WAITING
@@ -338,7 +340,6 @@ class RolloutCore:
 
     def _put(self, sample: Sample) -> None:
         """Queue a waiting sample with the KV its next chunk needs: context and all tokens it may make."""
-        self._failures.resume(sample)
         self._lengths.queue(sample)
         view = sample.view()
         chunking = self.policies.chunking

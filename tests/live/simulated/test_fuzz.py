@@ -58,7 +58,8 @@ KEPT_WITH_PAUSES = {
 }
 """Such seeds since pauses are there, too."""
 
-KEPT_KINDS_WITH_LINES = tuple(kind for kind in KINDS if kind not in ("shards", "shard_dies"))
+KEPT_KINDS_WITH_SHARDS = tuple(kind for kind in KINDS if kind != "deadly")
+KEPT_KINDS_WITH_LINES = tuple(kind for kind in KEPT_KINDS_WITH_SHARDS if kind not in ("shards", "shard_dies"))
 KEPT_KINDS_WITH_PAUSES = tuple(kind for kind in KEPT_KINDS_WITH_LINES if kind != "line_breaks")
 KEPT_NEWER_KINDS = tuple(kind for kind in KEPT_KINDS_WITH_PAUSES if kind != "pause")
 KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", "policy", "strange_batch"))
@@ -92,6 +93,24 @@ KEPT_WITH_LINES = {
 @pytest.mark.parametrize("seed", KEPT_WITH_LINES)
 def test_a_defect_under_faults_of_lines_too_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS_WITH_LINES).problem is None
+
+
+KEPT_WITH_SHARDS = {7023317: "a sample was given up for five losses of three replicas, two of which came back"}
+"""Such seeds since group contexts have shards."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_SHARDS)
+def test_a_defect_under_faults_of_shards_too_stays_mended(seed):
+    assert outcome_of(seed, KEPT_KINDS_WITH_SHARDS).problem is None
+
+
+KEPT_WITH_DEADLY = {106: "a sample that ended its engines was queued with its group while another was on trial"}
+"""Such seeds since a sample may end its engines, with these faults alone."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_DEADLY)
+def test_a_sample_that_ends_its_engines_takes_no_other_with_it(seed):
+    assert outcome_of(seed, ("deadly",)).problem is None
 
 
 @pytest.mark.parametrize("seed", [3000, 3003])
@@ -136,6 +155,11 @@ def replicas_without_blame(monkeypatch):
     monkeypatch.setattr(failures, "MAX_SAMPLES", 10**9)
     monkeypatch.setattr(failures, "MAX_DOUBTFUL_ATTEMPTS", failures.MAX_ATTEMPTS)
     monkeypatch.setattr(failures, "SAMPLE_PAUSE_S", (0.0, 0.0))
+
+
+def replicas_lost_without_trial(monkeypatch):
+    """As if each sample had been alone under each replica that left."""
+    monkeypatch.setattr(failures._Trials, "lose", lambda self, sample: True)
 
 
 def errors_that_are_not_contained(monkeypatch):
@@ -191,6 +215,7 @@ def tokens_that_are_not_read(monkeypatch):
         (threads_that_live, ("hang_for_ever",), 0, "have not ended"),
         (contents_by_version, ("overwrite", "join", "kill"), 59, "are not those of weights"),
         (replicas_without_blame, ("refuse",), 0, "given up"),
+        (replicas_lost_without_trial, ("deadly",), 0, "given up"),
         (tokens_that_are_not_written, ("coordinator",), 19, "were not kept"),
         (tokens_that_are_not_read, ("coordinator",), 19, "were not kept"),
         (batches_that_nobody_checks, ("strange_batch",), 0, "was taken"),
