@@ -223,15 +223,19 @@ def test_a_replica_that_leaves_and_comes_back_counts_once():
 
 def test_trials_are_of_one_sample_first_and_twice_as_many_after_each_round_without_a_loss():
     game = Game("one", "two", samples=8)
-    game.play(0.5, lambda start: False)
-    for _ in range(2):
-        for replica_id in sorted({start.replica_id for start in game.running}):
-            game.core.observe(ev.ReplicaLeft(game.now, replica_id, "killed"))
-            game.join(f"{replica_id}'")
-        game.running, game.starts = [], []
+    for time in ("first", "second"):
         game.play(game.now + 0.5, lambda start: False)
-    rounds = [len(game.running)]
-    for _ in range(3):
-        game.play(game.now + 0.5, lambda start: False)
-        rounds.append(len(game.running))
-    assert rounds == [1, 3, 7, 8], "one, then two more beside it, then four"
+        for _ in range(2):
+            for replica_id in sorted({start.replica_id for start in game.running}):
+                game.core.observe(ev.ReplicaLeft(game.now, replica_id, "killed"))
+                game.join(f"{replica_id}'")
+            game.running = []
+            game.play(game.now + 0.5, lambda start: False)
+        waiting = {sample.sample_id for sample in game.core.samples()} - {start.sample_id for start in game.running}
+        why = {game.core.room_wanted(game.core.sample(sample_id)) for sample_id in waiting}
+        assert why == {"its trial, since replicas left under it"}
+        rounds = [len(game.running)]
+        for _ in range(3):
+            game.play(game.now + 0.5, lambda start: False)
+            rounds.append(len(game.running))
+        assert rounds == [1, 3, 7, 8], f"the {time} time: one, then two more beside it, then four"

@@ -101,11 +101,10 @@ class _Trials:
 
     def lose(self, sample: Sample) -> bool:
         """Note that the sample's replica has left. Returns whether the sample was alone on trial."""
-        if sample.sample_id not in self._running:
-            return False
+        alone = self._alone and sample.sample_id in self._running
         self._running.discard(sample.sample_id)
         self._size = 1
-        return self._alone
+        return alone
 
     def end(self, sample: Sample) -> None:
         """Note that the sample's trial, if it has one, is over: its chunk has ended, or it has."""
@@ -198,6 +197,11 @@ class Failures:
 
     def is_paused(self, sample: Sample) -> bool:
         return sample.sample_id in self._paused
+
+    def awaited(self, sample: Sample) -> str:
+        """The end of a sample's pause, for people."""
+        until_s, _ = self._paused[sample.sample_id]
+        return "its trial, since replicas left under it" if until_s == inf else "its pause after a failure"
 
     def forget(self, sample: Sample) -> None:
         """Forget a sample that has ended."""

@@ -440,7 +440,7 @@ class RolloutCore:
     def room_wanted(self, sample: Sample) -> str:
         """The reason why a waiting sample does not run."""
         if self._failures.is_paused(sample):
-            return "its pause after a failure"
+            return self._failures.awaited(sample)
         if sample.group in self._unassigned:
             return "a replica that is ready"
         return "room on any replica" if sample.home is None else "room on the replica of its group"
