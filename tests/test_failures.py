@@ -239,3 +239,14 @@ def test_trials_are_of_one_sample_first_and_twice_as_many_after_each_round_witho
             game.play(game.now + 0.5, lambda start: False)
             rounds.append(len(game.running))
         assert rounds == [1, 3, 7, 8], f"the {time} time: one, then two more beside it, then four"
+
+
+def test_a_sample_whose_trial_ends_by_a_refusal_waits_for_another_one():
+    game = Game("one", samples=4)
+    for number in range(2):
+        game.play(game.now + 0.5, lambda start: False)
+        game.core.observe(ev.ReplicaLeft(game.now, "one" + number * "'", "killed"))
+        game.join("one" + (number + 1) * "'")
+        game.running, game.starts = [], []
+    game.play(game.now + 1.0, lambda start: True)
+    assert [(at_s, start.sample_id) for at_s, start in game.starts] == [(1.0, "g#0"), (1.5, "g#1"), (1.5, "g#2")]

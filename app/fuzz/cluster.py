@@ -125,6 +125,8 @@ class SimulatedCluster:
         self.coordinator: SimulatedCoordinator | None = None
         self.coordinator_process: Process | None = None
         self.coordinators = 0
+        self.version = 0  # of the last coordinator that was killed
+        self.forgetful = False  # the next one began while no replica knew the content of that version
         self.defects: list[str] = []  # observations that no run may make
         self._up = asyncio.Event()
         self.policies = Policies(**size.policies)
@@ -191,6 +193,7 @@ class SimulatedCluster:
         if self._up.is_set():
             self._up.clear()
             version = self.coordinator.rollouts.status().weights_version
+            self.version = version
             if self.coordinator.token_log.is_complete(version):
                 self.log_disk.lose(self.coordinator.rollouts.groups(), version)
             self.coordinator_process.kill()
@@ -199,9 +202,14 @@ class SimulatedCluster:
 
     async def _start_coordinator(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        self.forgetful = self.forgetful or (self.version > 0 and not any(map(self._knows, self.replicas.values())))
         process = Process(f"coordinator-{self.coordinators + 1}")
         self.coordinator, self.coordinator_process = await self.start_one(process), process
         self._up.set()
+
+    def _knows(self, replica: SimulatedReplica) -> bool:
+        there = replica.reachable and replica.loop.healthy and not replica.stopping
+        return there and replica.loop.stats().weights_version == self.version
 
     async def start_one(self, process: Process) -> SimulatedCoordinator:
         """A coordinator in a process, over all replicas."""

@@ -22,6 +22,8 @@ from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 IDLE_S = 1.0
 """Longest wait of an idle engine for a command. A fault that holds its thread shows after it."""
 
+DEADLY = "an illegal memory access was encountered"
+
 
 class Inbox(SimpleQueue):
     """The inbox of an EngineLoop. `arrived`: set by each command."""
@@ -45,10 +47,17 @@ class SteppedLoop(EngineLoop):
         self.disk, self._deadly, self.killed = stepper.disk, deadly, False
 
     def turn(self, wait_s: float) -> bool:
-        if self._deadly and not self._deadly.isdisjoint(self._stepper.sample_keys):
-            self.killed = True
-            self._stop("an illegal memory access was encountered")
+        self.killed = bool(self._deadly) and not self._deadly.isdisjoint(self._stepper.sample_keys)
+        if self.killed:
+            self._stop(DEADLY)
+            return False
         return super().turn(wait_s)
+
+    def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: Callable) -> None:
+        super()._add(chunk, submitted_s, on_done)
+        if chunk.sample_key in self._deadly:
+            self.killed = True
+            raise RuntimeError(DEADLY)
 
     async def idle(self) -> None:
         """Returns at the next command, or after IDLE_S seconds."""

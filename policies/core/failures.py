@@ -68,6 +68,11 @@ class _Attempts:
         return len(self.lost) + self.forgiven + self.failed.total()
 
     @property
+    def suspect(self) -> bool:
+        """Whether the sample may run on trial alone."""
+        return len(self.lost) >= MAX_LOST
+
+    @property
     def given_up(self) -> bool:
         if max(self.own.total(), len(self.failed)) >= MAX_ATTEMPTS or len(self.lost_alone) >= MAX_LOST_ALONE:
             return True
@@ -156,7 +161,7 @@ class Failures:
         attempts.lost.add(replica_id)
         if self._trials.lose(sample):
             attempts.lost_alone.add(replica_id)
-        return Verdict(attempts.given_up, False, inf if len(attempts.lost) >= MAX_LOST else 0.0)
+        return Verdict(attempts.given_up, False, inf if attempts.suspect else 0.0)
 
     def fail(self, sample: Sample, chunk: Chunk, error: str, now: float) -> Verdict:
         """Note that a chunk of the sample has failed on a replica that is still here."""
@@ -171,11 +176,12 @@ class Failures:
         streak.samples.add(sample.sample_id)
         if streak.until_s is not None:  # set aside while this chunk ran
             self._forgive(replica_id)
-            return Verdict(attempts.given_up, False, 0.0)
+            return Verdict(attempts.given_up, False, inf if attempts.suspect else 0.0)
         if len(streak.samples) >= MAX_SAMPLES or streak.times:  # one that was set aside before is on trial
             self._set_aside(replica_id, streak, error, now)
-            return Verdict(attempts.given_up, True, 0.0)
-        return Verdict(attempts.given_up, False, _pause_s(SAMPLE_PAUSE_S, attempts.failed.total() - 1))
+            return Verdict(attempts.given_up, True, inf if attempts.suspect else 0.0)
+        pause_s = _pause_s(SAMPLE_PAUSE_S, attempts.failed.total() - 1)
+        return Verdict(attempts.given_up, False, pause_s or (inf if attempts.suspect else 0.0))
 
     def _set_aside(self, replica_id: str, streak: _Streak, error: str, now: float) -> None:
         streak.times += 1
@@ -217,7 +223,12 @@ class Failures:
             if streak.until_s is not None and streak.until_s <= now:
                 streak.until_s = None
                 self._table.readmit(replica_id)
-        due = [sample for until_s, sample in self._paused.values() if until_s <= now]
+        due = []
+        for until_s, sample in list(self._paused.values()):
+            if until_s <= now and self._attempts[sample.sample_id].suspect:
+                self._paused[sample.sample_id] = inf, sample
+            elif until_s <= now:
+                due.append(sample)
         due += self._trials.next_round(sample for until_s, sample in self._paused.values() if until_s == inf)
         for sample in due:
             del self._paused[sample.sample_id]
