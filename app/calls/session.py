@@ -50,7 +50,7 @@ class RolloutSession:
         self.settings = settings
         self._calls = calls
         self._counts: Counter[str] = Counter()  # requests by group
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[asyncio.Task, None] = {}  # an ordered set
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
         self._unread = 0  # submitted samples that `samples` has not given
         self._heartbeat = heartbeat(lambda: calls.renew_session(settings.batch_id))
@@ -110,11 +110,11 @@ class RolloutSession:
         call = self._calls.generate(self.settings, self._request(token_ids, **request))
         task = asyncio.ensure_future(call)
         self._unread += 1
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._note)
 
     def _note(self, task: asyncio.Task) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._ended.put_nowait(task)
         task.cancelled() or task.exception()  # whether `samples` is read or not
 

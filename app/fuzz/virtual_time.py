@@ -72,8 +72,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         task = asyncio.Task(coroutine, loop=self, name=name, context=context)
         process = PROCESS.get() if context is None else context.get(PROCESS)
         if process is not None:
-            process.tasks.add(task)
-            task.add_done_callback(process.tasks.discard)
+            process.tasks[task] = None
+            task.add_done_callback(process.tasks.pop)
         return task
 
     def run_in_executor(self, executor, func: Callable, *args):
@@ -121,7 +121,7 @@ class Process:
 
     def __init__(self, name: str):
         self.name, self.alive = name, True
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: dict[asyncio.Task, None] = {}  # an ordered set: the same seed gives the same history
         self.died = asyncio.get_running_loop().create_future()
 
     def spawn(self, coroutine: Coroutine) -> asyncio.Task:

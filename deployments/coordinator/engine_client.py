@@ -89,13 +89,14 @@ class EngineClient:
     def own(self, replicas: frozenset[str]) -> None:
         """Use these replicas alone from now on. Chunks on others are lost, and run again here."""
         self.owned = replicas
-        for replica_id in self._holds.keys() - replicas:
+        for replica_id in [held for held in self._holds if held not in replicas]:
             self._lines.close(replica_id, "it belongs to another cell now")
             self._holds[replica_id].cancel()
 
-    def _running(self) -> set[str]:
-        running = set(self._all_running(self._handle))
-        return running if self.owned is None else running & self.owned
+    def _running(self) -> dict[str, None]:
+        """The replicas, in an order that does not depend on hashes: a simulated run can be repeated."""
+        running = sorted(self._all_running(self._handle))
+        return dict.fromkeys(name for name in running if self.owned is None or name in self.owned)
 
     @property
     def settled(self) -> bool:
@@ -117,9 +118,9 @@ class EngineClient:
                     await poll_all(self._handle, "stats", KNOWN_S)
                 running = self._running()
             self._asked = True
-            for replica_id in running - self._holds.keys():
+            for replica_id in [name for name in running if name not in self._holds]:
                 self._holds[replica_id] = asyncio.ensure_future(self._hold(replica_id))
-            for replica_id in self._holds.keys() - running:
+            for replica_id in [held for held in self._holds if held not in running]:
                 if not self._lines.is_busy(replica_id):  # it waits for the end of its calls to stop
                     self._holds[replica_id].cancel()
             self._lines.pulse()

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -130,6 +133,24 @@ def test_a_newer_defect_that_was_mended_stays_mended(seed):
 def test_the_same_seed_gives_the_same_history():
     one, other = (outcome_of(7, tuple(KINDS)) for _ in range(2))
     assert one == other and one.samples
+
+
+PRINTS_OUTCOMES = """
+from tailrace.app.fuzz.campaign import _run_all
+from tailrace.app.fuzz.faults import KINDS
+for outcome in _run_all((8000012, 8000035, 8000702), tuple(KINDS)):
+    print(outcome.samples, outcome.tokens, outcome.seconds)
+"""
+
+
+def test_the_same_seed_gives_the_same_history_in_any_process():
+    """Replicas were held, and tasks of a killed process cancelled, in an order that came from hashes."""
+    command = [sys.executable, "-c", PRINTS_OUTCOMES]
+    histories = {
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        for seed in ("0", "2", "4")
+    }
+    assert len(histories) == 1 and len(histories.pop().splitlines()) == 3
 
 
 def any_answer(monkeypatch):
