@@ -173,7 +173,7 @@ class SimulatedCluster:
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
         replica.kill()
-        if not replica.loop.killed:
+        if not replica.loop.ended_by_sample:
             self.gone.append(replica)
 
     async def _stop(self, replica: SimulatedReplica) -> None:

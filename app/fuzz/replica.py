@@ -22,7 +22,8 @@ from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 IDLE_S = 1.0
 """Longest wait of an idle engine for a command. A fault that holds its thread shows after it."""
 
-DEADLY = "an illegal memory access was encountered"
+ILLEGAL_ACCESS = "an illegal memory access was encountered"
+"""The reason why an engine ends under a deadly sample: the words of CUDA."""
 
 
 class Inbox(SimpleQueue):
@@ -39,25 +40,25 @@ class Inbox(SimpleQueue):
 
 class SteppedLoop(EngineLoop):
     """An EngineLoop whose turn can hang, as a step in NCCL does, or end it. `disk`: of its host. `deadly`: keys of
-    samples that end it. `killed`: whether one has."""
+    samples that end it. `ended_by_sample`: whether one has."""
 
     def __init__(self, stepper: SimulatedStepper, now, deadly: set[int]):
         super().__init__(stepper, now)
         self._inbox = Inbox()
-        self.disk, self._deadly, self.killed = stepper.disk, deadly, False
+        self.disk, self._deadly, self.ended_by_sample = stepper.disk, deadly, False
 
     def turn(self, wait_s: float) -> bool:
-        self.killed = bool(self._deadly) and not self._deadly.isdisjoint(self._stepper.sample_keys)
-        if self.killed:
-            self._stop(DEADLY)
+        self.ended_by_sample = bool(self._deadly) and not self._deadly.isdisjoint(self._stepper.sample_keys)
+        if self.ended_by_sample:
+            self._stop(ILLEGAL_ACCESS)
             return False
         return super().turn(wait_s)
 
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: Callable) -> None:
         super()._add(chunk, submitted_s, on_done)
         if chunk.sample_key in self._deadly:
-            self.killed = True
-            raise RuntimeError(DEADLY)
+            self.ended_by_sample = True
+            raise RuntimeError(ILLEGAL_ACCESS)
 
     async def idle(self) -> None:
         """Returns at the next command, or after IDLE_S seconds."""
