@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from benchmarks.commands.tail import command
+from benchmarks.live import tail_simulated
 from benchmarks.live.medians import middle
 from benchmarks.live.tail import TAILS, Replay, drain_s, drawn, evened, named, occupied_s, ratios, rotated
-from benchmarks.live.tail_simulated import DRAWS, Rate, simulated
+from benchmarks.live.tail_simulated import Rate, simulated
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput
 from tailrace.app.simulator.types import ReplicaModel, StepModel
@@ -125,6 +126,8 @@ def test_a_rate_is_the_same_for_all():
     assert Rate(0.7).chance(None, 0, 5, 3, 1) == 0.7
 
 
+DRAWS = 2
+
 MODEL = ReplicaModel(StepModel(0.06, 0.003, 0.0), 4096, 2, 300.0, 8000.0, 0.001, handover_s=0.01, block_tokens=32)
 
 
@@ -139,11 +142,16 @@ def prompt_groups(lengths: tuple[tuple[int, ...], ...], words: int) -> list[Prom
     ]  # fmt: skip
 
 
+@pytest.fixture
+def few_draws(monkeypatch):
+    monkeypatch.setattr(tail_simulated, "DRAWS", DRAWS)
+
+
 def by_draw() -> dict[str, Callable[[int], Policies]]:
     return {name: partial(drawn, policies) for name, policies in named(load_config(ELASTIC_CONFIG), 64).items()}
 
 
-def test_runs_are_simulated_without_noise_and_with_the_earlier_answers():
+def test_runs_are_simulated_without_noise_and_with_the_earlier_answers(few_draws):
     """One sample is four times as long as the others, so one of two replicas has nothing to do in the end."""
     groups = prompt_groups(((40, 50), (45, 390), (60, 30)), 90)
     named_of = by_draw()
@@ -159,7 +167,7 @@ def test_runs_are_simulated_without_noise_and_with_the_earlier_answers():
     assert first["hold"]["makespan_s"] < without["hold"]["makespan_s"], "who has been told the answers drafts better"
 
 
-def test_who_never_drafts_has_the_steps_of_who_does_not():
+def test_who_never_drafts_has_the_steps_of_who_does_not(few_draws):
     groups = prompt_groups(((40, 50), (45, 60)), 90)
     slow = replace(MODEL, step=StepModel(0.6, 0.03, 0.0))
     named_of = by_draw()

@@ -309,10 +309,11 @@ class Collector(http.server.BaseHTTPRequestHandler):
 def test_otlp_carries_counters_gauges_and_histograms():
     handler = type("Handler", (Collector,), {"requests": []})
     server = http.server.HTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     exporter = OTLPMetricExporter(endpoint=f"http://127.0.0.1:{server.server_port}/v1/metrics")
     OtlpDoor("tailrace-coordinator", of.COORDINATOR, exporter).give(figures := full_figures())
     server.shutdown()
+    server.server_close()
     (resource,) = handler.requests[0].resource_metrics
     assert {"service.name": "tailrace-coordinator"}.items() <= {
         one.key: one.value.string_value for one in resource.resource.attributes

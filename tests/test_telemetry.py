@@ -99,7 +99,7 @@ def test_otlp_exports_without_a_shelf(monkeypatch):
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         telemetry = Telemetry("engine", otlp=True)
         telemetry.span("engine", PARENT).end()
