@@ -2,7 +2,7 @@
 
 Invariant: a sleep is a pause that `resume` does not end; samples in flight continue after it with the next token, since
 only KV is lost. Weights come back as an ordinary load, checked against their digest, before anything starts. A replica
-that joins meanwhile is put to sleep, and a new coordinator that finds one asleep continues the sleep. An update of
+that joins meanwhile is put to sleep, and a new coordinator that finds most asleep continues the sleep. An update of
 the weights wakes these. Owned by `Rollouts`.
 """
 
@@ -85,7 +85,7 @@ class Sleep:
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
         """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
-        if first and not self._wakes and (tags := {tag for one in reports for tag in one.asleep}):
+        if first and not self._wakes and (tags := slept(reports)):
             self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
         if self._weights.asleep:
             return [self._put_to_sleep(one.replica_id) for one in reports if WEIGHTS not in one.asleep]
@@ -113,3 +113,14 @@ class Sleep:
             self.problem = f"{replica_id}: {one_line(error) if not str(error) else error}"
         finally:
             self._asking.discard(replica_id)
+
+
+def slept(reports: Collection[EngineStats]) -> set[str]:
+    """The parts that sleep in a service whose coordinator was lost: none if no more replicas sleep than are awake.
+
+    One that the others' wake-up did not reach may sleep on, and one that was cut off at their sleep is awake. A replica
+    without a step has just joined, and says nothing.
+    """
+    asleep = [one for one in reports if one.asleep]
+    awake = sum(1 for one in reports if one.steps and not one.asleep)
+    return {tag for one in asleep for tag in one.asleep} if len(asleep) > awake else set()

@@ -107,6 +107,15 @@ def test_a_defect_under_faults_of_shards_too_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS_WITH_SHARDS).problem is None
 
 
+KEPT_WITH_EVERYTHING = {8045381: "a replica that no wake-up had reached put the service of a new coordinator to sleep"}
+"""Such seeds of all faults that there are now."""
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_EVERYTHING)
+def test_a_defect_under_all_faults_stays_mended(seed):
+    assert outcome_of(seed, tuple(KINDS)).problem is None
+
+
 KEPT_WITH_DEADLY = {106: "a sample that ended its engines was queued with its group while another was on trial"}
 """Such seeds since a sample may end its engines, with these faults alone."""
 

@@ -1,11 +1,13 @@
 """Sleep of the simulated cluster: engines hold nothing meanwhile, whatever comes or goes, and it changes no token."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from virtual_cluster import play_gateway, quiet, under_way
 
 from simulated.test_pause import BATCH, whole
+from tailrace.deployments.coordinator.sleep import slept
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS
 from tailrace.deployments.messages.roles import Role
 
@@ -78,6 +80,29 @@ def test_a_new_coordinator_goes_on_with_the_sleep(play):
         assert status.asleep == TAGS and status.paused and status.weights_version == 1 and asleep(cluster) == {TAGS}
         await client.wake_up()
         assert asleep(cluster) == {()} and await work == updated
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("asleep", "awake", "new", "continues"),
+    [(2, 1, 0, True), (1, 0, 3, True), (1, 1, 0, False), (1, 2, 0, False), (0, 2, 1, False)],
+)
+def test_a_new_coordinator_continues_a_sleep_of_most_replicas_that_have_worked(asleep, awake, new, continues):
+    reports = [SimpleNamespace(asleep=TAGS, steps=9)] * asleep
+    reports += [SimpleNamespace(asleep=(), steps=9)] * awake + [SimpleNamespace(asleep=(), steps=0)] * new
+    assert slept(reports) == (set(TAGS) if continues else set())
+
+
+def test_a_replica_that_no_wake_up_reached_does_not_put_a_new_coordinator_s_service_to_sleep(play):
+    async def story(cluster, client):
+        expected = await whole(client)
+        replica, _ = cluster.replicas.values()
+        cluster.kill_coordinator()
+        await asyncio.wrap_future(replica.loop.fall_asleep())
+        async with asyncio.timeout(600):
+            assert await whole(client, AGAIN) == expected
+        await seen(cluster, lambda: asleep(cluster) == {()})
 
     play(story)
 
