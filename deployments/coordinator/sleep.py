@@ -2,8 +2,8 @@
 
 Invariant: a sleep is a pause that `resume` does not end; samples in flight continue after it with the next token, since
 only KV is lost. Weights come back as an ordinary load, checked against their digest, before anything starts. A replica
-that joins meanwhile is put to sleep, and a new coordinator that finds most asleep continues the sleep. An update of
-the weights wakes these. Owned by `Rollouts`.
+that joins meanwhile is put to sleep, and a new coordinator that finds more asleep than awake continues the sleep. An
+update of the weights wakes these. Owned by `Rollouts`.
 """
 
 import asyncio
