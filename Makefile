@@ -28,7 +28,7 @@ test: tools ## all tests: pure, simulated, live, then gpu; the board in a browse
 	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
-	@$(PY) -m pytest -n 2 --dist worksteal tests/live/simulated
+	@$(PY) -m pytest -n 2 tests/live/simulated
 	@$(PY) -m pytest -m "live or gpu" --ignore tests/live/simulated
 
 test-pure: setup ## the pure tests alone, on two cores
