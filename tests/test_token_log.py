@@ -249,8 +249,8 @@ def test_a_damaged_log_gives_a_part_of_the_tokens_and_never_others(tmp_path, pro
         before = await lost(tmp_path, prompts)
         (path,) = tmp_path.iterdir()
         whole = path.read_bytes()
-        flipped = [(place, bytes([whole[place] ^ 1 << place % 8])) for place in range(0, len(whole), 5 * prompts)]
-        cuts = [(place, b"") for place in range(0, len(whole), 11 * prompts)]
+        flipped = [(place, bytes([whole[place] ^ 1 << place % 8])) for place in range(0, len(whole), 5)]
+        cuts = [(place, b"") for place in range(0, len(whole), 11)]
         for place, byte in flipped + cuts:
             path.write_bytes(whole[:place] + byte + whole[place + 1 :] if byte else whole[:place])
             two = Coordinator(tmp_path, version=1)
