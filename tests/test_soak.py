@@ -263,19 +263,21 @@ def test_a_process_has_a_role(command, role):
 
 
 def test_processes_are_this_one_and_its_children():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    runs = "import time; print('runs', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", runs], stdout=subprocess.PIPE)
     try:
-        until(lambda: any(one.pid == child.pid and one.role.startswith("python") for one in read_all()))
+        assert child.stdout.readline() == b"runs\n"  # read before that, its memory is that of an exec half done
         found = {one.pid: one for one in read_all()}
         assert "soak" in {one.role for one in found.values()}
         one = found[child.pid]
+        assert one.role.startswith("python")
         assert one.rss_bytes > 1e6 and one.files >= 3 and is_alive(one.pid, one.born)
         assert not is_alive(one.pid, one.born + 1)
     finally:
         child.kill()
     until(lambda: not lives(child.pid))
     assert not is_alive(one.pid, one.born)  # not waited for yet, and no process any more
-    child.wait()
+    child.communicate()
 
 
 def status(tokens: int, contained: dict | None = None) -> ServiceStatus:
