@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.deployments.context import history as history_file
 from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.history import Answer, History, PastLength, is_on_network, pack, prompt_key, unpack
@@ -274,7 +275,7 @@ def test_network_file_systems_are_known(path, network):
 
 @pytest.mark.parametrize(("network", "mode"), [(False, "wal"), (True, "delete")])
 def test_no_shared_memory_is_used_on_a_network_file_system(tmp_path, monkeypatch, network, mode):
-    monkeypatch.setattr("tailrace.deployments.context.history.is_on_network", lambda path: network)
+    monkeypatch.setattr(history_file, "is_on_network", lambda path: network)
     path = tmp_path / "private" / "history.sqlite"
     history = opened(path)
     history.record("k", "b/p", 3, [answer(0)])

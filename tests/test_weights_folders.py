@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from tailrace.app.errors import BadInput
 from tailrace.app.model import perturbed
+from tailrace.deployments.vllm_exact import weight_loading
 from tailrace.deployments.vllm_exact.weight_loading import checked_digest, refusal, tensors_of, weights_digest
 
 EMBEDDING = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
@@ -192,7 +193,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value, kind):
 
 def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     folder, digests = write(tmp_path / "written"), iter(("before", "after"))
-    monkeypatch.setattr("tailrace.deployments.vllm_exact.weight_loading.weights_digest", lambda _: next(digests))
+    monkeypatch.setattr(weight_loading, "weights_digest", lambda _: next(digests))
     with pytest.raises(ValueError, match="it was written to meanwhile"):
         checked_digest(str(folder))
 
