@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from tailrace.app.calls.client import WeightsRejected
 from tailrace.app.fuzz.actor_faults import master_restarts, meets, other_shards, shard_dies
 from tailrace.app.fuzz.cluster import SimulatedCluster
-from tailrace.app.fuzz.disk import TORN
+from tailrace.app.fuzz.disk import TORN, digest_of
 from tailrace.app.fuzz.drivers import Ledger, driver_client
 from tailrace.app.fuzz.odd_policies import TROUBLES, Trouble
 from tailrace.app.fuzz.replica import DAMAGES, SimulatedReplica
@@ -49,6 +49,11 @@ class FaultSite:
     def replica(self, fault: Fault) -> SimulatedReplica | None:
         names = sorted(self.cluster.replicas)
         return self.cluster.replicas[names[fault.target % len(names)]] if names else None
+
+    def digest(self, version: int) -> str:
+        """Of the weights that the service takes for a version; empty if it does not know them, or has others."""
+        status = self.cluster.coordinator.rollouts.status()
+        return status.weights_digest if status.weights_version == version else ""
 
     async def do(self, fault: Fault) -> None:
         await KINDS[fault.kind](self, fault)
@@ -123,16 +128,19 @@ async def _driver(site: FaultSite, fault: Fault) -> None:
 
 
 async def _overwrite(site: FaultSite, fault: Fault) -> None:
-    """A trainer writes other weights into the folder of the present ones, and the old ones back later."""
-    folders = site.cluster.disk.folders
-    folder = f"w{site.ledger.version}"
+    """A trainer writes other weights into the folder of the present ones, and the old ones back, unless those count."""
+    folders, version = site.cluster.disk.folders, site.ledger.version
+    folder = f"w{version}"
     old = folders.get(folder, TORN)
     if old != TORN and not old.startswith(OVERWRITTEN):  # another trainer has done the same
         folders[folder] = TORN if fault.number % 3 == 0 else f"{OVERWRITTEN}{fault.number}"
-        if site.ledger.version in site.ledger.unread and folders[folder] != TORN:
-            site.ledger.offered[site.ledger.version].add(folders[folder])  # the service cannot know any better
+        if unread := version in site.ledger.unread and folders[folder] != TORN:
+            site.ledger.offered[version].add(folders[folder])  # the service cannot know any better
         await asyncio.sleep(fault.seconds)
-        folders[folder] = old
+        while unread and site.ledger.version == version and not site.digest(version):
+            await asyncio.sleep(1.0)
+        if not unread or site.digest(version) != digest_of(folders[folder]):
+            folders[folder] = old
 
 
 async def _strange_update(site: FaultSite, fault: Fault) -> None:

@@ -107,7 +107,10 @@ def test_a_defect_under_faults_of_shards_too_stays_mended(seed):
     assert outcome_of(seed, KEPT_KINDS_WITH_SHARDS).problem is None
 
 
-KEPT_WITH_EVERYTHING = {8045381: "a replica that no wake-up had reached put the service of a new coordinator to sleep"}
+KEPT_WITH_EVERYTHING = {
+    8045381: "a replica that no wake-up had reached put the service of a new coordinator to sleep",
+    8053095: "the simulated trainer took back weights that the service had read for a version, and waited for ever",
+}
 """Such seeds of all faults that there are now."""
 
 
