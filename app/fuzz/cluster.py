@@ -202,14 +202,14 @@ class SimulatedCluster:
 
     async def _start_coordinator(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        self.forgetful = self.forgetful or (self.version > 0 and not any(map(self._knows, self.replicas.values())))
+        alive = [one for one in self.replicas.values() if one.loop.healthy and not one.stopping]
+        versions = {one.name: one.loop.stats().weights_version for one in alive}
+        known = {versions[one.name] for one in alive if one.reachable}
+        self.forgetful = self.forgetful or (self.version > 0 and self.version not in known)
+        self.log_disk.begin_under(max(versions.values(), default=0))
         process = Process(f"coordinator-{self.coordinators + 1}")
         self.coordinator, self.coordinator_process = await self.start_one(process), process
         self._up.set()
-
-    def _knows(self, replica: SimulatedReplica) -> bool:
-        there = replica.reachable and replica.loop.healthy and not replica.stopping
-        return there and replica.loop.stats().weights_version == self.version
 
     async def start_one(self, process: Process) -> SimulatedCoordinator:
         """A coordinator in a process, over all replicas."""

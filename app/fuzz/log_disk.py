@@ -1,7 +1,8 @@
 """The folder of the token log: its delays and faults, and the tokens that a lost coordinator had in it.
 
 Invariant: while the folder is sound, a sample that a coordinator had continued under newer weights keeps its older
-tokens, whatever happens to coordinators. `SimulatedCluster` notes them, and drivers check their results.
+tokens, whatever happens to coordinators, unless a coordinator begins while no engine holds weights as new as theirs.
+`SimulatedCluster` notes them, and drivers check their results.
 """
 
 import asyncio
@@ -52,6 +53,11 @@ class LogDisk:
             if old:
                 tokens = sample.context()[len(sample.group.prompt) :][: old[-1].end].tolist()
                 self._older[sample.group.batch_id, sample.group.group.prompt_id, sample.index] = old, tokens
+
+    def begin_under(self, version: int) -> None:
+        """A coordinator begins, and no engine holds weights above `version`: tokens of later ones are made again."""
+        for name, (segments, tokens) in list(self._older.items()):
+            self._older[name] = [one for one in segments if one.weights_version <= version], tokens
 
     def begin(self, batch_id: str) -> None:
         """A driver opens the batch, and has none of its tokens."""

@@ -110,6 +110,7 @@ def test_a_defect_under_faults_of_shards_too_stays_mended(seed):
 KEPT_WITH_EVERYTHING = {
     8045381: "a replica that no wake-up had reached put the service of a new coordinator to sleep",
     8053095: "the simulated trainer took back weights that the service had read for a version, and waited for ever",
+    8076227: "tokens of weights that no engine held any more were asked of a service that had begun with older ones",
 }
 """Such seeds of all faults that there are now."""
 
