@@ -167,6 +167,7 @@ class Rollouts:
             weights=self._weights,
             pause=self.pause,
             reports=lambda: self._registry.reports,
+            looked=self._looked.wait,
             seen=self._next_look,
         )
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind

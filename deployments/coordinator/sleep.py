@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class Sleep:
-    """`reports`: of the present replicas, by id. `seen`: returns after another look at them."""
+    """`reports`: of the present replicas, by id. `looked`: returns once they have been looked at for the first time,
+    so that a new coordinator knows which of them sleep. `seen`: returns after another look at them."""
 
     def __init__(
         self,
@@ -30,13 +31,14 @@ class Sleep:
         weights: Weights,
         pause: Pause,
         reports: Callable[[], Mapping[str, EngineStats]],
+        looked: Callable[[], Awaitable],
         seen: Callable[[], Awaitable[None]],
     ):
         self._engines, self._weights, self._pause = engines, weights, pause
-        self._reports, self._seen = reports, seen
+        self._reports, self._looked, self._seen = reports, looked, seen
         self._asking: set[str] = set()  # replicas that are being put to sleep
         self._kv_asleep = False
-        self._wakes = False  # a wake-up came: replicas that a new coordinator finds asleep are to wake
+        self._told = False  # this coordinator was told to sleep or to wake up, so it need not learn that from replicas
         self.problem: str | None = None  # why a replica did not fall asleep
 
     @property
@@ -47,10 +49,11 @@ class Sleep:
 
     async def begin(self, mode: PauseMode) -> Rejected | None:
         """Returns once every replica has given its memory back; or why one cannot, and all are awake and resumed."""
+        await self._looked()
         await self._pause.begin(mode)
         if not self._pause.held:
             return Rejected(reason="the service was resumed before it slept")
-        self._weights.asleep, self._kv_asleep, self._wakes, self.problem = True, True, False, None
+        self._weights.asleep, self._kv_asleep, self._told, self.problem = True, True, True, None
         await asyncio.gather(*map(self._put_to_sleep, self._reports()))
         while self.problem is None and self.tags == TAGS and self._awake():
             await self._seen()
@@ -61,8 +64,9 @@ class Sleep:
 
     async def end(self, tags: Collection[str]) -> Rejected | None:
         """Wake these parts; the pause ends once all are awake. Returns why the weights do not come back, if so."""
+        await self._looked()
+        self._told = True
         if not self.tags:
-            self._wakes = True
             return None
         if WEIGHTS in tags and self._weights.asleep:
             self.wake_weights()
@@ -85,7 +89,7 @@ class Sleep:
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
         """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
-        if first and not self._wakes and (tags := slept(reports)):
+        if first and not self._told and (tags := slept(reports)):
             self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
         if self._weights.asleep:
             return [self._put_to_sleep(one.replica_id) for one in reports if WEIGHTS not in one.asleep]

@@ -111,6 +111,7 @@ KEPT_WITH_EVERYTHING = {
     8045381: "a replica that no wake-up had reached put the service of a new coordinator to sleep",
     8053095: "the simulated trainer took back weights that the service had read for a version, and waited for ever",
     8076227: "tokens of weights that no engine held any more were asked of a service that had begun with older ones",
+    8085272: "a sleep and its wake-up came to a new coordinator before any report, which then put the service to sleep",
 }
 """Such seeds of all faults that there are now."""
 
