@@ -38,7 +38,7 @@ class Sleep:
         self._reports, self._looked, self._seen = reports, looked, seen
         self._asking: set[str] = set()  # replicas that are being put to sleep
         self._kv_asleep = False
-        self._told = False  # this coordinator was told to sleep or to wake up, so it need not learn that from replicas
+        self._decided = False  # a call has said whether the service sleeps, so replicas need not show it
         self.problem: str | None = None  # why a replica did not fall asleep
 
     @property
@@ -53,7 +53,7 @@ class Sleep:
         await self._pause.begin(mode)
         if not self._pause.held:
             return Rejected(reason="the service was resumed before it slept")
-        self._weights.asleep, self._kv_asleep, self._told, self.problem = True, True, True, None
+        self._weights.asleep, self._kv_asleep, self._decided, self.problem = True, True, True, None
         await asyncio.gather(*map(self._put_to_sleep, self._reports()))
         while self.problem is None and self.tags == TAGS and self._awake():
             await self._seen()
@@ -65,7 +65,7 @@ class Sleep:
     async def end(self, tags: Collection[str]) -> Rejected | None:
         """Wake these parts; the pause ends once all are awake. Returns why the weights do not come back, if so."""
         await self._looked()
-        self._told = True
+        self._decided = True
         if not self.tags:
             return None
         if WEIGHTS in tags and self._weights.asleep:
@@ -89,7 +89,7 @@ class Sleep:
 
     def look(self, reports: Collection[EngineStats], first: bool) -> list[Coroutine]:
         """The replicas to put to sleep, or whose KV is to wake. `first`: this coordinator has seen no report before."""
-        if first and not self._told and (tags := slept(reports)):
+        if first and not self._decided and (tags := slept(reports)):
             self._weights.asleep, self._kv_asleep, self._weights.held = WEIGHTS in tags, KV_CACHE in tags, True
         if self._weights.asleep:
             return [self._put_to_sleep(one.replica_id) for one in reports if WEIGHTS not in one.asleep]
