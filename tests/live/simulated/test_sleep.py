@@ -119,18 +119,18 @@ def test_a_wake_up_that_a_new_coordinator_gets_before_any_report_wakes_its_repli
     play(story)
 
 
-def cut_off_one(cluster, seconds: float) -> None:
-    """A new coordinator waits for its report before it looks at any."""
-    replica, *_ = cluster.replicas.values()
-    replica.parted_until_s = asyncio.get_running_loop().time() + seconds
+def restart_with_silent(cluster, replicas: int, seconds: float) -> None:
+    """A new coordinator waits for up to 10 s for reports of all replicas before it looks at any."""
+    for replica in list(cluster.replicas.values())[:replicas]:
+        replica.parted_until_s = asyncio.get_running_loop().time() + seconds
+    cluster.kill_coordinator(away_s=1.0)
 
 
 def test_a_wake_up_that_a_coordinator_has_answered_is_not_lost_with_it(play):
     async def story(cluster, client):
         expected = await whole(client)
         await client.sleep()
-        cut_off_one(cluster, 8.0)
-        cluster.kill_coordinator(away_s=1.0)
+        restart_with_silent(cluster, 1, 8.0)
         await client.wake_up()
         cluster.kill_coordinator()
         async with asyncio.timeout(600):
@@ -140,16 +140,18 @@ def test_a_wake_up_that_a_coordinator_has_answered_is_not_lost_with_it(play):
     play(story)
 
 
-def test_a_sleep_and_its_wake_up_that_come_to_a_new_coordinator_leave_it_awake(play):
+@pytest.mark.parametrize(("replicas", "seconds"), [(1, 8.0), (2, 20.0)])
+@pytest.mark.parametrize("calls", [("wake_up",), ("sleep", "wake_up")])
+def test_a_wake_up_that_comes_to_a_new_coordinator_wakes_what_it_hears_later(play, calls, replicas, seconds):
     async def story(cluster, client):
         expected = await whole(client)
         await client.sleep()
-        cut_off_one(cluster, 8.0)
-        cluster.kill_coordinator(away_s=1.0)
-        await client.sleep()  # again, as after a lost answer
-        await client.wake_up()
+        restart_with_silent(cluster, replicas, seconds)
+        for call in calls:
+            await getattr(client, call)()
         async with asyncio.timeout(600):
             assert await whole(client, AGAIN) == expected
+        assert asleep(cluster) == {()}
 
     play(story)
 
@@ -157,8 +159,7 @@ def test_a_sleep_and_its_wake_up_that_come_to_a_new_coordinator_leave_it_awake(p
 def test_a_new_coordinator_has_every_engine_asleep_before_it_says_so(play):
     async def story(cluster, client):
         await whole(client)
-        cut_off_one(cluster, 8.0)
-        cluster.kill_coordinator(away_s=1.0)
+        restart_with_silent(cluster, 1, 8.0)
         await client.sleep()
         assert asleep(cluster) == {TAGS} and (await client.status()).asleep == TAGS
 
