@@ -23,7 +23,7 @@ from tailrace.deployments.channel.frames import (
 from tailrace.deployments.channel.numbered import NumberedEnd
 from tailrace.deployments.channel.sockets import EngineSocket
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
-from tailrace.deployments.messages.errors import AdapterRefused, EngineDown, FeaturesRefused, one_line
+from tailrace.deployments.messages.errors import EngineDown, RequestRefused, one_line
 
 SILENT_S = 120.0
 """Ray takes a host that is cut off for lost after 73 s; until then a line may heal."""
@@ -132,7 +132,7 @@ class EngineLine:
             reason: BaseException = error
         except EngineDown as error:
             cause, reason = Cause.DOWN, error
-        except (AdapterRefused, FeaturesRefused) as error:
+        except RequestRefused as error:
             cause, reason = Cause.REFUSED, error
         except Exception as error:  # noqa: BLE001 - the edge of a chunk: its caller gets the reason
             reason = error

@@ -21,12 +21,11 @@ from tailrace.deployments.engine.shared_features import SharedFeatures
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, WeightsRead
 from tailrace.deployments.messages.errors import (
-    AdapterRefused,
     ChunkError,
     ChunkNotTaken,
     EngineDown,
-    FeaturesRefused,
     ReplicaLost,
+    RequestRefused,
     SampleRefused,
     is_own_cancel,
     one_line,
@@ -224,6 +223,6 @@ class EngineClient:
         except (RayActorError, EngineDown) as error:
             raise ReplicaLost(one_line(error)) from error
         except RayTaskError as error:
-            refused = isinstance(error.cause, AdapterRefused | FeaturesRefused)
+            refused = isinstance(error.cause, RequestRefused)
             kind = SampleRefused if refused else ChunkError
             raise kind(one_line(error.cause or error)) from error

@@ -26,11 +26,15 @@ class SampleRefused(ChunkError):
     """No replica can run the sample of this chunk, so neither this one nor chance is to blame."""
 
 
-class AdapterRefused(ValueError):
+class RequestRefused(ValueError):
+    """No engine can ever run this chunk's request; one line that names the field. The sample ends, without a retry."""
+
+
+class AdapterRefused(RequestRefused):
     """An adapter cannot be loaded, or its folder holds another content by now."""
 
 
-class FeaturesRefused(ValueError):
+class FeaturesRefused(RequestRefused):
     """The model cannot take the features of a prompt."""
 
 
