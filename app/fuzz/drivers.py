@@ -6,7 +6,7 @@ Invariant: a driver ends when each of its steps has all groups, each once; whate
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from ray.exceptions import RayError
@@ -15,15 +15,12 @@ from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRej
 from tailrace.app.calls.refused import AdapterRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
+from tailrace.app.fuzz.checks import Checks, Ledger, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster
-from tailrace.app.fuzz.disk import adapted, digest_of
-from tailrace.app.fuzz.stepper import EOS, token_at
+from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.verification.asking import two_turns
-from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
-from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
-from tailrace.policies.core.failures import MAX_LOST, MAX_LOST_ALONE
-from tailrace.policies.protocol.actions import SampleEnd
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
 
 AGAIN_S = 2.0
 
@@ -34,10 +31,6 @@ ADAPTED_SHARE = 0.7
 """Of the groups of a driver with an adapter."""
 
 HOLDS_S = (0.0, 1.0, 60.0)
-
-
-class Wrong(AssertionError):
-    """A result that no run may give."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +76,6 @@ class DriverPlan:
         )
 
 
-@dataclass
-class Ledger:
-    """Observations of all drivers of a run. `contents`: weights version -> contents that its tokens came from."""
-
-    contents: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
-    offered: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
-    unread: set[int] = field(default_factory=set)  # versions that were accepted while no replica could read them
-    samples: int = 0
-    tokens: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    cancels: set[str] = field(default_factory=set)  # batches that somebody has cancelled
-    version: int = 0  # the last one that an update gave
-    policies_failed: bool = False  # a policy was in trouble: it may have ended batches
-
-
 class TaskHeartbeat(Heartbeat):
     """A heartbeat on the virtual clock."""
 
@@ -136,6 +113,7 @@ class SimulatedDriver:
         self.plan, self._cluster, self._ledger = plan, cluster, ledger
         self.done = 0
         self.ended = False
+        self._checks = Checks(cluster, ledger)
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -146,7 +124,7 @@ class SimulatedDriver:
                 await self._load_adapter(client)
             groups = await (self._roll_singles if self.plan.singles else self._roll)(client, batch)
             for group in batch.groups:
-                self._check(batch, group, groups[group.prompt_id])
+                self._checks.check(batch, group, groups[group.prompt_id])
             if self.plan.updates:
                 await self._update(client)
             self.done += 1
@@ -236,65 +214,3 @@ class SimulatedDriver:
         loaded = await insisted(lambda: client.load_adapter(self.plan.name, f"/{content}"), RayError, AdapterRejected)
         if loaded.digest != digest_of(content):
             raise Wrong(f"adapter {content} was loaded as {loaded.digest}")
-
-    def _check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult) -> None:
-        where = f"{batch.batch_id}/{group.prompt_id}"
-        if (result.batch_id, result.prompt_token_ids) != (batch.batch_id, group.token_ids):
-            raise Wrong(f"{where}: the result is of another prompt")
-        if [sample.sample_index for sample in result.samples] != list(range(group.samples)):
-            raise Wrong(f"{where}: samples {[sample.sample_index for sample in result.samples]} of {group.samples}")
-        for sample in result.samples:
-            self._check_sample(batch, group, sample, f"{where}#{sample.sample_index}")
-
-    def _check_sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
-        ledger, tokens = self._ledger, sample.token_ids
-        ledger.samples += 1
-        ledger.tokens += len(tokens)
-        ledger.failed += sample.finish_reason is SampleEnd.FAILED
-        ledger.cancelled += sample.finish_reason is SampleEnd.CANCELLED
-        spans = [(segment.start, segment.end) for segment in sample.segments]
-        if [start for start, _ in spans] != [0, *(end for _, end in spans)][: len(spans)]:
-            raise Wrong(f"{where}: segments {spans} do not follow each other")
-        if (spans[-1][1] if spans else 0) != len(tokens) or len(sample.logprobs) != len(tokens):
-            raise Wrong(f"{where}: {len(tokens)} tokens, {len(sample.logprobs)} logprobs, segments {spans}")
-        key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
-        for segment in sample.segments:
-            place = len(group.token_ids) + segment.start
-            own = digest_of(f"{group.adapter}-{batch.step}") if group.adapter else ""
-            if segment.adapter_digest != own:
-                raise Wrong(f"{where}: tokens {segment.start} on are of adapter {segment.adapter_digest}, not {own}")
-            self._check_segment(key, place, tokens[segment.start : segment.end], segment, where)
-        self._check_end(group, sample, where)
-        if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
-            raise Wrong(f"{where}: {problem}")
-        if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:
-            raise Wrong(f"{where}: cancelled without a request")
-        by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
-        may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
-        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and key not in self._cluster.deadly:
-            raise Wrong(f"{where}: given up: {sample.error}")
-
-    def _check_segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
-        version, mean, own = segment.weights_version, self._cluster.size.mean_tokens, segment.adapter_digest
-        fits = {
-            content
-            for content in self._ledger.offered.get(version, ())
-            if all(token_at(key, adapted(content, own), place + i, mean) == token for i, token in enumerate(tokens))
-        }
-        if not fits:
-            raise Wrong(f"{where}: tokens {segment.start} to {segment.end} are not those of weights {version}")
-        if len(tokens) >= 8:  # else two contents may agree by chance
-            known = self._ledger.contents.setdefault(version, fits)
-            self._ledger.contents[version] = known & fits or fits
-            if not known & fits and not self._cluster.forgetful:
-                raise Wrong(f"{where}: weights {version} are {fits} here, and were {known} before")
-
-    def _check_end(self, group: PromptGroup, sample: SampleResult, where: str) -> None:
-        tokens = sample.token_ids
-        stops = [place for place, token in enumerate(tokens) if token == EOS]
-        if stops and stops != [len(tokens) - 1]:
-            raise Wrong(f"{where}: tokens follow its end at {stops[0]}")
-        if (sample.finish_reason is SampleEnd.STOP) != bool(stops):
-            raise Wrong(f"{where}: {len(tokens)} tokens, ends at {stops}, finish_reason {sample.finish_reason}")
-        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != group.max_tokens:
-            raise Wrong(f"{where}: {len(tokens)} tokens of at most {group.max_tokens} end it by length")

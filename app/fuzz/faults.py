@@ -13,10 +13,11 @@ from ray.exceptions import RayError
 
 from tailrace.app.calls.client import WeightsRejected
 from tailrace.app.fuzz.actor_faults import master_restarts, meets, other_shards, shard_dies
+from tailrace.app.fuzz.checks import Ledger
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import TORN, digest_of
-from tailrace.app.fuzz.drivers import Ledger, driver_client
-from tailrace.app.fuzz.odd_policies import TROUBLES, Trouble
+from tailrace.app.fuzz.drivers import driver_client
+from tailrace.app.fuzz.odd.policies import TROUBLES, Trouble
 from tailrace.app.fuzz.replica import DAMAGES, SimulatedReplica
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch

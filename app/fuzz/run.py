@@ -11,12 +11,13 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+from tailrace.app.fuzz.checks import Ledger, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster, Size
-from tailrace.app.fuzz.drivers import DriverPlan, Ledger, SimulatedDriver, Wrong
+from tailrace.app.fuzz.drivers import DriverPlan, SimulatedDriver
 from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
 from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
 from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.odd_policies import Trouble, oddly
+from tailrace.app.fuzz.odd.policies import Trouble, oddly
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.staging.slots import SHARED_MEMORY

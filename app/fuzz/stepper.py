@@ -6,13 +6,12 @@ Invariant: `token_at` alone decides a token, so that a wrong one shows at once.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
 from itertools import takewhile
 
 import numpy as np
 
 from tailrace.app.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
+from tailrace.app.fuzz.tokens import BLOCK_TOKENS, EOS, KEY_PREFIX, VOCABULARY, block_names, pool_key, token_at
 from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
 from tailrace.deployments.messages.chunk import (
     TAGS,
@@ -20,35 +19,14 @@ from tailrace.deployments.messages.chunk import (
     ChunkRequest,
     ChunkResult,
     EngineStats,
-    KvPlan,
     WeightsRead,
 )
 from tailrace.deployments.messages.rollout import PromptLogprobs
-from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
 from tailrace.policies.protocol.events import ChunkEnd
 from tailrace.policies.protocol.performance import Performance
 
-VOCABULARY, EOS = 1000, 0
-BLOCK_TOKENS = 16
-PIECE = 16
-"""Tokens that one hash gives."""
-
-KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
-
 MIXED = "mixed"
 """Content in the place of the weights of a chunk that has read KV of another content."""
-
-
-@lru_cache(maxsize=1 << 14)
-def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
-    raw = blake2b(f"{key}/{digest}/{index}".encode(), digest_size=4 * PIECE).digest()
-    drawn = np.frombuffer(raw, np.uint32)
-    return tuple(np.where(drawn % mean_tokens == 0, EOS, 1 + drawn % (VOCABULARY - 1)).tolist())
-
-
-def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
-    """Returns the token at a position of the sample `key`, prompt included, under weights of content `digest`."""
-    return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
 
 
 @dataclass
@@ -125,14 +103,14 @@ class SimulatedStepper:
         own = adapted(self._content, digest_of_adapter(chunk.adapter))
         if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
             return own
-        names = _names(chunk, chunk.token_ids)
-        return own if {self._pool.get(_key(name), own) for name in names} <= {own} else MIXED
+        names = block_names(chunk, chunk.token_ids)
+        return own if {self._pool.get(pool_key(name), own) for name in names} <= {own} else MIXED
 
     def _cached_tokens(self, chunk: ChunkRequest) -> int:
         """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
-        names = _names(chunk, chunk.token_ids[:-1])
+        names = block_names(chunk, chunk.token_ids[:-1])
         pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
-        found = takewhile(lambda name: name in self._blocks or _key(name) in (pulls or ()), names)
+        found = takewhile(lambda name: name in self._blocks or pool_key(name) in (pulls or ()), names)
         return BLOCK_TOKENS * sum(1 for _ in found)
 
     def _keep(self, names: list[bytes]) -> None:
@@ -181,7 +159,7 @@ class SimulatedStepper:
         self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
         context = np.concatenate([chunk.token_ids, tokens])
-        self._keep(_names(chunk, context[:-1]))
+        self._keep(block_names(chunk, context[:-1]))
         saved = self._save(chunk, context, end)
         computed_tokens = len(chunk.token_ids) - running.cached_tokens
         self._made += len(tokens)
@@ -211,9 +189,9 @@ class SimulatedStepper:
             return []
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
             return []
-        names = _names(chunk, context)
+        names = block_names(chunk, context)
         for name in names:
-            self._pool.setdefault(_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
+            self._pool.setdefault(pool_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
         return names
 
     def load_weights(self, version: int, source: str, digest: str) -> None:
@@ -283,18 +261,3 @@ class SimulatedStepper:
 def _prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
     count = len(chunk.token_ids) - 1
     return PromptLogprobs(logprobs=range(-1, -1 - count, -1), ranks=range(1, 1 + count), top=((),) * count)
-
-
-def _names(chunk: ChunkRequest, token_ids: np.ndarray) -> list[bytes]:
-    """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
-    kv = chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
-    salt = cache_salt(kv.version, kv.digest, digest_of_adapter(chunk.adapter))
-    covered, names = blake2b(salt.encode(), digest_size=32), []
-    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
-        covered.update(token_ids[end - BLOCK_TOKENS : end].tobytes())
-        names.append(block_name(kv.version, covered.digest()))
-    return names
-
-
-def _key(name: bytes) -> str:
-    return f"{KEY_PREFIX}@{name.hex()}"
