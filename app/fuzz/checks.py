@@ -5,9 +5,9 @@ Invariant: a result that no run may give raises `Wrong`, one line. Called by `dr
 
 from dataclasses import dataclass, field
 
+from tailrace.app.fuzz.chunks import EOS, token_at
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import adapted, digest_of
-from tailrace.app.fuzz.tokens import EOS, token_at
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
 from tailrace.policies.core.failures import MAX_LOST, MAX_LOST_ALONE
@@ -74,7 +74,10 @@ class Checks:
             raise Wrong(f"{where}: cancelled without a request")
         by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
         may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
-        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and key not in self._cluster.deadly:
+        if (problem := self._cluster.culprits.problem(key, group.token_ids, sample)) is not None:
+            raise Wrong(f"{where}: {problem}")
+        excused = key in self._cluster.deadly or self._cluster.culprits.is_to_blame(key, sample.error)
+        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and not excused:
             raise Wrong(f"{where}: given up: {sample.error}")
 
     def _segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:

@@ -52,6 +52,8 @@ class DriverPlan:
     priority: int = 0
     share: float = 1.0
     singles: bool = False  # asks for its samples one by one, in an open session
+    impossible: bool = False  # asks also for what no service can do
+    hasty: bool = False  # gives calls up and makes them again at once
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
     def batch(self, step: int) -> RolloutBatch:
@@ -144,11 +146,13 @@ class SimulatedDriver:
                 break
             except WeightsRejected:
                 groups.clear()
+                self._cluster.culprits.excuses += 1
                 await asyncio.sleep(AGAIN_S)
             except RolloutRejected:
                 if not self._ledger.policies_failed:
                     raise
                 groups.clear()
+                self._cluster.culprits.excuses += 1
                 await asyncio.sleep(AGAIN_S)
         if len(groups) < len(batch.groups):
             raise Wrong(f"{batch.batch_id}: {len(groups)} of {len(batch.groups)} groups came")
@@ -177,6 +181,7 @@ class SimulatedDriver:
             except (WeightsRejected, RolloutRejected) as error:
                 if isinstance(error, RolloutRejected) and not self._ledger.policies_failed:
                     raise
+                self._cluster.culprits.excuses += 1
                 await asyncio.sleep(AGAIN_S)
             finally:
                 for task in late:

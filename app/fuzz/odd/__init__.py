@@ -1,1 +1,1 @@
-"""Oddities of samples, engines, drivers and policies, each chosen by seed, and the checks of what they may do."""
+"""Oddities by seed: of samples and engines, of drivers and policies, of actors; and checks of what they may do."""
