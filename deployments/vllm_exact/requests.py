@@ -5,12 +5,14 @@ Called by the stepper, and by its forks, on the engine's thread.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 
 import numpy as np
 
-from tailrace.deployments.constraints import form_check
+from tailrace.deployments.constraints.bad_words import word_tokens
+from tailrace.deployments.constraints.form_check import form_refusal
+from tailrace.deployments.constraints.request_check import sampling_refusal
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
@@ -41,7 +43,7 @@ class Requests:
         self.tokenizer = engine.get_tokenizer()
         self.eos_token_id = self.tokenizer.eos_token_id
         self._bad_words = lru_cache(256)(self._as_tokens)
-        self._form_refusal = lru_cache(256)(form_check.refusal)
+        self._form_refusal = lru_cache(256)(form_refusal)
         model = engine.vllm_config.model_config
         self.vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
         self._no_features = features_unfit(model)
@@ -93,13 +95,13 @@ class Requests:
             self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
-        tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
-        if (wrong := next((token for token in tokens if token >= self.vocabulary), None)) is not None:
-            return f"token {wrong} is outside the vocabulary of {self.vocabulary}"
         try:
-            self._bad_words(sampling.bad_words)
+            words = self._bad_words(sampling.bad_words)
         except ValueError as error:
             return str(error)
+        ends = () if self.eos_token_id is None else (self.eos_token_id,)
+        if (reason := sampling_refusal(sampling, self.vocabulary, words, ends)) is not None:
+            return reason
         form = sampling.structured_outputs
         return None if form is None else self._form_refusal(form)
 
@@ -107,15 +109,7 @@ class Requests:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _as_tokens(self, bad_words: tuple[str, ...]) -> list[list[int]]:
-        from vllm import SamplingParams as VllmParams
-        from vllm.exceptions import VLLMClientError
-
-        params = VllmParams(bad_words=list(bad_words))
-        try:
-            params.update_from_tokenizer(self.tokenizer)
-        except VLLMClientError as error:
-            raise ValueError(f"bad_words: {str(error).splitlines()[0]}") from error
-        return params.bad_words_token_ids or []
+        return word_tokens(bad_words, partial(self.tokenizer.encode, add_special_tokens=False))
 
     def add(
         self,

@@ -10,7 +10,7 @@ import torch
 from engine_answers import run
 from transformers import AutoTokenizer
 
-from tailrace.deployments.constraints.form_check import refusal
+from tailrace.deployments.constraints.form_check import form_refusal
 from tailrace.deployments.constraints.logit_rules import LogitRules, rule_args
 from tailrace.deployments.constraints.stop_texts import cut, first_end
 from tailrace.deployments.engine.runner import EngineRunner
@@ -217,5 +217,5 @@ def test_a_stop_counts_once_its_last_token_completes_it_and_min_tokens_are_there
 
 
 def test_a_form_is_checked_before_it_is_compiled():
-    assert refusal(StructuredOutputs(json=SCHEMA)) is None
-    assert "\n" not in refusal(StructuredOutputs(grammar="root ::= nothing"))
+    assert form_refusal(StructuredOutputs(json=SCHEMA)) is None
+    assert "\n" not in form_refusal(StructuredOutputs(grammar="root ::= nothing"))
