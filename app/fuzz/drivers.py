@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from ray.exceptions import RayError
@@ -18,7 +19,10 @@ from tailrace.app.calls.session import groups_of_answers
 from tailrace.app.fuzz.checks import Checks, Ledger, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import digest_of
+from tailrace.app.fuzz.odd.hasty import HastySession, give_up
+from tailrace.app.fuzz.odd.impossible import ImpossibleAsks
 from tailrace.app.verification.asking import two_turns
+from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
 
@@ -124,7 +128,7 @@ class SimulatedDriver:
             batch = self.plan.batch(self.done)
             if self.plan.adapted:
                 await self._load_adapter(client)
-            groups = await (self._roll_singles if self.plan.singles else self._roll)(client, batch)
+            groups = await self._rolled(client, batch)
             for group in batch.groups:
                 self._checks.check(batch, group, groups[group.prompt_id])
             if self.plan.updates:
@@ -133,12 +137,28 @@ class SimulatedDriver:
             await asyncio.sleep(self.plan.pause_s)
         self.ended = True
 
+    async def _rolled(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
+        """All groups of a batch, while the driver may also ask for what no service can do."""
+        roll = self._roll_singles if self.plan.singles else self._roll
+        if not self.plan.impossible:
+            return await roll(client, batch)
+        asks = ImpossibleAsks(self._cluster, client, Random(f"{batch.seed}/{batch.batch_id}/impossible"))
+        await asks.before(batch)
+        meanwhile = asyncio.ensure_future(asks.meanwhile(batch))
+        try:
+            return await roll(client, batch)
+        finally:
+            meanwhile.cancel()
+            await asyncio.gather(meanwhile, return_exceptions=True)
+
     async def _roll(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
         """All groups of a batch. The client continues after faults by itself, unless its weights are overwritten."""
         groups: dict[str, GroupResult] = {}
         while True:
             self._cluster.log_disk.begin(batch.batch_id)
             try:
+                if self.plan.hasty:
+                    await give_up(client, batch, self._hurry(batch), partial(self._again, batch))
                 async for group in client.rollout(batch):
                     if group.prompt_id in groups:
                         raise Wrong(f"{batch.batch_id}: group {group.prompt_id} came twice")
@@ -166,15 +186,20 @@ class SimulatedDriver:
         rank = {"priority": batch.priority, "share": batch.share}
         while True:
             session, late = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank), []
+            hasty = HastySession(session, self._hurry(batch), partial(self._again, batch)) if self.plan.hasty else None
             try:
                 for group, index in wanted:
                     of = rng.choice((None, group.samples))
                     if turns.random() < TURNS_SHARE:
                         split, hold_s = turns.randint(1, group.max_tokens), turns.choice(HOLDS_S)
-                        late.append(asyncio.ensure_future(two_turns(session, group, index, split, hold_s)))
+                        late.append(asyncio.ensure_future(two_turns(hasty or session, group, index, split, hold_s)))
                     else:
                         given = {"group": group.prompt_id, "index": index, "of": of, "adapter": group.adapter}
-                        session.submit(group.token_ids, **given, max_tokens=group.max_tokens)
+                        given["max_tokens"] = group.max_tokens
+                        if hasty is None:
+                            session.submit(group.token_ids, **given)
+                        else:
+                            late.append(asyncio.ensure_future(hasty.generate(group.token_ids, **given)))
                     await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
                 answers = [answer async for answer in session.samples()]
                 return groups_of_answers([*answers, *(await asyncio.gather(*late))])
@@ -188,6 +213,17 @@ class SimulatedDriver:
                     task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
                 await session.close()
+
+    def _hurry(self, batch: RolloutBatch) -> Random:
+        return Random(f"{batch.seed}/{batch.batch_id}/hasty/{self._now()}")
+
+    def _again(self, batch: RolloutBatch, request: dict | None = None) -> None:
+        """A call is made that may make one of the batch's samples again, or all of them."""
+        wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
+        for group, index in wanted:
+            if request is None or (request["group"], request["index"]) == (group.prompt_id, index):
+                key = sample_key(batch.seed, batch.step, group.prompt_id, index)
+                self._cluster.culprits.ask_again(key, group.token_ids)
 
     async def _update(self, client: RolloutClient) -> None:
         """Gives the service new weights, under the first version that is not taken."""
