@@ -117,6 +117,7 @@ def _in_fork(compiler, question: dict, compile_s: float, limit_bytes: int) -> st
 def _answer(compiler, question: dict, compile_s: float, limit_bytes: int, writing: int) -> NoReturn:
     status = 1
     try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # xgrammar warns there, again and again
         signal.setitimer(signal.ITIMER_PROF, compile_s)  # its signal ends a process, wherever it is
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

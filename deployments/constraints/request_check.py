@@ -8,6 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tailrace.deployments.messages.sampling import SamplingParams
 
+NUMBERS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+FLOAT32_MAX = 3.4028234663852886e38
+
 
 def foreign(tokens: Iterable[int], vocabulary: int) -> int | None:
     """Returns the first token that is not in a vocabulary of `vocabulary` tokens, or None."""
@@ -22,7 +25,11 @@ def sampling_refusal(
     `bad_words`: in token ids. `ends`: the model's own end-of-sequence tokens; min_tokens forbids them also where they
     would not end the answer.
     """
+    for field in NUMBERS:
+        if not abs(value := getattr(sampling, field)) <= FLOAT32_MAX:
+            return f"{field} is {value}, which is not finite in float32"
     given = {
+        "bad_words": [token for word in bad_words for token in word],
         "stop_token_ids": sampling.stop_token_ids,
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "logit_bias": [token for token, _ in sampling.logit_bias],

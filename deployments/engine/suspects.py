@@ -67,6 +67,8 @@ class Suspects:
         self._smallest = min(size, self._smallest or size)
         if size == 1 and self._raises[group[0]] >= RAISES_TO_BLAME:
             return group[0]
+        if rest := [chunk_id for chunk_id in self._trial if chunk_id not in possible]:
+            self._groups.append(rest)  # its turn had come in the very step that raised
         half = (size + 1) // 2
         self._trial = group[:half]
         if group[half:]:

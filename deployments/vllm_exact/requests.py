@@ -16,9 +16,12 @@ from tailrace.deployments.constraints.request_check import sampling_refusal
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.messages.errors import FeaturesRefused
+from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused, one_line
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
+
+CONVERSIONS = ValueError, TypeError, OverflowError, ArithmeticError, LookupError, RecursionError, AssertionError
+"""Kinds of errors of values that cannot become a request."""
 
 MAX_TRIED = 4_096
 """Prompts with features that are remembered as sound."""
@@ -64,6 +67,12 @@ class Requests:
 
     def refusal(self, chunk: ChunkRequest) -> str | None:
         """Returns the reason, in a few words, why a chunk cannot run on this model, or None if it can."""
+        try:
+            return self._refusal(chunk)
+        except CONVERSIONS as error:  # a value that is of no type of its field
+            return one_line(error)
+
+    def _refusal(self, chunk: ChunkRequest) -> str | None:
         context = len(chunk.token_ids)
         if not 1 <= context < self._max_model_len:
             return f"context of {context} tokens, max_model_len is {self._max_model_len}"
@@ -71,9 +80,13 @@ class Requests:
             return f"the answer begins at {chunk.prompt_tokens}, {chunk.turn_start} in a context of {context} tokens"
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
-        if chunk.forced is not None and not all(0 <= token < self.vocabulary for token in chunk.forced):
-            # Inside a step it would fail all chunks; vLLM itself checks the context only.
-            return f"forced has a token outside the vocabulary of {self.vocabulary}"
+        if not 0 <= chunk.sample_key < 1 << 64:
+            return f"sample_key is {chunk.sample_key}, not an unsigned number of 64 bits"
+        tokens = chunk.token_ids if chunk.features is None else None  # models put numbers of their own for items
+        for name, values in (("the context", tokens), ("forced", chunk.forced)):
+            # A step would fail with it; vLLM itself checks the largest one of the context only.
+            if values is not None and values.size and (values.min() < 0 or values.max() >= self.vocabulary):
+                return f"{name} has a token outside the vocabulary of {self.vocabulary}"
         return self._sampling_refusal(chunk.sampling)
 
     def _check_features(self, chunk: ChunkRequest) -> None:
@@ -97,8 +110,8 @@ class Requests:
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
         try:
             words = self._bad_words(sampling.bad_words)
-        except ValueError as error:
-            return str(error)
+        except Exception as error:  # noqa: BLE001 - a tokenizer's refusals have any type
+            return one_line(error) if not isinstance(error, ValueError) else str(error)
         ends = () if self.eos_token_id is None else (self.eos_token_id,)
         if (reason := sampling_refusal(sampling, self.vocabulary, words, ends)) is not None:
             return reason
@@ -123,10 +136,23 @@ class Requests:
         """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
         `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no request reads KV of another one here, and
-        close calls do not end its steps. Raises ValueError, one line; FeaturesRefused for those of a prompt.
+        close calls do not end its steps. Raises RequestRefused, one line, if vLLM or a conversion refuses it, and then
+        vLLM has nothing of it; FeaturesRefused for the features of a prompt.
         """
-        from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
+
+        try:
+            return self._add(name, chunk, token_ids, max_tokens, kv, private)
+        except RequestRefused:
+            raise
+        except (*CONVERSIONS, VLLMClientError) as error:  # the edge to vLLM: its refusals have several types
+            kind = RequestRefused if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
+            raise kind(f"chunk {chunk.chunk_id}: {one_line(error)}") from error
+
+    def _add(
+        self, name: str, chunk: ChunkRequest, token_ids: np.ndarray, max_tokens: int, kv: dict | None, private: bool
+    ):
+        from vllm import SamplingParams as VllmParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -161,10 +187,16 @@ class Requests:
             prompt = prompt_input(chunk.features, token_ids.tolist(), salt)
         try:
             request_id = self._engine.add_request(name, prompt, params, lora_request=self._lora_of(chunk.adapter))
-        except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
-            kind = ValueError if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
-            raise kind(f"chunk {chunk.chunk_id}: {error}") from error
+        except Exception:  # vLLM may have taken it by half
+            self._forget_half(name)
+            raise
         return self._scheduler.requests[request_id]
+
+    def _forget_half(self, name: str) -> None:
+        """Drops a request that vLLM has refused after it had taken a part of it."""
+        states = self._engine.output_processor.request_states
+        halves = [request_id for request_id, state in states.items() if state.external_req_id == name]
+        self._engine.abort_request(halves, internal=True)
 
     def abort(self, request_id: str) -> None:
         """Stops a request, by vLLM's own id, after the step in progress."""

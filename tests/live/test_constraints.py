@@ -183,8 +183,8 @@ def test_raw_logprobs_are_the_model_s_own(answers):
     [
         ({"structured_outputs": {"json": "{"}}, "structured_outputs: Invalid JSON"),
         ({"structured_outputs": {"regex": "[a-"}}, "structured_outputs: Failed to transform regex"),
-        ({"allowed_token_ids": (10**6,)}, "token 1000000 is outside the vocabulary"),
-        ({"logit_bias": {10**6: 1.0}}, "token 1000000 is outside the vocabulary"),
+        ({"allowed_token_ids": (10**6,)}, "1000000 is not in the vocabulary"),
+        ({"logit_bias": {10**6: 1.0}}, "1000000 is not in the vocabulary"),
     ],
 )
 def test_rules_that_cannot_be_kept_are_refused_in_one_line(engine, changes, reason):
