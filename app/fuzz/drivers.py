@@ -149,7 +149,8 @@ class SimulatedDriver:
             return await roll(client, batch)
         finally:
             meanwhile.cancel()
-            await asyncio.gather(meanwhile, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await meanwhile
 
     async def _roll(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
         """All groups of a batch. The client continues after faults by itself, unless its weights are overwritten."""
