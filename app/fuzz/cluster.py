@@ -15,7 +15,7 @@ from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.lines import SimulatedLines
 from tailrace.app.fuzz.log_disk import LogDisk
 from tailrace.app.fuzz.odd.culprits import Culprits
-from tailrace.app.fuzz.replica import SimulatedReplica
+from tailrace.app.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.app.fuzz.shards import SimulatedShards, config_of
 from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
@@ -253,12 +253,9 @@ class SimulatedCluster:
                 replica.failed_checks = replica.failed_checks + 1 if silent > 90.0 else 0
             except Exception:  # noqa: BLE001 - as Serve: any exception is a failed probe
                 replica.failed_checks += 1
-            if (
-                not replica.stepper.broken
-                and not replica.loop.healthy
-                and "step failed" in (replica.loop.problem or "")
-            ):
-                self.defects.append(f"{replica.name} ended under a sample: {replica.loop.problem}")
+            problem = replica.loop.problem or ""
+            if "a step failed" in problem and not replica.stepper.broken and ILLEGAL_ACCESS not in problem:
+                self.defects.append(f"{replica.name} ended under a sample: {problem}")
             if replica.failed_checks >= FAILED_CHECKS:
                 self.kill(replica.name)
         if self._up.is_set():

@@ -17,6 +17,7 @@ from tailrace.app.fuzz.drivers import DriverPlan, SimulatedDriver
 from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
 from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
 from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.odd.idle_watch import IdleWatch
 from tailrace.app.fuzz.odd.plan import PLAIN, Oddities, OddPlan
 from tailrace.app.fuzz.odd.policies import Trouble, oddly
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
@@ -31,6 +32,9 @@ END_S = 4000.0
 
 SETTLE_S = 80.0
 """Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
+
+LOOK_S = 5
+"""Seconds between looks at samples that wait."""
 
 FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 """Of the files of runs; None for the system's own: a disk takes a quarter of their time."""
@@ -191,9 +195,11 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
     site = FaultSite(cluster, ledger, vanish)
     for fault in plan.all_faults:
         cluster.controller.spawn(_later(site, fault))
+    watch = IdleWatch(cluster)
     while now() < END_S:
         await asyncio.sleep(1.0)
-        if (problem := _problem(cluster, running)) is not None:
+        idle = watch.problem(now()) if int(now()) % LOOK_S == 0 else None
+        if (problem := _problem(cluster, running) or idle) is not None:
             return problem
         if all(driver.ended for driver in drivers):
             faults_end_s = max((fault.end_s for fault in plan.all_faults), default=0.0)
