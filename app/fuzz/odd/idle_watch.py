@@ -30,10 +30,10 @@ class IdleWatch:
         idle = {name for name in core.replicas.ready() if not core.replicas.chunks(name)}
         if not idle:
             return []
-        return [  # the reasons of those that pause begin with "its pause" or "its trial"
+        waiting = (sample for sample in core.samples() if sample.state is WAITING)
+        able = [sample for sample in waiting if sample.home is None or sample.home in idle]
+        return [  # the reason of one that pauses begins with "its pause" or "its trial"
             f"{self._cluster.coordinators}: {sample.sample_id} {sample.chunks}"
-            for sample in core.samples()
-            if sample.state is WAITING
-            and not core.room_wanted(sample).startswith("its ")
-            and (sample.home is None or sample.home in idle)
+            for sample in able
+            if not core.room_wanted(sample).startswith("its ")
         ]
