@@ -96,6 +96,8 @@ class Recovery:
     def _clear(self, tried: list[EngineChunk]) -> None:
         scheduler = self._core.scheduler
         left_over = {name for names in self._engine.collective_rpc("begin_again") for name in names}
+        if self._link is not None:
+            scheduler.finished_recving_kv_req_ids |= self._link.begin_again()  # so that their blocks are freed
         for request_id in scheduler.requests:
             for blocks in scheduler.kv_cache_manager.get_block_ids(request_id):
                 scheduler.kv_cache_manager.evict_blocks(set(blocks))

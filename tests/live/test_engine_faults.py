@@ -48,7 +48,7 @@ def chunk(sample: int, sampling=WARM, **changes) -> ChunkRequest:
 @pytest.fixture(scope="module")
 def loop(model_dir):
     draft = DraftConfig(method="group", draft_tokens=4, paths=2, fork_running=3)
-    config = EngineConfig(model=str(model_dir), max_model_len=128, max_running=8, kv_cache_gib=0.25, draft=draft)
+    config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25, draft=draft)
     loop = EngineLoop(Stepper(config, "faults", 0, 0))
     yield loop
     loop.end()
@@ -61,13 +61,18 @@ def submit(loop, *chunks) -> dict:
     return answers
 
 
-def run(loop, *chunks) -> list:
-    answers = submit(loop, *chunks)
+def turn_until(loop, is_over) -> None:
     for _ in range(MOST_TURNS):
         loop.turn(0.0)
-        if len(answers) == len(chunks):
-            break
-    assert loop.healthy, loop.problem
+        assert loop.healthy, loop.problem
+        if is_over():
+            return
+    raise AssertionError(f"a hang: {loop.stats().running}")
+
+
+def run(loop, *chunks) -> list:
+    answers = submit(loop, *chunks)
+    turn_until(loop, lambda: len(answers) == len(chunks))
     return [answers[one.chunk_id] for one in chunks]
 
 
@@ -128,7 +133,7 @@ def test_a_request_that_raises_in_the_sampler_ends_alone(loop, wanted, monkeypat
         *results, refused = run(loop, *map(chunk, (*MATES, culprit)))
     assert_as_wanted(results, wanted)
     assert isinstance(refused, RequestRefused) and "OverflowError" in str(refused) and "\n" not in str(refused)
-    assert len(raises) >= 3, "found by halves"
+    assert len(raises) >= 2, "a chunk is tried again before it is blamed"
     assert not loop.stats().running
 
 
@@ -202,8 +207,7 @@ def test_calls_during_a_search_are_answered(loop, wanted, monkeypatch):
     with in_sampler(loop, monkeypatch, {3: 6}):
         answers = submit(loop, *map(chunk, (*MATES, 3)))
         suspects = stepper_of(loop)._suspects
-        while not suspects.searching:
-            loop.turn(0.0)
+        turn_until(loop, lambda: suspects.searching)
         waiting = next(one for one in map(int, MATES) if f"sample{one}" not in suspects.running())
         late, peeked = submit(loop, chunk(8)), loop.peek(f"sample{waiting}")
         loaded = loop.load_weights(0, "", "another")
@@ -212,9 +216,12 @@ def test_calls_during_a_search_are_answered(loop, wanted, monkeypatch):
         so_far = peeked.result(0)
         np.testing.assert_array_equal(so_far, wanted[waiting].token_ids[: len(so_far)])
         loop.abort(f"sample{waiting}")
-        while len(answers) < len(MATES) + 1 or not late:
-            assert not loaded.done(), "weights wait for all chunks that came before"
-            loop.turn(0.0)
+
+        def all_have_ended():
+            assert len(answers) == len(MATES) + 1 or not loaded.done(), "weights wait for all chunks that came before"
+            return len(answers) == len(MATES) + 1 and late
+
+        turn_until(loop, all_have_ended)
     ended = answers[f"sample{waiting}"]
     assert ended.end is ChunkEnd.ABORTED
     np.testing.assert_array_equal(ended.token_ids, wanted[waiting].token_ids[: len(ended.token_ids)])
@@ -253,9 +260,7 @@ REFUSED = {
     "long": {"token_ids": np.tile(PROMPT, 9)},
     "forced": {"forced": np.array([10**6], np.int32)},
     "temperature": {"sampling": SamplingParams(temperature=float("inf"))},
-    "nan": {"sampling": SamplingParams(temperature=float("nan")).model_copy(update={"temperature": float("nan")})}
-    if False
-    else {"sampling": SamplingParams().model_copy(update={"temperature": float("nan")})},
+    "nan": {"sampling": SamplingParams().model_copy(update={"temperature": float("nan")})},
     "float32": {"sampling": SamplingParams(temperature=1e300)},
     "stop": {"sampling": SamplingParams(stop_token_ids=(10**6,), min_tokens=1)},
     "negative stop": {"sampling": SamplingParams(stop_token_ids=(-3,), min_tokens=1)},
