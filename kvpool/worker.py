@@ -129,7 +129,7 @@ class PoolWorker(MooncakeStoreWorker):
         super().start_load_kv(metadata)
 
     def wait_for_save(self, metadata) -> None:
-        """Called after the pass, by vLLM also if it has raised: then its blocks do not hold what their names say."""
+        """Called after the pass, by vLLM also if it has raised: then its blocks do not hold the KV of their names."""
         due, self._due = self._due, []
         if sys.exc_info()[0] is None:
             self._save(due)
