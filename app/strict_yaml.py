@@ -1,7 +1,7 @@
 """YAML from files that people write. Every fault is a ValueError of one line, with the line where it is known.
 
-Plain scalars are read by YAML 1.2's core schema: `off` and `12:30` are text, `1e-3` is a number, and only true and false
-are truth values. PyYAML reads YAML 1.1, whose surprises no one means.
+Plain scalars are read by the core schema of YAML 1.2: `off` and `12:30` are text, `1e-3` is a number, only true and
+false are truth values. PyYAML reads YAML 1.1, whose surprises no one means.
 """
 
 import math
@@ -109,7 +109,7 @@ def _written_out(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
         each = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
         known[node] = 1 + sum(_written_out(part, known) for part in each)
     if (size := known[node]) is None:
-        raise _at(node, "an alias stands for the very thing that it is in")
+        raise _at(node, "an alias names the very thing that it is in")
     return size
 
 

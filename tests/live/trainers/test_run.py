@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from live.trainers.stand_in import StandIn
 
-from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile
+from tailrace.app.report.figures import PICTURE
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HELD_OUT_STEPS
 from tailrace.app.train.record.picture import draw
@@ -101,5 +102,5 @@ def test_rewards_that_fail_are_counted_and_train_on(small_model, tmp_path):
 
 
 def test_the_picture_is_drawn(straight, tmp_path):
-    draw(straight[0].rows, straight[0].accuracies, tmp_path / "curve.png")
+    draw(straight[0].rows, straight[0].accuracies, OutputFile(tmp_path / "curve.png", "--out", PICTURE))
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
