@@ -58,6 +58,12 @@ def test_the_last_match_is_the_answer():
         ('{"prompt": "a", "anwser": 1}', "anwser: unknown key"),
         ('{"prompt": [{"role": "user"}]}', "prompt: give text"),
         ("[]", "line 1"),
+        ('{"prompt": "a"}', "line 1: answer: there is none"),
+        ('{"prompt": "a", "answer": null}', "line 1: answer: there is none"),
+        ('{"prompt": "a", "answer": [72]}', "line 1: answer: text or a number is needed, not list"),
+        ('{"prompt": "a", "answer": true}', "line 1: answer: text or a number is needed, not bool"),
+        ('{"prompt": "a", "answer": NaN}', "line 1: NaN is no number"),
+        ('{"text": ["a"], "answer": 1}', "line 1: prompt: give text"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, fault):

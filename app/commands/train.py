@@ -27,6 +27,7 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     the model of TRAIN.YAML. Ctrl-C loses nothing that is in the folder.
     """
     from tailrace.app.train.config import read_train_config
+    from tailrace.app.train.possible_answers import check_rewards
     from tailrace.app.train.record.run_folder import RunFolder
     from tailrace.app.train.task import read_task
     from tailrace.app.trl.weights_folders import WeightsFolders
@@ -35,6 +36,8 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     if steps is not None:
         settings = settings.model_copy(update={"steps": steps})
     task, file = read_task(settings.task), load_config(config)
+    if warning := check_rewards(settings.task, task):
+        click.echo(warning, err=True)
     if settings.weights_dir is not None:
         WeightsFolders(settings.weights_dir)
     if settings.trainer.shares_cores:  # threads of torch that wait must not keep a core from the others

@@ -6,6 +6,7 @@ Called by the demo's page and by `tailrace demo`.
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def read(folder: Path) -> DemoOutcome:
         for name in NAMES:
             with gzip.open(_journal(folder, name), "rt", encoding="utf-8") as lines:
                 records[name] = record(lines)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise BadInput(f"{folder}: holds no demo: {error}; `tailrace demo --out {folder}` makes one") from error
     return DemoOutcome(records, about)
 

@@ -5,6 +5,7 @@ DAPO's rows (and verl's) have messages as `prompt` and `reward_model.ground_trut
 of prompts and of tasks.
 """
 
+import re
 from typing import Any
 
 OURS = ("text", "messages", "token_ids")
@@ -16,8 +17,8 @@ EXTRAS = (
 )  # fmt: skip
 """Keys of data sets that say nothing of a prompt to roll out."""
 
-MARK = "####"
-"""Before the final answer of a row of GSM8K."""
+FINAL = re.compile(r"(?:\A|\n)#### *(?P<number>\S.*?)\s*\Z")
+"""The last line of an answer of GSM8K."""
 
 
 def prompt_of(row: dict[str, Any]) -> tuple[str, Any]:
@@ -42,7 +43,7 @@ def prompt_of(row: dict[str, Any]) -> tuple[str, Any]:
 
 
 def settings_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rest of a row: neither a prompt nor an answer, nor other keys that data sets have."""
+    """Returns the rest of a row: neither a prompt nor an answer, nor another key that data sets have."""
     return {key: value for key, value in row.items() if key not in (*OURS, *PROMPTS, *ANSWERS, *EXTRAS)}
 
 
@@ -51,6 +52,5 @@ def answer_of(row: dict[str, Any]) -> Any:
     answer = next((row[key] for key in ANSWERS if row.get(key) is not None), None)
     if answer is None and isinstance(row.get("reward_model"), dict):
         answer = row["reward_model"].get("ground_truth")
-    if isinstance(answer, str) and MARK in answer:
-        return answer.rpartition(MARK)[2].strip().replace(",", "")
-    return answer
+    final = FINAL.search(answer) if isinstance(answer, str) else None
+    return answer if final is None else final["number"].replace(",", "")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _lines(run: Path) -> Iterator[str]:
             Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
         ):
             yield from bar.track(file, description="reading", total=None)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{run}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
