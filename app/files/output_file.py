@@ -33,12 +33,14 @@ class OutputKind(NamedTuple):
 
     def is_of(self, head: bytes) -> bool:
         """Returns whether a file with these first bytes is of the kind. One without a byte is of any."""
+        if not head:
+            return True
         if head.startswith(GZIP):
             try:
                 head = zlib.decompressobj(31).decompress(head, HEAD_BYTES)
             except zlib.error:
                 return False
-        return not head or (head.startswith(self.begins) and all(text in head for text in self.holds))
+        return head.startswith(self.begins) and all(text in head for text in self.holds)
 
 
 @dataclass(frozen=True)
