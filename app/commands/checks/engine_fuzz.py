@@ -60,9 +60,9 @@ def _described(result: dict) -> str:
 
 def _lines(values: dict) -> str:
     lines = [
-        f"seed {values['seed']}: {values['rounds']} rounds, {values['requests']} odd requests, {values['mates']} mates",
+        f"seed {values['seed']}: {values['rounds']} rounds, {values['requests']} requests, {values['mates']} mates",
         "; ".join(f"{count} {state}" for state, count in values["fates"].items()),
-        f"engines lost {values['engines_lost']}, hangs {values['hangs']}, mates that differ {values['mates_that_differ']}",
+        f"engines lost {values['engines_lost']}, hangs {values['hangs']}, unlike mates {values['mates_that_differ']}",
     ]
     for kind, slow in values["slowest_s"].items():
         lines.append(f"slowest {kind}: {slow['seconds']} s {slow['reason']}")

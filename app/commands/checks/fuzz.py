@@ -33,7 +33,7 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
     token is checked, every batch must end, and nothing may be left over.
 
     With --engine: requests whose fields are usual, edge and absurd values go to a real engine for some minutes, among
-    healthy ones. Each is answered or refused in time, the engine lives, and the tokens of the healthy ones are the same.
+    healthy ones. Each is answered or refused in time, the engine lives, and the healthy ones have the same tokens.
     """
     if engine:
         from tailrace.app.commands.checks.engine_fuzz import fuzz_engine

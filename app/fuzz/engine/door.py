@@ -58,7 +58,7 @@ class OddSample:
 
 
 class Door:
-    """`model`: a local folder. `group_id`: of the mates of a round; odd samples draft from them, and they from those."""
+    """`model`: a local folder. `group_id`: of the mates of a round; they and odd samples draft from each other."""
 
     def __init__(self, model: str, max_model_len: int):
         self.prompts, self._adapters = Prompts(model, max_model_len), AdapterBook()

@@ -42,8 +42,11 @@ FLAGS = {USUAL: [True, False], EDGE: [0, 1], ABSURD: [2, -1, NAN, *OTHER_TYPES]}
 WORDS = {
     USUAL: [[","], [" the", "heron"], "the"],
     EDGE: [[], ["a"] * 3, *([one] for one in TEXTS), [LONG_TEXTS[0]]],
-    ABSURD: [[""], ["a", ""], *([one] for one in SURROGATES + LONG_TEXTS), {"$repeat": [["a"], 17]}, [1], 1, [None], {}]
-    + [{"$repeat": [["ab", "cd"], 2_000]}, "\ud800", [["a"]]],
+    ABSURD: [
+        *([""], ["a", ""], [1], 1, [None], {}, "\ud800", [["a"]]),
+        *([one] for one in SURROGATES + LONG_TEXTS),
+        *({"$repeat": [["a"], 17]}, {"$repeat": [["ab", "cd"], 2_000]}),
+    ],
 }
 NAMES = {
     USUAL: ["sky", "p-1"],

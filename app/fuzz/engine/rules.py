@@ -80,9 +80,8 @@ def _extras(result, sampling: SamplingParams) -> Iterator[str]:
 def _drawn_by_the_rules(sample: OddSample, encode: Encode) -> Iterator[str]:
     """Allowed tokens alone, no bad word. A token of bias -100 is not banned: it is unlikely."""
     sampling, tokens = sample.chunk.sampling, sample.tokens
-    if sampling.allowed_token_ids is not None:
-        if strange := set(tokens) - set(sampling.allowed_token_ids):
-            yield f"allowed_token_ids: it has {sorted(strange)}"
+    if sampling.allowed_token_ids is not None and (strange := set(tokens) - set(sampling.allowed_token_ids)):
+        yield f"allowed_token_ids: it has {sorted(strange)}"
     for word in sampling.bad_words or ():
         banned = encode(word)
         if any(tokens[at : at + len(banned)] == banned for at in range(len(tokens) if banned else 0)):
@@ -102,9 +101,8 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
     is_stop = bool(early) or any(stop in decode(tokens) for stop in sampling.stop or ())
     if end is ChunkEnd.STOP and not is_stop:
         yield f"it ended with STOP; its tokens are {tokens}"
-    if end is ChunkEnd.STOP and len(tokens) <= sampling.min_tokens and not sampling.structured_outputs:
-        if len(tokens) < sampling.min_tokens:
-            yield f"min_tokens: it ended after {len(tokens)} of {sampling.min_tokens}"
+    if end is ChunkEnd.STOP and len(tokens) < sampling.min_tokens:
+        yield f"min_tokens: it ended after {len(tokens)} of {sampling.min_tokens}"
 
 
 def _form(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
@@ -112,14 +110,13 @@ def _form(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
     form = sample.chunk.sampling.structured_outputs
     if form is None:
         return
-    text = decode(sample.tokens)
-    if form.choice is not None and end is ChunkEnd.STOP and text not in form.choice:
-        if not (sample.chunk.sampling.stop or sample.chunk.sampling.stop_token_ids):
-            yield f"structured_outputs.choice: it is {text!r}"
+    text, sampling = decode(sample.tokens), sample.chunk.sampling
+    is_whole = end is ChunkEnd.STOP and not (sampling.stop or sampling.stop_token_ids)
+    if form.choice is not None and is_whole and text not in form.choice:
+        yield f"structured_outputs.choice: it is {text!r}"
     if form.choice is not None and not any(choice.startswith(text.rstrip("\ufffd")) for choice in form.choice):
         yield f"structured_outputs.choice: none begins with {text!r}"
-    is_json = form.json_schema is not None or form.json_object
-    if is_json and end is ChunkEnd.STOP and not (sample.chunk.sampling.stop or sample.chunk.sampling.stop_token_ids):
+    if is_whole and (form.json_schema is not None or form.json_object):
         try:
             json.loads(text)
         except ValueError:
