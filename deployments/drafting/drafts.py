@@ -126,6 +126,18 @@ class EngineDrafts:
         if (drafted := self._running.get(chunk_id)) is not None:
             drafted.request = request
 
+    def restart(self, chunk_id: str, request, answer: list[int]) -> None:
+        """Takes the request that continues a chunk after a step that raised. `answer`: the sample's tokens so far."""
+        if (drafted := self._running.get(chunk_id)) is None:
+            return
+        drafted.request, drafted.draft, drafted.sources = request, [], b""
+        self._fresh = [other for other in self._fresh if other is not drafted]
+        if missed := answer[drafted.generated :]:
+            drafted.generated += len(missed)
+            drafted.unread += missed
+            if self._model is not None:
+                self._model.made(chunk_id, missed)
+
     def settle(self) -> None:
         """Waits for the histories of open groups; only for replays on a modelled clock, never in an engine."""
         self._groups.settle()

@@ -31,6 +31,8 @@ class EngineChunk:
     record: DrawRecord = field(default_factory=DrawRecord.none)  # of requests before the present one
     prompt_logprobs: PromptLogprobs | None = None
     redrawn: dict[int, DrawRecord] = field(default_factory=dict)  # by place in token_ids
+    reason: str | None = None  # of its end, once its last token is there
+    is_out: bool = False  # it waits, without a request in vLLM, after a step that raised
 
     def context(self) -> np.ndarray:
         """Returns the prompt and the answer so far, int32."""
@@ -103,6 +105,8 @@ def tokens_to_verify(chunks: Iterable[EngineChunk]) -> int:
     """Returns the tokens of the next step, drafts included, if every chunk only decodes in it; else 0."""
     tokens = 0
     for running in chunks:
+        if running.is_out:
+            continue
         if running.first_token_s is None:
             return 0
         if not is_paused(running.request):

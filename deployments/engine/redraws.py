@@ -63,7 +63,7 @@ class Redraws:
             return token_ids, reason
         began_s = time.perf_counter()
         context = np.concatenate([running.context(), np.array(token_ids[:-1], np.int32)])
-        token, stops, record = self._draw(running.chunk, context, outputs)
+        token, stops, record = self.draw(running.chunk, context, outputs)
         running.redrawn[len(running.token_ids) + len(token_ids) - 1] = record
         self.counts["redraws"] += 1
         if token != token_ids[-1]:
@@ -76,8 +76,11 @@ class Redraws:
         self.counts["redraw_us"] += int((time.perf_counter() - began_s) * 1e6)
         return token_ids, reason
 
-    def _draw(self, chunk: ChunkRequest, context: np.ndarray, outputs: list) -> tuple[int, bool, DrawRecord]:
-        """Returns the canonical token after `context`, whether it is a stop token, and its record."""
+    def draw(self, chunk: ChunkRequest, context: np.ndarray, outputs: list) -> tuple[int, bool, DrawRecord]:
+        """Returns the canonical token after `context`, whether it is a stop token, and its record.
+
+        Outputs of other requests, if there are any, are added to `outputs`.
+        """
         name = f"redraw {self.counts['redraws']} of {chunk.chunk_id}"
         drawn = None
         with alone(self._scheduler):
@@ -104,9 +107,14 @@ class Redraws:
         if left:
             self.keep(running, made)
             self._drop(running.request_id)
-            request = self._requests.add(running.chunk.chunk_id, running.chunk, context, left, self._continued(running))
+            request = self.continuing(running, context, left)
             self._replace(running.chunk.chunk_id, request)
             running.request, running.request_id = request, request.request_id
+
+    def continuing(self, running: EngineChunk, context: np.ndarray, left: int | None = None):
+        """Returns the request that continues a chunk; `left`: tokens that it may make, None: as the chunk."""
+        left = running.chunk.max_tokens - len(running.token_ids) if left is None else left
+        return self._requests.add(running.chunk.chunk_id, running.chunk, context, left, self._continued(running))
 
     def _continued(self, running: EngineChunk) -> dict | None:
         """Returns the wish of the continuing request: it saves its KV as the first one would have."""

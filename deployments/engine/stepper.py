@@ -1,7 +1,8 @@
 """One vLLM engine and the chunks it is running; a plain object for a single thread (the runner's).
 
 Invariant: an added chunk ends exactly once, by `step`, by `abort` or by the end of the engine.
-A refused chunk changes nothing. Tokens are collected after each step, so an abort loses no drawn token.
+A refused chunk changes nothing; one that makes steps raise ends alone, see recovery.py.
+Tokens are collected after each step, so an abort loses no drawn token.
 """
 
 import time
@@ -17,11 +18,13 @@ from tailrace.deployments.engine import warmup
 from tailrace.deployments.engine.adapters import Adapters
 from tailrace.deployments.engine.engine_chunk import EngineChunk, never_begun, tokens_to_verify
 from tailrace.deployments.engine.engine_weights import EngineWeights
+from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
 from tailrace.deployments.engine.weight_calls import WeightCalls
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
+from tailrace.deployments.messages.errors import RequestRefused, one_line
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.launch import launch
 from tailrace.deployments.vllm_exact.requests import Requests
@@ -83,6 +86,9 @@ class Stepper(WeightCalls):
         parts = self._requests, config.draft, self._constant, pool is not None, self._forget
         self._forks = Forks(*parts) if config.draft.method == "group" and config.draft.paths > 1 else None
         self._redraws = Redraws(self._outputs, self._requests, pool is not None, self._forget, self._replace)
+        parts = self._requests, self._redraws, self._forks, self._link, 1 + self._constant["draft_tokens"]
+        self._recovery = Recovery(self._engine, *parts, self._forget, self._restart)
+        self._suspects = self._recovery.suspects
         self._work = Counter(dict.fromkeys(("steps", "step_us", "tokens", "verifications"), 0))
         self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
         warmup.warm_up(self, config.max_running, config.draft.draft_tokens if self._drafts is not None else 0)
@@ -99,15 +105,19 @@ class Stepper(WeightCalls):
     @property
     def busy(self) -> bool:
         """Returns whether a step has work: chunks to run, or finished ones to release."""
-        waits = self._ended or self.adapters.waiting() or self._scheduler.has_requests()
+        waits = self._ended or self._running or self.adapters.waiting() or self._scheduler.has_requests()
         return bool(waits or (self._link is not None and self._link.busy))
 
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
-        """Queues a chunk inside vLLM, or here until its adapter can run. Raises ValueError, one line."""
+        """Queues a chunk inside vLLM, or here until its adapter can run.
+
+        Raises RequestRefused, one line, for what no engine can run, and ValueError for what another one may.
+        """
         here = chunk.chunk_id in (*self._running, *self.adapters.waiting())
-        refusal = "already running here" if here else self._requests.refusal(chunk)
-        if (refusal := self._weights.chunk_refusal(chunk) or refusal) is not None:
+        if (refusal := "already running here" if here else self._weights.chunk_refusal(chunk)) is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
+        if (refusal := self._requests.refusal(chunk)) is not None:
+            raise RequestRefused(f"chunk {chunk.chunk_id}: {refusal}")
         if self.adapters.admits(chunk):
             self._begin(chunk, submitted_s)
         else:
@@ -118,13 +128,19 @@ class Stepper(WeightCalls):
         kv = self._link.wish(chunk) if self._link is not None else None
         try:
             request = self._requests.add(chunk.chunk_id, chunk, chunk.token_ids, chunk.max_tokens, kv)
-        except ValueError:
+        except Exception:  # whatever it is, its adapter is free again
             self.adapters.free(chunk)
             raise
         running = EngineChunk(chunk, request.request_id, request, submitted_s)
         self._running[chunk.chunk_id] = self._unscheduled[chunk.chunk_id] = running
-        if self._drafts is not None:
-            self._drafts.open(chunk, request)
+        self._suspects.join(chunk.chunk_id)
+        try:
+            if self._drafts is not None:
+                self._drafts.open(chunk, request)
+        except Exception:  # whatever it is, nothing of the chunk stays
+            self._leave(running, keep_kv=False)
+            self._drop(running)
+            raise
 
     def abort(self, chunk_id: str, keep_kv: bool) -> None:
         """Ends a chunk, if it runs, with its tokens so far. `step` returns the result after the saves of its KV."""
@@ -141,12 +157,56 @@ class Stepper(WeightCalls):
         self._requests.abort(running.request_id)
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
-        """Runs one engine step. Returns the chunks that ended since the previous one, by chunk id."""
+        """Runs one engine step. Returns the chunks that ended since the previous one, by chunk id.
+
+        An exception in it ends the chunk that is to blame, once that is known. Raises it if the engine is to blame.
+        """
         for chunk, submitted_s in self.adapters.admitted():
             try:
                 self._begin(chunk, submitted_s)
-            except ValueError as error:
+            except Exception as error:  # noqa: BLE001 - the edge of a chunk: it ends with the error
                 self._ended.append((chunk.chunk_id, error))
+        for running, error in self._recovery.arrange(self._running):
+            self._fail(running, error)
+        try:
+            made = self._step()
+        except Exception as error:  # noqa: BLE001 - the edge of a step: the chunk to blame gets the error
+            self._recover(error)
+        else:
+            self._recovery.passed(made)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _recover(self, error: Exception) -> None:
+        for running in [one for one in self._running.values() if one.reason is not None]:  # they have all their tokens
+            try:
+                self._finish(running.chunk.chunk_id, running.reason)
+            except Exception as other:  # noqa: BLE001 - the edge of a chunk: it ends with the error
+                self._fail(running, other)
+        if (blamed := self._recovery.after(error, self._running)) is not None:
+            reason = f"chunk {blamed.chunk.chunk_id}: an engine's step fails with it: {one_line(error)}"
+            self._fail(blamed, RequestRefused(reason))
+
+    def _fail(self, running: EngineChunk, error: Exception) -> None:
+        """Ends a chunk without a result."""
+        self._drop(running)
+        self._ended.append((running.chunk.chunk_id, error))
+
+    def _drop(self, running: EngineChunk) -> None:
+        """Forgets a chunk whose request in vLLM has ended."""
+        chunk_id = running.chunk.chunk_id
+        del self._running[chunk_id]
+        self._unscheduled.pop(chunk_id, None)
+        self.adapters.free(running.chunk)
+        self._past_preemptions += running.request.num_preemptions
+        if self._drafts is not None:
+            self._drafts.close(chunk_id)
+        if not running.is_out:
+            self._forget(running.request_id)
+        self._suspects.leave(chunk_id)
+
+    def _step(self) -> list[tuple[str, list[int]]]:
+        """Runs one engine step. Returns the tokens that it made, by chunk id."""
         verified_tokens = tokens_to_verify(self._running.values())
         if self._forks is not None:
             self._forks.fit(self._chunks())
@@ -159,23 +219,22 @@ class Stepper(WeightCalls):
         for running in [one for one in self._unscheduled.values() if one.request.num_computed_tokens > 0]:
             running.scheduled_s = began_s
             del self._unscheduled[running.chunk.chunk_id]
-        chunks, made_tokens = self._receive(outputs, ended_s)
-        self._performance.step(chunks, verified_tokens, ended_s - began_s, made_tokens, ended_s)
+        made, made_tokens = self._receive(outputs, ended_s)
+        self._performance.step(len(made), verified_tokens, ended_s - began_s, made_tokens, ended_s)
         self.progress_s = ended_s if outputs else self.progress_s
         if not outputs:
             time.sleep(0.001)  # waiting for KV from the pool: the other threads get the interpreter
         if self._drafts is not None:
             self._drafts.propose(self._forks)
-        if self._forks is not None:
+        if self._forks is not None and self._suspects.quiet:
             self._branch()
         if self._link is not None:
             self._link.after_step(ended_s - began_s, verified_tokens > 0, ended_s)
             self._ended += self._link.release()
-        ended, self._ended = self._ended, []
-        return ended
+        return made
 
-    def _receive(self, outputs: list[StepOutput], ended_s: float) -> tuple[int, int]:
-        """Takes the outputs of a step, in one pass; redraws may add some. Returns the chunks in it and their tokens."""
+    def _receive(self, outputs: list[StepOutput], ended_s: float) -> tuple[list[tuple[str, list[int]]], int]:
+        """Takes the outputs of a step, in one pass; redraws may add some. Returns its tokens and their number."""
         made, ended = [], []
         for output in outputs:
             name, token_ids, reason, whole = output
@@ -189,13 +248,14 @@ class Stepper(WeightCalls):
                 made.append((name, token_ids))
             running.has_tokens(ended_s, whole)
             if reason is not None:
+                running.reason = reason
                 ended.append((name, reason))
         self._work.update(tokens=(tokens := sum([len(token_ids) for _, token_ids in made])), verifications=len(made))
         if self._drafts is not None:
             self._drafts.made_by(made)
         for name, reason in ended:
             self._finish(name, reason)
-        return len(made), tokens
+        return made, tokens
 
     def _cut(self, running: EngineChunk, output: StepOutput, outputs: list) -> tuple[list[int], str | None]:
         """Returns the tokens of an output, the last one redrawn if close, up to a stop text; and the reason to end."""
@@ -232,6 +292,11 @@ class Stepper(WeightCalls):
         if self._drafts is not None:
             self._drafts.replace(chunk_id, request)
 
+    def _restart(self, running: EngineChunk, request) -> None:
+        self._past_preemptions += running.request.num_preemptions
+        if self._drafts is not None:
+            self._drafts.restart(running.chunk.chunk_id, request, running.answer())
+
     def _finish(self, chunk_id: str, reason: str) -> None:
         running = self._running[chunk_id]
         end = ENDS.get(reason, ChunkEnd.ABORTED)
@@ -245,21 +310,24 @@ class Stepper(WeightCalls):
 
     def _hand_over(self, running: EngineChunk, result: ChunkResult) -> None:
         """Gives a result to the caller of `step`; with a pool, once the saves of its KV have ended."""
-        if self._link is None:
+        if self._link is None or running.is_out:
             self._ended.append((result.chunk_id, result))
         else:
             self._link.hold(running.request_id, running.chunk, result)
 
     def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult:
         """Closes a chunk and returns its result. `goes_on`: the sample may have another chunk here."""
-        running = self._running.pop(chunk_id)
+        running = self._running[chunk_id]
+        record = self._redraws.keep(running, len(running.token_ids))
+        drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
+        result = running.result(end, record, self._requests.tolerance, drafts)
+        del self._running[chunk_id]  # now: it is still here if anything above raises
         self._unscheduled.pop(chunk_id, None)
         self.adapters.free(running.chunk)
         self._past_preemptions += running.request.num_preemptions
-        record = self._redraws.keep(running, len(running.token_ids))
-        drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
+        self._suspects.leave(chunk_id)
         self._work.update(count_margins(record.margins))
-        return running.result(end, record, self._requests.tolerance, drafts)
+        return result
 
     def reset_cache(self) -> bool:
         """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""

@@ -120,6 +120,14 @@ class ExactWorker:
         """Calls `LogprobStore.take` for an RPC: the DrawRecord of one request."""
         return self.model_runner.sampler.records.take(req_id, start, count)
 
+    def begin_again(self) -> list[str]:
+        """Forgets the half of a step that raised, for an RPC. Returns the requests that the runner still has."""
+        runner = self.model_runner
+        runner.execute_model_state = runner.kv_connector_output = None
+        if self.use_v2_model_runner:
+            return list(runner.req_states.req_id_to_index)
+        return list({**runner.requests, **runner.input_batch.req_id_to_index})
+
     def take_closed(self) -> dict[str, int]:
         """Calls `ExactSampler.take_closed` for an RPC."""
         return self.model_runner.sampler.take_closed()
