@@ -100,9 +100,8 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
             yield f"stop: {stop!r} is in the text before its last token"
     is_stop = bool(early) or any(stop in decode(tokens) for stop in sampling.stop or ())
     if end is ChunkEnd.STOP and not is_stop:
-        yield f"it ended with STOP; its tokens are {tokens}"
-    if end is ChunkEnd.STOP and len(tokens) < sampling.min_tokens:
-        yield f"min_tokens: it ended after {len(tokens)} of {sampling.min_tokens}"
+        cause = "min_tokens" if tokens and tokens[-1] in stops else "no rule"
+        yield f"{cause}: it ended with STOP; its tokens are {tokens}"
 
 
 def _form(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
