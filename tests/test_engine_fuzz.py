@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tailrace.app.fuzz.engine import fields as fields_of
 from tailrace.app.fuzz.engine import grammar, refused_text
 from tailrace.app.fuzz.engine.contradictions import CONTRADICTIONS
 from tailrace.app.fuzz.engine.door import OddSample, by_hand
@@ -28,11 +29,11 @@ NOT_DRAWN = {"kv"}
 @pytest.mark.parametrize(
     ("names", "known"),
     [
-        (grammar.SAMPLING, set(SamplingParams.model_fields)),
-        (grammar.GROUP, set(PromptGroup.model_fields)),
-        (grammar.SESSION_FIELDS, set(SampleRequest.model_fields) - {"group"}),
-        (grammar.BATCH_FIELDS, set(BatchSettings.model_fields)),
-        (grammar.CHUNK, {field.name for field in fields(ChunkRequest)} - NOT_DRAWN),
+        (fields_of.SAMPLING, set(SamplingParams.model_fields)),
+        (fields_of.GROUP, set(PromptGroup.model_fields)),
+        (fields_of.SESSION_FIELDS, set(SampleRequest.model_fields) - {"group"}),
+        (fields_of.BATCH_FIELDS, set(BatchSettings.model_fields)),
+        (fields_of.CHUNK, {field.name for field in fields(ChunkRequest)} - NOT_DRAWN),
     ],
 )
 def test_every_field_of_a_request_is_drawn(names, known):
@@ -40,7 +41,7 @@ def test_every_field_of_a_request_is_drawn(names, known):
 
 
 def test_every_form_of_an_answer_is_drawn():
-    forms = {name for values in grammar.SAMPLING["structured_outputs"].values() for form in values for name in form}
+    forms = {name for values in fields_of.SAMPLING["structured_outputs"].values() for form in values for name in form}
     assert forms >= {field.alias or name for name, field in StructuredOutputs.model_fields.items()}
 
 
@@ -57,7 +58,13 @@ def test_a_seed_names_its_requests():
 def test_all_ways_and_all_fields_come():
     assert {request["way"] for request in DRAWN} == set(grammar.WAYS)
     text = json.dumps(DRAWN)
-    for name in (*grammar.SAMPLING, *grammar.GROUP, *grammar.SESSION_FIELDS, *grammar.BATCH_FIELDS, *grammar.CHUNK):
+    for name in (
+        *fields_of.SAMPLING,
+        *fields_of.GROUP,
+        *fields_of.SESSION_FIELDS,
+        *fields_of.BATCH_FIELDS,
+        *fields_of.CHUNK,
+    ):
         assert f'"{name}"' in text
 
 
@@ -79,7 +86,11 @@ def test_short_forms_are_made_long():
 def test_a_problem_is_made_small(culprits):
     """The culprits alone remain, each with the field that shows the problem."""
     requests = [
-        {"way": "session", "late": True, "message": {"group": {"prompt_id": str(i), "sampling": {"top_k": i, "min_p": 1}}}}
+        {
+            "way": "session",
+            "late": True,
+            "message": {"group": {"prompt_id": str(i), "sampling": {"top_k": i, "min_p": 1}}},
+        }
         for i in range(12)
     ]
 

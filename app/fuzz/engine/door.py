@@ -57,7 +57,7 @@ class OddSample:
         self.tokens += result.token_ids.tolist()
 
 
-class Door:
+class RequestDoor:
     """`model`: a local folder. `group_id`: of the mates of a round; they and odd samples draft from each other."""
 
     def __init__(self, model: str, max_model_len: int):
@@ -75,8 +75,8 @@ class Door:
         group = asked.group if request["way"] == SESSION else asked.groups[0]
         prepared = self.prompts.prepare_group(group)
         if not isinstance(prepared, Rejected):
-            least = asked.min_adapter_versions if request["way"] == BATCH else {}
-            prepared = self._adapters.bound(prepared, least)
+            versions = asked.min_adapter_versions if request["way"] == BATCH else {}
+            prepared = self._adapters.bound(prepared, versions)
         if isinstance(prepared, Rejected):
             return prepared.reason
         index, turn, piece, seed, step = 0, 0, None, 0, 0

@@ -1,4 +1,4 @@
-"""Rounds of odd requests for some minutes, and what they found: each problem once, made small."""
+"""Rounds of odd requests for some minutes, and the problems that they show: each once, made small."""
 
 import json
 import re
@@ -23,7 +23,7 @@ MAX_SHORTENED = 12
 """Problems that are made small in one run."""
 
 GROWTH_MB = 1_500
-"""Of the engine's process, over what it has after its first WARM_ROUNDS: xgrammar and vLLM keep 0.5 GB each at most."""
+"""Of the engine's process, over what it has after its first WARM_ROUNDS: forms that are kept take 0.5 GB each in two caches."""
 
 WARM_ROUNDS = 20
 
@@ -106,7 +106,7 @@ def requests_of(seed: int, number: int, count: int = REQUESTS_PER_ROUND) -> list
 
 
 def signature(kind: str, text: str) -> tuple[str, str]:
-    """Returns what makes two problems the same: their kind, and their words without numbers and quoted parts."""
+    """Returns the kind of a problem, and its words without numbers and quoted parts: the same for the same problem."""
     words = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[-+]?\d[\d.e+-]*|0x\w+", "#", text)
     return kind, re.sub(r"\s+", " ", words)[:80]
 

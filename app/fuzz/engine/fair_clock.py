@@ -22,7 +22,7 @@ def cpu_s_of(pid: int) -> float:
 
 
 class Since:
-    """Time since an event. `pid`: of the process that works meanwhile; None: this one."""
+    """Time since an event. `pid`: of the process that works meanwhile, or None for this one."""
 
     def __init__(self, pid: int | None = None):
         self._pid = pid

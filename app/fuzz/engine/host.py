@@ -1,7 +1,7 @@
-"""The process of the engine that is fuzzed: it starts one, and runs rounds until it is told to end.
+"""The process of the engine that is fuzzed: it starts one, and runs rounds until None comes.
 
-It tells its parent each thing that happens (see `Round.say`), so the parent knows where it hangs or dies. What it
-prints goes to a file; on SIGUSR1 the stacks of all its threads do, too, even if one holds Python's lock.
+It sends its parent each thing that happens (see `Round.say`), so the parent knows where it hangs or dies. Its output
+goes to a file; on SIGUSR1 the stacks of all its threads do, too, even if one holds Python's lock.
 """
 
 import faulthandler
@@ -25,7 +25,7 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
     os.dup2(to_file, sys.stderr.fileno())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    from tailrace.app.fuzz.engine.door import Door
+    from tailrace.app.fuzz.engine.door import RequestDoor
     from tailrace.app.fuzz.engine.round import Round
     from tailrace.deployments.engine.runner import EngineRunner
     from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
@@ -39,7 +39,7 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
         redraw_close_calls=redraws,
     )
     engine = EngineRunner(config, "fuzz", rank=os.getpid())
-    door = Door(model, CONTEXT_TOKENS)
+    door = RequestDoor(model, CONTEXT_TOKENS)
     key, reference = alone(engine)
     connection.send(("ready", 0))
     while (asked := connection.recv()) is not None:
@@ -51,7 +51,7 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
             key=key,
             number=number,
             context_tokens=CONTEXT_TOKENS,
-            say=lambda *what: connection.send(what),
+            say=lambda *event: connection.send(event),
         )
         report = one.run(requests)
         connection.send(("done", report | {"rss_mb": rss_mb()}))

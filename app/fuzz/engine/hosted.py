@@ -15,6 +15,9 @@ from tailrace.app.fuzz.engine.host import serve
 START_S, SILENT_S, WALL_S = 300.0, 15.0, 120.0
 """Seconds for a start; computed seconds without a word; seconds without a word of a process that does not compute."""
 
+TRACEBACK, STACK = "Traceback (", "call first)"
+"""Beginnings of Python's own traces, and of those that a signal makes."""
+
 MAX_LINES = 20
 """Printed in one round: more is a flood. vLLM's own start prints some, before the first round."""
 
@@ -97,7 +100,7 @@ class HostedEngine:
             raise Failed(f"the engine did not start: {''.join(last) or 'it printed nothing'}")
 
     def _text(self) -> str:
-        """Returns what the process has printed since the last call."""
+        """Returns the output of the process since the last call."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         new, self._read = text[self._read :], len(text)
         return new
@@ -105,7 +108,7 @@ class HostedEngine:
     def _noise(self) -> str | None:
         text = self._text()
         lines = text.splitlines()
-        if "Traceback (most recent call last)" in text:
+        if TRACEBACK in text:
             return f"a traceback: {lines[-1][:300]}"
         return f"{len(lines)} lines: {lines[0][:300]}" if len(lines) > MAX_LINES else None
 
@@ -113,7 +116,7 @@ class HostedEngine:
         """Returns the innermost places of the process's threads, those of the product and of vLLM first."""
         os.kill(self._process.pid, signal.SIGUSR1)
         since = Since()
-        while "most recent call first" not in (text := self._text()) and since.wall_s < 5:
+        while STACK not in (text := self._text()) and since.wall_s < 5:
             pass
         found = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
         places = [f"{Path(file).name}:{line} {name}" for file, line, name in found if "threading" not in file]

@@ -19,11 +19,11 @@ SAMPLINGS = (
 MATES = len(SAMPLINGS)
 
 LOGPROB_NOISE = 1e-4
-"""Logprobs of the demo model moved by at most 2.2e-5 between batch shapes; see EngineConfig."""
+"""Logprobs of the demo model moved by up to 2.2e-5 between batch shapes; see EngineConfig."""
 
 
 def mate(number: int, key: int, group_id: str | None) -> ChunkRequest:
-    """Returns a healthy chunk. `key`: of its noise. `group_id`: of its drafts; None: without drafts."""
+    """Returns a healthy chunk. `key`: of its noise. `group_id`: of its drafts, or None for a run without."""
     return ChunkRequest(
         chunk_id=f"mate-{number}",
         sample_key=sample_key(key, 0, "mates", number),

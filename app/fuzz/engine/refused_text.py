@@ -1,6 +1,6 @@
 """Refusals as people read them: one line that names the field, not too long, of characters that every door can send."""
 
-from tailrace.app.fuzz.engine.grammar import BATCH_FIELDS, CHUNK, GROUP, SAMPLING, SESSION_FIELDS
+from tailrace.app.fuzz.engine.fields import BATCH_FIELDS, CHUNK, GROUP, SAMPLING, SESSION_FIELDS
 
 MAX_CHARACTERS = 1_000
 FIELDS = frozenset((*SAMPLING, *GROUP, *SESSION_FIELDS, *BATCH_FIELDS, *CHUNK))

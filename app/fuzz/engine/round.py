@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.app.fuzz.engine.door import MOST_TOKENS, Door, OddSample
+from tailrace.app.fuzz.engine.door import MOST_TOKENS, OddSample, RequestDoor
 from tailrace.app.fuzz.engine.fair_clock import Since
 from tailrace.app.fuzz.engine.mates import MATES, difference, logprob_noise, mate
 from tailrace.app.fuzz.engine.refused_text import fault
@@ -45,7 +45,7 @@ STATES_OF_REPLICA = "weights version", "already running", "asleep"
 
 @dataclass(slots=True)
 class Fate:
-    """What became of one request. `seconds`: on the fair clock, of its slowest piece, the door included."""
+    """The end of one request. `seconds`: on the fair clock, of its slowest piece, the door included."""
 
     state: str = "pending"
     reason: str = ""
@@ -55,10 +55,10 @@ class Fate:
 
 @dataclass(slots=True)
 class Round:
-    """`number`: names its groups of drafts. `say`: tells the parent that something has happened."""
+    """`number`: names its groups of drafts. `say`: sends the parent an event."""
 
     engine: EngineRunner
-    door: Door
+    door: RequestDoor
     reference: list[ChunkResult]
     key: int
     number: int

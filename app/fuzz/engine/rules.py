@@ -32,7 +32,7 @@ def _broken(sample: OddSample, decode: Decode, encode: Encode, context_tokens: i
     if end is ChunkEnd.LENGTH and len(sample.tokens) != min(whole):
         yield f"max_tokens: {len(sample.tokens)} tokens and end LENGTH, of {min(whole)}"
     if end is ChunkEnd.ABORTED and not sample.given_up:
-        yield "it was aborted, and no one asked for that"
+        yield "it was aborted, and its driver had not left"
     if sample.chunk.forced is None:
         yield from _drawn_by_the_rules(sample, encode)
         yield from _ends(sample, end, decode)
@@ -105,7 +105,7 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
 
 
 def _form(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
-    """Forms that can be told without a compiler: choices, and JSON that parses."""
+    """Forms that need no compiler: choices, and JSON that parses."""
     form = sample.chunk.sampling.structured_outputs
     if form is None:
         return
