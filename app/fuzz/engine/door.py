@@ -104,7 +104,12 @@ class RequestDoor:
 def plan(group_id: str, index: Any, expected: Any = MOST_TOKENS, tokens: Any = 4) -> DraftPlan:
     """Returns a plan of drafts from the group of the mates."""
     return DraftPlan(
-        GroupRef(group_id, "mates"), index, 0, expected, (0, 0), FixedBudget.model_construct(tokens=tokens)
+        group=GroupRef(group_id, "mates"),
+        sample_index=index,
+        epoch=0,
+        expected_tokens=expected,
+        class_starts=(0, 0),
+        policy=FixedBudget.model_construct(tokens=tokens),
     )
 
 

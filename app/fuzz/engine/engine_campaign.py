@@ -23,7 +23,7 @@ MAX_SHORTENED = 12
 """Problems that are made small in one run."""
 
 GROWTH_MB = 1_500
-"""Of the engine's process, over what it has after its first WARM_ROUNDS: forms that are kept take 0.5 GB each in two caches."""
+"""Of the engine's process, over its size after WARM_ROUNDS rounds: two caches of forms take 0.5 GB each."""
 
 WARM_ROUNDS = 20
 
