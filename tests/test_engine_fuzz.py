@@ -4,14 +4,18 @@ import json
 from dataclasses import fields
 from random import Random
 
+import fuzzed_hosts
 import numpy as np
 import pytest
 
+from tailrace.app.errors import Failed
 from tailrace.app.fuzz.engine import fields as fields_of
 from tailrace.app.fuzz.engine import grammar, refused_text
 from tailrace.app.fuzz.engine.contradictions import CONTRADICTIONS
 from tailrace.app.fuzz.engine.door import OddSample, by_hand
-from tailrace.app.fuzz.engine.engine_campaign import requests_of, signature
+from tailrace.app.fuzz.engine.engine_campaign import engine_campaign, requests_of, signature
+from tailrace.app.fuzz.engine.hosted import HostedEngine
+from tailrace.app.fuzz.engine.problems import LATE, LOST, TRACE
 from tailrace.app.fuzz.engine.rules import broken
 from tailrace.app.fuzz.engine.shorten import shortened
 from tailrace.app.fuzz.engine.values import CONTEXT_TOKENS, EOS, VOCABULARY, expanded
@@ -162,3 +166,58 @@ def test_an_answer_of_another_length_than_asked_for_is_found():
     sample.results[0] = answered([97, 98, 99]).results[0]
     sample.tokens = [97, 98, 99]
     assert "max_tokens" in broken(sample, text_of, lambda text: [], CONTEXT_TOKENS)
+
+
+@pytest.fixture
+def hosted():
+    """Makes hosts by their function; ends them."""
+    made = []
+
+    def make(serve, **settings) -> HostedEngine:
+        made.append(HostedEngine(serve=serve, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop(kill=True)
+
+
+def numbered(count: int = 12) -> list[dict]:
+    return [{"way": "session", "message": {"number": i}} for i in range(count)]
+
+
+def test_a_dead_engine_is_found_with_the_place_and_started_again(hosted):
+    engine = hosted(fuzzed_hosts.dies_of_seven)
+    ((kind, text),) = engine.run(numbered())["problems"]
+    assert kind == LOST and "ended with 9 at door 0" in text
+    assert engine.run(numbered(3))["problems"] == [] and engine.starts == 2
+
+
+def test_a_dead_engine_is_traced_to_its_request(hosted):
+    engine = hosted(fuzzed_hosts.dies_of_seven)
+    small = shortened(numbered(), lambda some: engine.run(some)["problems"] != [], 40)
+    assert small == [{"way": "session", "message": {"number": 7}}]
+
+
+def test_a_hang_is_found_with_its_stack(hosted):
+    engine = hosted(fuzzed_hosts.hangs, silent_s=1.0)
+    ((kind, text),) = engine.run(numbered(1))["problems"]
+    assert kind == LATE and "no word at door 0" in text and "fuzzed_hosts.py" in text and "hangs" in text
+
+
+def test_a_traceback_is_found(hosted):
+    engine = hosted(fuzzed_hosts.prints)
+    assert engine.run(numbered(1))["problems"] == [(TRACE, "a traceback: ValueError: of the engine")]
+
+
+def test_an_engine_that_does_not_start_is_one_line(hosted):
+    with pytest.raises(Failed, match="did not start: no such model"):
+        hosted(fuzzed_hosts.does_not_start).run(numbered(1))
+
+
+def test_a_sound_engine_has_a_report_without_findings(hosted):
+    progress = []
+    report = engine_campaign(hosted(fuzzed_hosts.sound), 3, 0.0, pytest.fail, progress.append).values()
+    assert report["findings"] == [] and report["problems"] == {} and report["engines_lost"] == report["hangs"] == 0
+    assert report["fates"] == {"answered": 12} and report["mates"] == 3 and len(progress) == report["rounds"] == 1
+    json.dumps(report)

@@ -11,6 +11,7 @@ from random import Random
 
 from tailrace.app.fuzz.engine.grammar import drawn
 from tailrace.app.fuzz.engine.hosted import HostedEngine
+from tailrace.app.fuzz.engine.problems import GROWTH, LATE, LOST, MATE
 from tailrace.app.fuzz.engine.shorten import shortened
 
 REQUESTS_PER_ROUND = 12
@@ -83,9 +84,9 @@ class EngineReport:
             "fates": dict(self.fates.most_common()),
             "odd_tokens": self.tokens,
             "mates": self.mates,
-            "mates_that_differ": self.problems["a mate differs"],
-            "engines_lost": self.problems["engine lost"],
-            "hangs": self.problems["no answer in time"],
+            "mates_that_differ": self.problems[MATE],
+            "engines_lost": self.problems[LOST],
+            "hangs": self.problems[LATE],
             "problems": dict(self.problems.most_common()),
             "slowest_s": {kind: {"seconds": s, "reason": why} for kind, (s, why) in sorted(self.slowest.items())},
             "logprob_noise": self.noise,
@@ -134,9 +135,9 @@ def engine_campaign(
             base_mb = result["rss_mb"] or None
         elif result["rss_mb"] - base_mb > report.grown_mb:
             report.grown_mb = result["rss_mb"] - base_mb
-            if report.grown_mb > GROWTH_MB and ("memory grows", "") not in report.findings:
+            if report.grown_mb > GROWTH_MB and (GROWTH, "") not in report.findings:
                 text = f"{base_mb:.0f} MB after {WARM_ROUNDS} rounds, {result['rss_mb']:.0f} MB now"
-                report.findings["memory grows", ""] = Finding("memory grows", text, report.rounds, requests)
+                report.findings[GROWTH, ""] = Finding(GROWTH, text, report.rounds, requests)
     return report
 
 

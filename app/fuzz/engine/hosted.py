@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import tempfile
+import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 from tailrace.app.errors import Failed
 from tailrace.app.fuzz.engine.fair_clock import Since
 from tailrace.app.fuzz.engine.host import serve
+from tailrace.app.fuzz.engine.problems import FATAL, LATE, LOST, TRACE
 
-START_S, SILENT_S, WALL_S = 300.0, 15.0, 120.0
-"""Seconds for a start; computed seconds without a word; seconds without a word of a process that does not compute."""
+START_S, SILENT_S, WALL_S, STACK_S = 300.0, 15.0, 120.0, 5.0
+"""Seconds for a start; computed seconds without a word; seconds without a word of a process that does not compute;
+seconds for the stacks of a process that hangs."""
 
 TRACEBACK, STACK = "Traceback (", "call first)"
 """Beginnings of Python's own traces, and of those that a signal makes."""
@@ -23,18 +27,19 @@ MAX_LINES = 20
 
 
 class HostedEngine:
-    """`setup`: arguments of `serve` after the log. Starts with the first round, and again after an engine was lost."""
+    """`setup`: arguments of `serve` after the log. It starts with the first round, and again after an engine was lost.
 
-    def __init__(self, model: str, draft: dict[str, Any], redraws: bool = False):
-        self._setup = (model, draft, redraws)
+    `serve`: the function that the process runs. `silent_s`: see SILENT_S.
+    """
+
+    def __init__(self, *setup: Any, serve: Callable = serve, silent_s: float = SILENT_S):
+        self._setup, self._serve, self._silent_s = setup, serve, silent_s
         self._process, self._connection, self._read = None, None, 0
         self._folder = tempfile.TemporaryDirectory(prefix="tailrace-fuzz-")
         self.starts, self.rounds, self.rounds_of_this = 0, 0, 0
 
     def run(self, requests: list[dict]) -> dict:
         """Runs a round. Returns its report; see `Round.run`."""
-        from tailrace.app.fuzz.engine.round import FATAL, LATE, LOST, TRACE
-
         if self._process is None:
             self._start()
         self.rounds, self.rounds_of_this = self.rounds + 1, self.rounds_of_this + 1
@@ -49,7 +54,7 @@ class HostedEngine:
                 report["problems"] = [(LOST, f"the process ended with {self._process.exitcode} at {place}")]
                 break
             if heard is None:
-                if since.fair_s > SILENT_S or since.wall_s > WALL_S:
+                if since.fair_s > self._silent_s or since.wall_s > WALL_S:
                     stacks = self._stacks()
                     report["problems"] = [(LATE, f"no word at {place} for {since.fair_s:.0f} s; {stacks}")]
                     break
@@ -86,7 +91,7 @@ class HostedEngine:
         self.starts, self.rounds_of_this = self.starts + 1, 0
         self._log, self._read = Path(self._folder.name) / f"engine-{self.starts}.log", 0
         arguments = (theirs, str(self._log), *self._setup)
-        self._process = context.Process(target=serve, args=arguments, daemon=True, name="fuzzed-engine")
+        self._process = context.Process(target=self._serve, args=arguments, daemon=True, name="fuzzed-engine")
         self._process.start()
         theirs.close()
         try:
@@ -116,8 +121,8 @@ class HostedEngine:
         """Returns the innermost places of the process's threads, those of the product and of vLLM first."""
         os.kill(self._process.pid, signal.SIGUSR1)
         since = Since()
-        while STACK not in (text := self._text()) and since.wall_s < 5:
-            pass
+        while STACK not in (text := self._text()) and since.wall_s < STACK_S:
+            time.sleep(0.05)
         found = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
         places = [f"{Path(file).name}:{line} {name}" for file, line, name in found if "threading" not in file]
         return "stack: " + " < ".join(places[:6])

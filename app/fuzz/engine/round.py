@@ -10,6 +10,7 @@ import numpy as np
 from tailrace.app.fuzz.engine.door import MOST_TOKENS, OddSample, RequestDoor
 from tailrace.app.fuzz.engine.fair_clock import Since
 from tailrace.app.fuzz.engine.mates import MATES, difference, logprob_noise, mate
+from tailrace.app.fuzz.engine.problems import LATE, LOST, MATE, RAISED, RETRIED, RULE, WORDS
 from tailrace.app.fuzz.engine.refused_text import fault
 from tailrace.app.fuzz.engine.rules import broken
 from tailrace.deployments.engine.runner import EngineRunner
@@ -24,20 +25,6 @@ IDLE_LOOKS = 12
 
 MATE_TOKENS_FIRST = 3
 """Of a mate, before late requests come: they join a step that decodes."""
-
-LOST, LATE, MATE, RULE, WORDS, RAISED, RETRIED, LEFT, TRACE = PROBLEMS = (
-    "engine lost",
-    "no answer in time",
-    "a mate differs",
-    "a rule is broken",
-    "a refusal's words",
-    "the door raises",
-    "an error that is tried again elsewhere",
-    "something is left",
-    "a traceback or a flood of lines",
-)
-FATAL = LOST, LATE, LEFT
-"""The next round needs a new engine."""
 
 STATES_OF_REPLICA = "weights version", "already running", "asleep"
 """Words of refusals that another replica may not give."""
