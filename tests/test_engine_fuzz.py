@@ -7,7 +7,9 @@ from random import Random
 import fuzzed_hosts
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from tailrace.app.commands.checks.fuzz import command
 from tailrace.app.errors import Failed
 from tailrace.app.fuzz.engine import fields as fields_of
 from tailrace.app.fuzz.engine import grammar, refused_text
@@ -179,7 +181,7 @@ def hosted():
 
     yield make
     for one in made:
-        one.stop(kill=True)
+        one.close()
 
 
 def numbered(count: int = 12) -> list[dict]:
@@ -221,3 +223,19 @@ def test_a_sound_engine_has_a_report_without_findings(hosted):
     assert report["findings"] == [] and report["problems"] == {} and report["engines_lost"] == report["hangs"] == 0
     assert report["fates"] == {"answered": 12} and report["mates"] == 3 and len(progress) == report["rounds"] == 1
     json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "--request", "{"], "--request '{'"),
+        (["--engine", "--request", "no/such/file"], "No such file"),
+        (["--engine", "--request", '{"way": "window"}'], "give `way` (session, batch, hand)"),
+        (["--engine", "--seeds", "3"], "--seeds is not for runs with --engine"),
+        (["--minutes", "3"], "--minutes is only for runs with --engine"),
+        (["--request", "{}"], "--request is only for runs with --engine"),
+    ],
+)
+def test_wrong_options_are_one_line(options, words):
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == 2 and words in result.output and len(result.output.splitlines()) == 1

@@ -31,7 +31,7 @@ def fuzz_engine(seed: int, minutes: float, given: tuple[str, ...], as_json: bool
         with Status("odd requests", console=console) as status:
             report = engine_campaign(engine, seed, 60 * minutes, console.print, status.update)
     finally:
-        engine.stop()
+        engine.close()
     values = report.values()
     click.echo(json.dumps(values) if as_json else _lines(values))
     if values["findings"]:

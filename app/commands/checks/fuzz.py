@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
 
@@ -35,6 +36,7 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
     With --engine: requests whose fields are usual, edge and absurd values go to a real engine for some minutes, among
     healthy ones. Each is answered or refused in time, the engine lives, and the healthy ones have the same tokens.
     """
+    _check_options(engine)
     if engine:
         from tailrace.app.commands.checks.engine_fuzz import fuzz_engine
 
@@ -58,6 +60,19 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
         _print(result)
     if failures:
         raise Failed(f"{len(failures)} of {seeds} seeds fail; the first: {min(failures)}")
+
+
+OF_SEEDS, OF_ENGINE = ("seeds", "first", "kinds", "workers", "out", "shorten"), ("minutes", "seed", "requests")
+"""Options of a run without and with --engine, by their names in `command`."""
+
+
+def _check_options(engine: bool) -> None:
+    """Raises BadInput for an option that this kind of run does not have: it would be ignored."""
+    context = click.get_current_context()
+    for name in OF_SEEDS if engine else OF_ENGINE:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = f"--{name.removesuffix('s') if name == 'requests' else name}"
+            raise BadInput(f"{option} is {'not' if engine else 'only'} for runs with --engine; remove one of them")
 
 
 def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | None) -> dict:

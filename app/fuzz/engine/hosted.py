@@ -82,6 +82,11 @@ class HostedEngine:
         self._connection.close()
         self._process = None
 
+    def close(self) -> None:
+        """Ends the process for good, and removes its output."""
+        self.stop(kill=True)
+        self._folder.cleanup()
+
     def _since(self) -> Since:
         return Since(self._process.pid)
 
