@@ -9,13 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from tailrace.app.fuzz.engine.grammar import drawn
+from tailrace.app.fuzz.engine.grammar import HAND, drawn
 from tailrace.app.fuzz.engine.hosted import HostedEngine
 from tailrace.app.fuzz.engine.problems import GROWTH, LATE, LOST, MATE
 from tailrace.app.fuzz.engine.shorten import shortened
 
 REQUESTS_PER_ROUND = 12
 """A part is refused at the door; six or so share the engine's steps with the mates."""
+
+DOORS_PER_ROUND = 60
+"""More requests that go no further than the door, which takes less than a millisecond of each."""
 
 MOST_TRIES = 40
 """To make one problem small; a try that ends an engine takes its start, some 8 s."""
@@ -100,10 +103,11 @@ class EngineReport:
         }
 
 
-def requests_of(seed: int, number: int, count: int = REQUESTS_PER_ROUND) -> list[dict]:
-    """Returns the requests of one round of a seed."""
+def requests_of(seed: int, number: int, count: int = REQUESTS_PER_ROUND, doors: int = DOORS_PER_ROUND) -> list[dict]:
+    """Returns the requests of one round of a seed. `doors`: drawn for the door alone; those by hand drop out."""
     rng = Random(f"{seed}/{number}")
-    return [drawn(rng) for _ in range(count)]
+    run = [drawn(rng) for _ in range(count)]
+    return run + [one | {"door_alone": True} for one in (drawn(rng) for _ in range(doors)) if one["way"] != HAND]
 
 
 def signature(kind: str, text: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """The grammar that odd requests are drawn from: every field of a request, with usual, edge and absurd values.
 
 A request is a dict of plain JSON: `way`, one of WAYS, `message`, the fields of that way, and `late`, whether its
-mates have tokens when it comes. Two ways lead through the door, as a driver's requests do; by `hand` a chunk is made
-without any check. Invariant: the same seed gives the same request.
+mates have tokens when it comes; with `door_alone` it does not reach the engine. Two ways lead through the door, as a
+driver's requests do; by `hand` a chunk is made without any check. Invariant: a seed gives the same request each time.
 """
 
 from random import Random

@@ -94,6 +94,8 @@ class Round:
         else:
             if isinstance(entered, str):
                 self._refused(fate, "refused at the door", entered)
+            elif request.get("door_alone"):
+                fate.state = "taken at the door"
             else:
                 self._samples[place] = entered
         self._took(fate, since)

@@ -5,7 +5,19 @@ from copy import deepcopy
 
 Shows = Callable[[list[dict]], bool]
 
-NEEDED = {"way", "late", "message", "group", "groups", "batch_id", "prompt_id", "samples", "chunk_id", "token_ids"}
+NEEDED = {
+    "way",
+    "late",
+    "door_alone",
+    "message",
+    "group",
+    "groups",
+    "batch_id",
+    "prompt_id",
+    "samples",
+    "chunk_id",
+    "token_ids",
+}
 """Keys without which a request is another one."""
 
 
