@@ -23,6 +23,9 @@ LIMIT_S = 10.0
 IDLE_LOOKS = 12
 """Snapshots of an engine without work, a quarter of a second apart, after which an answer will not come any more."""
 
+WAIT_S, LATE_WAIT_S = 0.25, 0.005
+"""Between two looks at an engine; while some requests wait for the mates' first tokens."""
+
 MATE_TOKENS_FIRST = 3
 """Of a mate, before late requests come: they join a step that decodes."""
 
@@ -58,6 +61,8 @@ class Round:
     _since: dict[int, Since] = field(default_factory=dict)  # of requests that wait, by place; mates are below 0
     _samples: dict[int, OddSample] = field(default_factory=dict)
     _mates: dict[int, Any] = field(default_factory=dict)
+    _seen: tuple[float, int] | None = None
+    _idle_looks: int = 0
 
     def run(self, requests: list[dict]) -> dict:
         """Runs all of them. Returns a report of plain values."""
@@ -106,35 +111,48 @@ class Round:
 
     def _await(self, late: list[int]) -> None:
         """Waits for all answers, and submits the late requests once the mates decode."""
-        idle, seen = 0, None
         while self._since or late:
             try:
-                self._answered(*self._box.get(timeout=0.25 if not late else 0.005))
+                self._answered(*self._box.get(timeout=WAIT_S if not late else LATE_WAIT_S))
+                self._idle_looks = 0
             except Empty:
                 self.say("waits", self.engine.stats().steps)
             if late and (self._mates or self.engine.stats().running.get("mate-0", 0) >= MATE_TOKENS_FIRST):
                 for place in late:
                     self._submit(place, self._samples[place].next_chunk())
-                late = []
-            stats = self.engine.stats()
-            self._leave_long_ones(stats.running)
-            look = stats.observed_at, stats.steps
-            if stats.running or (seen and stats.steps != seen[1]):
-                idle = 0
-            elif look != seen:
-                idle += 1
-            seen = look
-            overdue = [place for place, since in self._since.items() if since.fair_s > LIMIT_S]
-            if overdue or (idle >= IDLE_LOOKS and self._box.empty()):
-                why = f"after {LIMIT_S:.0f} s" if overdue else "and the engine has no work"
-                names = sorted(self._since) if not overdue else sorted(overdue)
-                for place in (place for place in names if place >= 0):
-                    self.fates[place].state, self.fates[place].seconds = "unanswered", self._since[place].fair_s
-                self._problem(LATE, f"requests {names} (mates below 0) have no answer {why}; {self.engine.problem}")
+                late, self._idle_looks = [], 0
+            self._leave_long_ones()
+            if (why := self._overdue()) is not None:
+                self._problem(LATE, why)
                 return
 
-    def _leave_long_ones(self, running: dict[str, int]) -> None:
+    def _overdue(self) -> str | None:
+        """Returns in one line which requests are not answered in time, or never will be, or None."""
+        self._look()
+        overdue = [place for place, since in self._since.items() if since.fair_s > LIMIT_S]
+        is_lost = self._idle_looks >= IDLE_LOOKS and self._box.empty()
+        if not overdue and not is_lost:
+            return None
+        names = sorted(overdue or self._since)
+        for place in names:
+            if place >= 0:
+                self.fates[place].state, self.fates[place].seconds = "unanswered", self._since[place].fair_s
+        why = f"after {LIMIT_S:.0f} s" if overdue else "and the engine has no work"
+        return f"requests {names} (mates below 0) have no answer {why}; {self.engine.problem}"
+
+    def _look(self) -> None:
+        """Counts snapshots, one after the other, of an engine without work."""
+        stats = self.engine.stats()
+        look = stats.observed_at, stats.steps
+        if stats.running or (self._seen is not None and stats.steps != self._seen[1]):
+            self._idle_looks = 0
+        elif look != self._seen:
+            self._idle_looks += 1
+        self._seen = look
+
+    def _leave_long_ones(self) -> None:
         """Aborts answers that are longer than a driver here waits for."""
+        running = self.engine.stats().running
         for sample in self._samples.values():
             if not sample.given_up and running.get(f"{sample.chunk.chunk_id}", 0) >= MOST_TOKENS:
                 sample.given_up = True
