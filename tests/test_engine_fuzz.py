@@ -190,7 +190,7 @@ def numbered(count: int = 12) -> list[dict]:
 
 def test_a_dead_engine_is_found_with_the_place_and_started_again(hosted):
     engine = hosted(fuzzed_hosts.dies_of_seven)
-    ((kind, text),) = engine.run(numbered())["problems"]
+    ((kind, text, _),) = engine.run(numbered())["problems"]
     assert kind == LOST and "ended with 9 at door 0" in text
     assert engine.run(numbered(3))["problems"] == [] and engine.starts == 2
 
@@ -203,13 +203,13 @@ def test_a_dead_engine_is_traced_to_its_request(hosted):
 
 def test_a_hang_is_found_with_its_stack(hosted):
     engine = hosted(fuzzed_hosts.hangs, silent_s=1.0)
-    ((kind, text),) = engine.run(numbered(1))["problems"]
+    ((kind, text, _),) = engine.run(numbered(1))["problems"]
     assert kind == LATE and "no word at door 0" in text and "fuzzed_hosts.py" in text and "hangs" in text
 
 
 def test_a_traceback_is_found(hosted):
     engine = hosted(fuzzed_hosts.prints)
-    assert engine.run(numbered(1))["problems"] == [(TRACE, "a traceback: ValueError: of the engine")]
+    assert engine.run(numbered(1))["problems"] == [(TRACE, "a traceback: ValueError: of the engine", None)]
 
 
 def test_an_engine_that_does_not_start_is_one_line(hosted):

@@ -55,7 +55,7 @@ def _request(text: str) -> dict:
 
 def _described(result: dict) -> str:
     fates = [f"{fate['state']} after {fate['seconds']:.2f} s: {fate['reason']}" for fate in result["fates"]]
-    return "\n".join([*fates, *(f"{kind}: {text}" for kind, text in result["problems"])] or ["nothing came back"])
+    return "\n".join([*fates, *(f"{kind}: {text}" for kind, text, _ in result["problems"])] or ["nothing came back"])
 
 
 def _lines(values: dict) -> str:

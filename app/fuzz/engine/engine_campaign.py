@@ -70,7 +70,7 @@ class EngineReport:
         self.rounds += 1
         self.mates += report.get("mates", 0)
         self.noise = max(self.noise, report["noise"])
-        self.problems.update(kind for kind, _ in report["problems"])
+        self.problems.update(kind for kind, *_ in report["problems"])
         for fate in report["fates"]:
             self.fates[fate["state"]] += 1
             self.tokens += fate["tokens"]
@@ -125,8 +125,9 @@ def engine_campaign(
         requests = requests_of(seed, report.rounds)
         result, starts = engine.run(requests), engine.starts
         report.take(result)
-        for kind, text in result["problems"]:
-            _find(report, engine, kind, text, requests, heard, began_s + seconds)
+        for kind, text, place in result["problems"]:
+            suspects = requests if place is None else [requests[place], *requests[:place], *requests[place + 1 :]]
+            _find(report, engine, kind, text, suspects, heard, began_s + seconds)
         report.starts = engine.starts
         fates, seconds = (
             ", ".join(f"{n} {state}" for state, n in report.fates.most_common()),
@@ -154,14 +155,15 @@ def _find(
     heard: Callable[[str], None],
     until_s: float,
 ) -> None:
-    """Notes a problem; a new one is made small, as long as there is time."""
+    """Notes a problem; a new one is made small, as long as there is time. The first request is the most suspect."""
     name = signature(kind, text)
     if (known := report.findings.get(name)) is not None:
         known.count += 1
         return
     small = requests
     if len(report.findings) < MAX_SHORTENED and time.monotonic() < until_s:
-        small = shortened(requests, lambda some: _shows(engine, some, name, until_s), MOST_TRIES)
+        small = requests[:1] if _shows(engine, requests[:1], name, until_s) else requests
+        small = shortened(small, lambda some: _shows(engine, some, name, until_s), MOST_TRIES)
     one = report.findings[name] = Finding(kind, text, report.rounds - 1, small)
     heard(f"{kind}: {text}\n  {one.command}")
 
@@ -170,4 +172,4 @@ def _shows(engine: HostedEngine, requests: list[dict], name: tuple[str, str], un
     """Returns whether these requests show the problem again; False once the time is up."""
     if time.monotonic() > until_s + 60:
         return False
-    return any(signature(*problem) == name for problem in engine.run(requests)["problems"])
+    return any(signature(kind, text) == name for kind, text, _ in engine.run(requests)["problems"])

@@ -51,12 +51,12 @@ class HostedEngine:
                 heard = self._connection.recv() if self._connection.poll(0.5) else None
             except (EOFError, ConnectionResetError):
                 self._process.join(10)
-                report["problems"] = [(LOST, f"the process ended with {self._process.exitcode} at {place}")]
+                report["problems"] = [(LOST, f"the process ended with {self._process.exitcode} at {place}", None)]
                 break
             if heard is None:
                 if since.fair_s > self._silent_s or since.wall_s > WALL_S:
                     stacks = self._stacks()
-                    report["problems"] = [(LATE, f"no word at {place} for {since.fair_s:.0f} s; {stacks}")]
+                    report["problems"] = [(LATE, f"no word at {place} for {since.fair_s:.0f} s; {stacks}", None)]
                     break
                 continue
             if heard[0] == "done":
@@ -64,8 +64,8 @@ class HostedEngine:
                 break
             place, since = f"{heard[0]} {heard[1]}", self._since()
         if (noisy := self._noise()) is not None:
-            report["problems"].append((TRACE, noisy))
-        if any(kind in FATAL for kind, _ in report["problems"]):
+            report["problems"].append((TRACE, noisy, None))
+        if any(kind in FATAL for kind, *_ in report["problems"]):
             self.stop(kill=True)
         return report
 

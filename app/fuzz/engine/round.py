@@ -29,6 +29,9 @@ WAIT_S, LATE_WAIT_S = 0.25, 0.005
 MATE_TOKENS_FIRST = 3
 """Of a mate, before late requests come: they join a step that decodes."""
 
+Problem = tuple[str, str, int | None]
+"""Its kind, in words, and the place of the request that shows it, where that is known."""
+
 STATES_OF_REPLICA = "weights version", "already running", "asleep"
 """Words of refusals that another replica may not give."""
 
@@ -55,7 +58,7 @@ class Round:
     context_tokens: int
     say: Callable[[str, int], None]
     fates: list[Fate] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     noise: float = 0.0
     _box: Queue = field(default_factory=Queue)
     _since: dict[int, Since] = field(default_factory=dict)  # of requests that wait, by place; mates are below 0
@@ -95,15 +98,15 @@ class Round:
             entered = self.door.enter(request, f"odd-{place}", self._group)
         except Exception as error:  # noqa: BLE001 - whatever a door raises is a finding
             fate.state, fate.reason = "raised", f"{type(error).__name__}: {error}"
-            self._problem(RAISED, fate.reason)
+            self._problem(RAISED, fate.reason, place)
         else:
             if isinstance(entered, str):
-                self._refused(fate, "refused at the door", entered)
+                self._refused(place, "refused at the door", entered)
             elif request.get("door_alone"):
                 fate.state = "taken at the door"
             else:
                 self._samples[place] = entered
-        self._took(fate, since)
+        self._took(place, since)
 
     def _submit(self, place: int, chunk) -> None:
         self._since[place] = Since()
@@ -123,7 +126,7 @@ class Round:
                 late, self._idle_looks = [], 0
             self._leave_long_ones()
             if (why := self._overdue()) is not None:
-                self._problem(LATE, why)
+                self._problem(LATE, why, next(iter(self._since)) if len(self._since) == 1 else None)
                 return
 
     def _overdue(self) -> str | None:
@@ -165,11 +168,11 @@ class Round:
             return
         self.say("answer", place)
         fate, sample = self.fates[place], self._samples[place]
-        self._took(fate, since)
+        self._took(place, since)
         if isinstance(answer, EngineDown):
             fate.state, fate.reason = "lost", str(answer)
         elif isinstance(answer, Exception):
-            self._failed(fate, answer)
+            self._failed(place, answer)
         else:
             sample.take(answer)
             if (chunk := sample.next_chunk()) is not None:
@@ -177,25 +180,26 @@ class Round:
             else:
                 fate.state, fate.tokens = "answered", len(sample.tokens)
 
-    def _failed(self, fate: Fate, error: Exception) -> None:
-        text = str(error)
+    def _failed(self, place: int, error: Exception) -> None:
+        text, fate = str(error), self.fates[place]
         own = isinstance(error, RequestRefused)
         of_replica = isinstance(error, ValueError) and any(words in text for words in STATES_OF_REPLICA)
         if own or of_replica:
-            self._refused(fate, "refused by the engine", text)
+            self._refused(place, "refused by the engine", text)
         else:
             fate.state, fate.reason = "failed", f"{type(error).__name__}: {text}"[:300]
-            self._problem(RETRIED, fate.reason)
+            self._problem(RETRIED, fate.reason, place)
 
-    def _refused(self, fate: Fate, state: str, text: str) -> None:
-        fate.state, fate.reason = state, text[:300]
+    def _refused(self, place: int, state: str, text: str) -> None:
+        self.fates[place].state, self.fates[place].reason = state, text[:300]
         if (why := fault(text)) is not None:
-            self._problem(WORDS, why)
+            self._problem(WORDS, why, place)
 
-    def _took(self, fate: Fate, since: Since) -> None:
+    def _took(self, place: int, since: Since) -> None:
+        fate = self.fates[place]
         fate.seconds = max(fate.seconds, since.fair_s)
         if since.fair_s > LIMIT_S:
-            self._problem(LATE, f"{fate.state} after {since.fair_s:.1f} s: {fate.reason[:200]}")
+            self._problem(LATE, f"{fate.state} after {since.fair_s:.1f} s: {fate.reason[:200]}", place)
 
     def _check(self) -> None:
         """Looks at the engine, the mates, the odd answers and that nothing is left."""
@@ -219,7 +223,7 @@ class Round:
         except (TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
             rule = f"its request is absurd, and it was answered with {np.shape(sample.tokens)} tokens ({error!r})"
         if rule is not None:
-            self._problem(RULE, rule)
+            self._problem(RULE, rule, place)
 
-    def _problem(self, kind: str, text: str) -> None:
-        self.problems.append((kind, text[:1_000]))
+    def _problem(self, kind: str, text: str, place: int | None = None) -> None:
+        self.problems.append((kind, text[:1_000], place))

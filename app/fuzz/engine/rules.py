@@ -33,6 +33,8 @@ def _broken(sample: OddSample, decode: Decode, encode: Encode, context_tokens: i
         yield f"max_tokens: {len(sample.tokens)} tokens and end LENGTH, of {min(whole)}"
     if end is ChunkEnd.ABORTED and not sample.given_up:
         yield "it was aborted, and its driver had not left"
+    if sample.chunk.answer_start != len(sample.chunk.token_ids):
+        return  # the answer has begun before: its rules look at tokens that are not here
     if sample.chunk.forced is None:
         yield from _drawn_by_the_rules(sample, encode)
         yield from _ends(sample, end, decode)
@@ -83,7 +85,7 @@ def _drawn_by_the_rules(sample: OddSample, encode: Encode) -> Iterator[str]:
     if sampling.allowed_token_ids is not None and (strange := set(tokens) - set(sampling.allowed_token_ids)):
         yield f"allowed_token_ids: it has {sorted(strange)}"
     for word in sampling.bad_words or ():
-        banned = encode(word)
+        banned = encode(word.lstrip())  # as vLLM reads it
         if any(tokens[at : at + len(banned)] == banned for at in range(len(tokens) if banned else 0)):
             yield f"bad_words: it has {word!r}, tokens {banned}"
 
@@ -96,7 +98,7 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
     if early and early[0] != len(tokens) - 1:
         yield f"stop_token_ids: token {tokens[early[0]]} at {early[0]} of {len(tokens)} did not end it"
     for stop in sampling.stop or ():
-        if stop in decode(tokens[sampling.min_tokens : -1]):
+        if "\ufffd" not in stop and stop in decode(tokens[sampling.min_tokens : -1]):
             yield f"stop: {stop!r} is in the text before its last token"
     is_stop = bool(early) or any(stop in decode(tokens) for stop in sampling.stop or ())
     if end is ChunkEnd.STOP and not is_stop:
@@ -111,10 +113,10 @@ def _form(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
         return
     text, sampling = decode(sample.tokens), sample.chunk.sampling
     is_whole = end is ChunkEnd.STOP and not (sampling.stop or sampling.stop_token_ids)
-    if form.choice is not None and is_whole and text not in form.choice:
-        yield f"structured_outputs.choice: it is {text!r}"
-    if form.choice is not None and not any(choice.startswith(text.rstrip("\ufffd")) for choice in form.choice):
-        yield f"structured_outputs.choice: none begins with {text!r}"
+    if form.choice is not None and not sampling.stop_token_ids:
+        known = text if is_whole else text.rstrip("\ufffd")
+        if not any(choice == known if is_whole else choice.startswith(known) for choice in form.choice):
+            yield f"structured_outputs.choice: it is {text!r}"
     if is_whole and (form.json_schema is not None or form.json_object):
         try:
             json.loads(text)
