@@ -18,7 +18,7 @@ MAX_KEYS = 20
 """Keys of mates that are tried for answers without a close call."""
 
 
-def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool) -> None:
+def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool = False) -> None:
     """Runs rounds until None comes. `connection`: of a pipe. `log`: path of a file."""
     to_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(to_file, sys.stdout.fileno())
