@@ -184,3 +184,49 @@ def test_logits_that_are_no_distribution_are_seen_in_the_logprobs(kernel, bad):
         tokens, _, raw, _ = KERNELS[kernel](*rows(logits, **filters))
         assert np.isnan(raw).tolist() == [True, False]
         assert 0 <= tokens[0] < 700
+
+
+def rows_without_candidates(vocab=700):
+    """Rows that rules have left without a token, at several temperatures and filters; the last one has a token."""
+    heats = np.array([0.0, 0.0, 1e-4, 0.5, 1.0, 1.0, 3e38, 1.0], np.float32)
+    logits = np.full((len(heats), vocab), -np.inf, np.float32)
+    logits[-1, 5] = 1.0
+    return rows(logits, temperature=heats, top_k=[0, 3, 0, 0, 0, 3, 0, 3], top_p=[1, 0.5, 1, 1, 1, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_without_a_candidate_has_no_logprob_at_any_temperature(kernel):
+    given = rows_without_candidates()
+    tokens, logprobs, *_ = KERNELS[kernel](*given)
+    assert np.isnan(logprobs).tolist() == [True] * (len(logprobs) - 1) + [False]
+    assert ((tokens >= 0) & (tokens < given.logits.shape[1])).all()
+
+
+def extreme_rows(rng, vocab, count=24):
+    """Rows of absurd values: each parameter at and beyond its edges, logits with NaN, infinities and denormals."""
+    huge, tiny = np.float32(3.4e38), np.float32(1e-45)
+    logits = (rng.standard_normal((count, vocab)) * 3).astype(np.float32)
+    for row in logits:
+        for _ in range(rng.integers(0, 4)):
+            value = rng.choice([np.nan, -np.nan, np.inf, -np.inf, huge, -huge, tiny, 0.0])
+            row[rng.random(vocab) < rng.choice([0.01, 0.3, 1.0])] = value
+    return rows(
+        logits,
+        keys=rng.integers(0, 2**64, count, np.uint64),
+        positions=rng.choice([0, 1, 2**31, 2**62], count),
+        temperature=rng.choice([0.0, tiny, 1e-6, 1.1e-5, 1.0, 1e30, huge, np.inf, np.nan], count),
+        top_p=rng.choice([tiny, 1e-30, 0.5, 1.0, 2.0, np.nan, 0.0], count),
+        top_k=rng.choice([0, 1, 2, 2**31 - 1, -1, -(2**31)], count),
+        min_p=rng.choice([0.0, tiny, 1e-30, 0.5, 1.0, 2.0, np.inf, np.nan], count),
+        forced=rng.choice([-1, -1, 0, vocab - 1], count),
+        tolerance=rng.choice([0.0, tiny, 1e-3, 1.0, huge, np.inf, np.nan], count),
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 130, 1025])
+@pytest.mark.parametrize("seed", range(8))
+def test_absurd_values_return_a_token_of_the_vocabulary(seed, vocab):
+    """The kernel writes where a token is: one outside would be memory of others. A loop without end would hang here."""
+    with np.errstate(all="ignore"):
+        tokens, *_ = kernel_cpu.sample_rows(*extreme_rows(np.random.default_rng(seed), vocab))
+    assert ((tokens >= 0) & (tokens < vocab)).all()

@@ -110,7 +110,7 @@ def _draw(logits, noise, temperature, filters, forced, tolerance):
     mass = torch.where(logits >= floor, weights, 0.0).sum(dim=1, keepdim=True)
     drop = below_peak.gather(1, token)
     raw = drop - torch.exp(below_peak).sum(dim=1, keepdim=True).log()
-    logprob = torch.where(greedy, torch.where(forced >= 0, raw, 0.0), drop * (1.0 / heat) - mass.log())
+    logprob = torch.where(greedy, torch.where((forced >= 0) | raw.isnan(), raw, 0.0), drop * (1.0 / heat) - mass.log())
     return torch.cat([token.double(), logprob, raw, margin], dim=1).T
 
 

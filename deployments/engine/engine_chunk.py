@@ -9,10 +9,14 @@ import numpy as np
 from tailrace.deployments.constraints.stop_texts import Decode, first_end
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import PromptLogprobs
 from tailrace.deployments.vllm_exact.logprob_store import DrawRecord
 from tailrace.deployments.vllm_exact.pause import is_paused
 from tailrace.policies.protocol.events import ChunkEnd
+
+RULES = "allowed_token_ids, bad_words, min_tokens, logit_bias or the answer's form"
+"""Sampling parameters that can exclude every token."""
 
 
 @dataclass(slots=True)
@@ -66,6 +70,18 @@ class EngineChunk:
         answer = self.context()[self.chunk.answer_start :].tolist()
         end = first_end(answer + token_ids, len(answer), sampling.stop, sampling.min_tokens, decode)
         return (token_ids, False) if end is None else (token_ids[: end - len(answer)], True)
+
+    def fault(self, record: DrawRecord) -> Exception | None:
+        """Returns why a token of its record was drawn from no distribution, or None. `record`: of all its tokens."""
+        if not np.isnan(record.logprobs.sum()):
+            return None
+        at = int(np.isnan(record.logprobs).argmax())
+        place = (
+            f"chunk {self.chunk.chunk_id}: answer position {len(self.chunk.token_ids) - self.chunk.prompt_tokens + at}"
+        )
+        if np.isnan(record.raw_logprobs[at]):
+            return RuntimeError(f"{place}: the model's logits are no numbers")
+        return RequestRefused(f"{place}: no token is left; {RULES} exclude all")
 
     def result(self, end: ChunkEnd, record: DrawRecord, tolerance: float, drafts: DraftReport | None) -> ChunkResult:
         """Returns the chunk's result as of now. `record`: of all its tokens. `tolerance`: of close calls."""

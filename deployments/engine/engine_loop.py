@@ -2,7 +2,7 @@
 
 Invariant: every submitted chunk is answered exactly once, by one call of its `on_done` in a turn.
 The answer is a ChunkResult or an exception.
-A bad chunk or command fails alone. A failed step fails all chunks and is final.
+A bad chunk or command fails alone. A step that raises fails all chunks and is final.
 An engine whose turn does not end is not healthy: a thread that is alive is no progress.
 Run by EngineRunner on a thread, and by the shell simulation on a virtual clock.
 """
@@ -58,7 +58,7 @@ class EngineLoop:
         self.weights_pause_s = 0.0  # of the last load: no token was made from the last one before it until it was done
 
     def submit(self, chunk: ChunkRequest, on_done: OnDone) -> None:
-        """Queues a chunk. `on_done` gets its result, ValueError when it is refused, or EngineDown."""
+        """Queues a chunk. `on_done` gets its result, the error that it ends with, or EngineDown."""
         with self._lock:
             down = self._down
             if down is None:
@@ -245,8 +245,8 @@ class EngineLoop:
     def _add(self, chunk: ChunkRequest, submitted_s: float, on_done: OnDone) -> None:
         try:
             self._stepper.add(chunk, submitted_s)
-        except ValueError as refusal:  # the edge between one caller's mistake and the shared engine
-            on_done(refusal)
+        except Exception as error:  # noqa: BLE001 - the edge between one caller's mistake and the shared engine
+            on_done(error)
         else:
             self._on_done[chunk.chunk_id] = on_done
 

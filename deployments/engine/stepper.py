@@ -308,19 +308,22 @@ class Stepper(WeightCalls):
         else:
             self._hand_over(running, result)
 
-    def _hand_over(self, running: EngineChunk, result: ChunkResult) -> None:
+    def _hand_over(self, running: EngineChunk, result: ChunkResult | Exception) -> None:
         """Gives a result to the caller of `step`; with a pool, once the saves of its KV have ended."""
-        if self._link is None or running.is_out:
-            self._ended.append((result.chunk_id, result))
+        failed = isinstance(result, Exception)
+        if failed and self._link is not None and not running.is_out:
+            self._link.forget(running.request_id)
+        if failed or self._link is None or running.is_out:
+            self._ended.append((running.chunk.chunk_id, result))
         else:
             self._link.hold(running.request_id, running.chunk, result)
 
-    def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult:
-        """Closes a chunk and returns its result. `goes_on`: the sample may have another chunk here."""
+    def _end(self, chunk_id: str, end: ChunkEnd, goes_on: bool) -> ChunkResult | Exception:
+        """Closes a chunk; returns its result, or why it has none. `goes_on`: its sample may have another chunk here."""
         running = self._running[chunk_id]
         record = self._redraws.keep(running, len(running.token_ids))
         drafts = self._drafts.close(chunk_id, goes_on) if self._drafts is not None else None
-        result = running.result(end, record, self._requests.tolerance, drafts)
+        result = running.fault(record) or running.result(end, record, self._requests.tolerance, drafts)
         del self._running[chunk_id]  # now: it is still here if anything above raises
         self._unscheduled.pop(chunk_id, None)
         self.adapters.free(running.chunk)

@@ -19,7 +19,7 @@ BISECTIONS = 48  # enough to separate any two float32 values of one bracket; equ
 LOWEST = np.float32(np.finfo(np.float32).min)  # a logit of -inf is masked out: its token cannot be drawn
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _exp64(x):
     """Returns exp(x), x <= 0, relative error below 1e-15; 0 units below -44. Vectorises (no library call)."""
     x = x if x > -700.0 else -700.0
@@ -41,7 +41,7 @@ def _exp64(x):
     return p * np.int64((np.int64(n) + np.int64(1023)) << np.int64(52)).view(np.float64)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _units(row, peak, floor, inv_t, units):
     """Fills units with each kept token's weight in integer units."""
     for i in range(row.size):
@@ -49,13 +49,13 @@ def _units(row, peak, floor, inv_t, units):
         units[i] = np.int64(weight) if row[i] >= floor else np.int64(0)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _ones(row, floor, units):
     for i in range(row.size):
         units[i] = np.int64(row[i] >= floor)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _above(values, units, bar):
     """Returns the units of the values strictly above bar."""
     total = np.int64(0)
@@ -64,7 +64,7 @@ def _above(values, units, bar):
     return total
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _gather(values, units, low, high, out_values, out_units):
     """Moves entries with low < value <= high to the front of the outputs, which may be the inputs; returns a count."""
     count = 0
@@ -74,16 +74,17 @@ def _gather(values, units, low, high, out_values, out_units):
     return count
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def cut(row, units, target, peak, reach):
     """Returns the floor: a value is kept if the units strictly above it are fewer than target.
 
     1 <= target <= the sum of the units.
     Bracket: the units above `low` reach the target, those above `high` do not. `reach` is a first guess of the width.
     """
+    reach = reach if reach > 1e-30 else 1.0  # it doubles until it reaches; NaN never would
     high, over_high, low = peak, np.int64(0), np.float32(peak - reach)
     over = _above(row, units, low)
-    while over < target:
+    while over < target and low > np.float32(-np.inf):
         reach *= 2.0
         high, over_high, low = low, over, np.float32(peak - reach)
         over = _above(row, units, low)
@@ -109,7 +110,7 @@ def cut(row, units, target, peak, reach):
     return floor
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _floor(row, peak, temperature, top_p, top_k, min_p):
     floor = np.float32(-np.inf)
     if not (LOWEST <= peak < np.float32(np.inf)):
@@ -130,7 +131,7 @@ def _floor(row, peak, temperature, top_p, top_k, min_p):
     return floor
 
 
-@njit(nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True)
 def floors(logits, tops, temperature, top_p, top_k, min_p, out):
     """Fills out f32[n] with each row's smallest kept logit after min_p, then top_k, then top_p; -inf: all are kept.
 

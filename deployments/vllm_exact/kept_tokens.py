@@ -61,3 +61,17 @@ def top_logprobs(logits: torch.Tensor, count: int, columns: dict[str, np.ndarray
     found = (kept - kept.logsumexp(dim=1, keepdim=True))[:, :count].float()
     rows = zip(tokens[:, :count].tolist(), found.tolist(), strict=True)
     return [tuple(zip(*row, strict=True)) for row in rows]
+
+
+def end_dead_rows(states: list, key: str, owner: np.ndarray, drawn: tuple[np.ndarray, ...]) -> None:
+    """Has rows that keep no token emit one that ends their request, if it has one; their logprob, NaN, says why.
+
+    `states`: vLLM's of the requests, with our arguments under `key`; `drawn`: see `sample_rows`.
+    """
+    if not states or not np.isnan(drawn[1].sum()):
+        return
+    for row in np.flatnonzero(np.isnan(drawn[1])).tolist():
+        own = states[owner[row]].sampling_params
+        eos = (own.extra_args or {}).get(key, {}).get("eos")
+        ends = sorted(own.stop_token_ids or ()) if own.ignore_eos or eos is None else [eos]
+        drawn[0][row] = ends[0] if ends else drawn[0][row]

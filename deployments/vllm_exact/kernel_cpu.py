@@ -27,30 +27,30 @@ _S27, _S30, _S31, _S40, _SHIFT = (np.uint64(s) for s in (27, 30, 31, 40, UNIFORM
 _SIGN, _ABS = np.int32(31), np.int32(0x7FFFFFFF)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _finalise(z):
     z = (z ^ (z >> _S30)) * _MIX_1
     z = (z ^ (z >> _S27)) * _MIX_2
     return z ^ (z >> _S31)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _output(seed, index):
     return _finalise(seed + np.uint64(index + 1) * _GAMMA)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _exponential(seed, index):
     return -log((np.float64(_output(seed, index) >> _SHIFT) + 0.5) * UNIFORM_STEP)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def hashed(key, position, index):
     """Returns the hashed bits (u64) of one vocabulary index; for the test that all implementations agree."""
     return _output(_output(key, position), index)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _exp32(x):
     """Returns exp(x), x <= 0, relative error below 2e-7; constant under -80. Without SVML numba vectorises no exp."""
     x = np.float32(-80.0) if x < np.float32(-80.0) else x  # NaN stays NaN
@@ -66,14 +66,14 @@ def _exp32(x):
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _order(x):
     """Returns a float32 as an int32 of the same order. Integer maxima vectorise; float ones only if NaN is ignored."""
     bits = np.float32(x + np.float32(0.0)).view(np.int32)  # -0.0 becomes 0.0
     return bits ^ ((bits >> _SIGN) & _ABS)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _block_max(part):
     most = np.int32(-0x80000000)
     for i in range(part.size):
@@ -81,7 +81,7 @@ def _block_max(part):
     return most
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _argmax(row):
     """Returns the smallest index of the largest element; an arbitrary index if the row holds NaN."""
     most, at = np.int32(-0x80000000), 0
@@ -95,13 +95,13 @@ def _argmax(row):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True)
 def _argmaxes(logits, tops):
     for i in range(logits.shape[0]):
         tops[i] = _argmax(logits[i])
 
 
-@njit(nogil=True, fastmath={"reassoc"})
+@njit(error_model="numpy", nogil=True, fastmath={"reassoc"})
 def _weigh(part, peak, floor, inv_t, weights):
     """Fills weights with exp((logit - peak) / T); returns the sum of those from the floor on, for logprobs alone."""
     total = np.float32(0.0)
@@ -112,7 +112,7 @@ def _weigh(part, peak, floor, inv_t, weights):
     return np.float64(total)
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _may_win(seed, weights, best):
     """Returns whether an element of the block passes the bound. `seed` is that of the block's first element."""
     found = np.int32(0)
@@ -122,14 +122,14 @@ def _may_win(seed, weights, best):
     return found != 0
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _score(row, peak, inv_t, seed, i):
     """Returns E_i / p_i, the smallest of which wins."""
     weight = exp((np.float64(row[i]) - np.float64(peak)) * inv_t)
     return _exponential(seed, i) / weight if weight > 0.0 else np.inf
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _race(row, top, floor, low, inv_t, seed, reach):
     """Returns (token, mass, best, second, rival): the winner among logits >= floor, and the sum of their weights.
 
@@ -160,7 +160,7 @@ def _race(row, top, floor, low, inv_t, seed, reach):
     return token, mass, best, second, rival
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _mass(row, peak, floor, inv_t):
     weights = np.empty(min(BLOCK, row.size), np.float32)
     mass = 0.0
@@ -169,7 +169,7 @@ def _mass(row, peak, floor, inv_t):
     return mass
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _gap(row, top):
     """Returns the distance from the largest logit to the next one, 0 if they are equal; inf if there is one alone."""
     most = np.int32(-0x80000000)
@@ -179,7 +179,7 @@ def _gap(row, top):
     return np.float64(row[top]) - np.float64(second) if row.size > 1 else np.inf
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _is_inside(row, peak, token, floor, inv_t, tolerance, top_p, mass):
     """Returns whether top_p surely keeps the token: it and those between it and the floor weigh more than noise moves.
 
@@ -196,7 +196,7 @@ def _is_inside(row, peak, token, floor, inv_t, tolerance, top_p, mass):
     return within > needed
 
 
-@njit(nogil=True)
+@njit(error_model="numpy", nogil=True)
 def _draw(row, top, seed, temperature, floor, top_p, forced, tolerance):
     """Returns (token, logprob, raw logprob, margin in logits, edge) of one row.
 
@@ -206,7 +206,7 @@ def _draw(row, top, seed, temperature, floor, top_p, forced, tolerance):
     if temperature < GREEDY_BELOW:
         token = forced if forced >= 0 else top
         raw = np.float64(row[token]) - np.float64(peak) - log(_mass(row, peak, NO_FLOOR, 1.0))
-        return token, (raw if forced >= 0 else 0.0), raw, (np.inf if forced >= 0 else _gap(row, top)), 0
+        return token, (raw if forced >= 0 else abs(raw) * 0.0), raw, (np.inf if forced >= 0 else _gap(row, top)), 0
     inv_t = 1.0 / np.float64(temperature)
     margin, edge, by = np.inf, 0, tolerance * inv_t
     if forced < 0:
@@ -229,7 +229,7 @@ def _draw(row, top, seed, temperature, floor, top_p, forced, tolerance):
     return token, logprob, below_peak - log(_mass(row, peak, NO_FLOOR, 1.0)), margin, edge
 
 
-@njit(nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True)
 def _draw_rows(logits, tops, keys, positions, temperature, floor, top_p, forced, tolerance, out):
     tokens, logprobs, raw_logprobs, margins, edges = out
     for i in range(logits.shape[0]):
@@ -238,7 +238,7 @@ def _draw_rows(logits, tops, keys, positions, temperature, floor, top_p, forced,
         tokens[i], logprobs[i], raw_logprobs[i], margins[i], edges[i] = drawn
 
 
-@njit(nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True)
 def _edge_margins(logits, tops, keys, positions, temperature, floor, wide, tight, tokens, margins):
     """Lowers margins[i] to that of logits from wide[i] to below the floor, and to 0 if the winner is below tight[i]."""
     for i in range(logits.shape[0]):
@@ -259,7 +259,7 @@ def sample_rows(logits, keys, positions, temperature, top_p, top_k, min_p, force
     logits f32[n, V] (array or CPU tensor), keys u64[n], positions i64[n], temperature, top_p, min_p f32[n],
     top_k i32[n] (0: off), forced i32[n] (-1: none), tolerance f32[n], see `margins`.
     Returns (tokens i32[n], logprobs f32[n], raw_logprobs f32[n], margins f32[n]). Logprobs are in nats.
-    `logprobs` are under the sampling distribution, and 0 if greedy.
+    `logprobs` are under the sampling distribution, and 0 if greedy; NaN if no token is left, at any temperature.
     For a forced token that the filters drop, they are under the unfiltered tempered distribution.
     `raw_logprobs` are under softmax(logits). A row that is no distribution (NaN, nothing finite) reports NaN.
     `margins`: how far the logits of two candidates must move apart before another token wins; inf if far, or forced.

@@ -14,9 +14,15 @@ from tailrace.deployments.constraints import form_check
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.messages.errors import FeaturesRefused
+from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused, one_line
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
+
+NUMBERS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+CONVERSIONS = ValueError, TypeError, OverflowError, ArithmeticError, LookupError, RecursionError, AssertionError
+"""Kinds of errors of values that cannot become a request."""
 
 MAX_TRIED = 4_096
 """Prompts with features that are remembered as sound."""
@@ -62,6 +68,12 @@ class Requests:
 
     def refusal(self, chunk: ChunkRequest) -> str | None:
         """Returns the reason, in a few words, why a chunk cannot run on this model, or None if it can."""
+        try:
+            return self._refusal(chunk)
+        except CONVERSIONS as error:  # a value that is of no type of its field
+            return one_line(error)
+
+    def _refusal(self, chunk: ChunkRequest) -> str | None:
         context = len(chunk.token_ids)
         if not 1 <= context < self._max_model_len:
             return f"context of {context} tokens, max_model_len is {self._max_model_len}"
@@ -69,9 +81,13 @@ class Requests:
             return f"the answer begins at {chunk.prompt_tokens}, {chunk.turn_start} in a context of {context} tokens"
         if chunk.max_tokens < 1:
             return f"max_tokens is {chunk.max_tokens}, at least 1 is needed"
-        if chunk.forced is not None and not all(0 <= token < self.vocabulary for token in chunk.forced):
-            # Inside a step it would fail all chunks; vLLM itself checks the context only.
-            return f"forced has a token outside the vocabulary of {self.vocabulary}"
+        if not 0 <= chunk.sample_key < 1 << 64:
+            return f"sample_key is {chunk.sample_key}, not an unsigned number of 64 bits"
+        tokens = chunk.token_ids if chunk.features is None else None  # models put numbers of their own for items
+        for name, values in (("the context", tokens), ("forced", chunk.forced)):
+            # A step would fail with it; vLLM itself checks the largest one of the context only.
+            if values is not None and values.size and (values.min() < 0 or values.max() >= self.vocabulary):
+                return f"{name} has a token outside the vocabulary of {self.vocabulary}"
         return self._sampling_refusal(chunk.sampling)
 
     def _check_features(self, chunk: ChunkRequest) -> None:
@@ -93,13 +109,23 @@ class Requests:
             self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
-        tokens = (*(sampling.allowed_token_ids or ()), *(token for token, _ in sampling.logit_bias))
-        if (wrong := next((token for token in tokens if token >= self.vocabulary), None)) is not None:
-            return f"token {wrong} is outside the vocabulary of {self.vocabulary}"
+        for name in NUMBERS:
+            if not abs(value := getattr(sampling, name)) <= FLOAT32_MAX:
+                return f"{name} is {value}, which is not finite in float32"
+        tokens = {
+            "allowed_token_ids": sampling.allowed_token_ids or (),
+            "logit_bias": [token for token, _ in sampling.logit_bias],
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        for name, ids in tokens.items():
+            if (wrong := next((token for token in ids if not 0 <= token < self.vocabulary), None)) is not None:
+                return f"{name}: token {wrong} is outside the vocabulary of {self.vocabulary}"
         try:
-            self._bad_words(sampling.bad_words)
-        except ValueError as error:
-            return str(error)
+            banned = self._bad_words(sampling.bad_words)
+        except Exception as error:  # noqa: BLE001 - a tokenizer's refusals have any type
+            return one_line(error) if not isinstance(error, ValueError) else str(error)
+        if any(not 0 <= token < self.vocabulary for word in banned for token in word):
+            return f"bad_words: a token is outside the vocabulary of {self.vocabulary}"
         form = sampling.structured_outputs
         return None if form is None else self._form_refusal(form)
 
@@ -129,10 +155,23 @@ class Requests:
         """Returns vLLM's scheduler-side Request that continues `token_ids` (int32) with the settings of `chunk`.
 
         `kv`: see PoolClient.wish. Outputs have the id `name`. `private`: no request reads KV of another one here, and
-        close calls do not end its steps. Raises ValueError, one line; FeaturesRefused for those of a prompt.
+        close calls do not end its steps. Raises RequestRefused, one line, if vLLM or a conversion refuses it, and then
+        vLLM has nothing of it; FeaturesRefused for the features of a prompt.
         """
-        from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
+
+        try:
+            return self._add(name, chunk, token_ids, max_tokens, kv, private)
+        except RequestRefused:
+            raise
+        except (*CONVERSIONS, VLLMClientError) as error:  # the edge to vLLM: its refusals have several types
+            kind = RequestRefused if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
+            raise kind(f"chunk {chunk.chunk_id}: {one_line(error)}") from error
+
+    def _add(
+        self, name: str, chunk: ChunkRequest, token_ids: np.ndarray, max_tokens: int, kv: dict | None, private: bool
+    ):
+        from vllm import SamplingParams as VllmParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -167,10 +206,16 @@ class Requests:
             prompt = prompt_input(chunk.features, token_ids.tolist(), salt)
         try:
             request_id = self._engine.add_request(name, prompt, params, lora_request=self._lora_of(chunk.adapter))
-        except VLLMClientError as error:  # the edge to vLLM: its refusals have several types
-            kind = ValueError if chunk.features is None else FeaturesRefused  # perhaps an item is too large for it
-            raise kind(f"chunk {chunk.chunk_id}: {error}") from error
+        except Exception:  # vLLM may have taken it by half
+            self._forget_half(name)
+            raise
         return self._scheduler.requests[request_id]
+
+    def _forget_half(self, name: str) -> None:
+        """Drops a request that vLLM has refused after it had taken a part of it."""
+        states = self._engine.output_processor.request_states
+        halves = [request_id for request_id, state in states.items() if state.external_req_id == name]
+        self._engine.abort_request(halves, internal=True)
 
     def abort(self, request_id: str) -> None:
         """Stops a request, by vLLM's own id, after the step in progress."""

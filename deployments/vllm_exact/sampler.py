@@ -15,12 +15,12 @@ import torch
 
 from tailrace.deployments.constraints.logit_rules import LogitRules, RuleBook, rule_args
 from tailrace.deployments.messages.chunk import ChunkRequest
-from tailrace.deployments.vllm_exact.kept_tokens import kept_tokens, top_logprobs
+from tailrace.deployments.vllm_exact.kept_tokens import end_dead_rows, kept_tokens, top_logprobs
 from tailrace.deployments.vllm_exact.logprob_store import LogprobStore
 
 ARGS_KEY = "tailrace"
 NOTHING = -1  # vLLM's mark for "no token was emitted here"
-# Rows of no request, or of one without Tailrace's arguments, are vLLM's own warm-up: greedy, and never read.
+# Rows of no request, or of one without our arguments, are vLLM's own warm-up: greedy, and never read.
 WARM_UP = {"key": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "tolerance": 0.0, "forced": None}
 COLUMNS = {
     "key": np.uint64,
@@ -46,7 +46,7 @@ def extra_args(
         "key": int(chunk.sample_key),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": min(sampling.top_k, np.iinfo(np.int32).max),  # above any vocabulary: no filter
         "min_p": sampling.min_p,
         "prompt_tokens": chunk.answer_start,
         "forced": None if chunk.forced is None else chunk.forced.tolist(),
@@ -184,9 +184,8 @@ class ExactSampler:
         held = self._runner.input_batch
         if held.num_reqs != count:
             nothing = np.zeros(count, bool)
-            columns = _columns([WARM_UP] * count)
             none = {"states": [], "replays": {}, "slots": None, "rules": {}, "tops": {}, "masks": ()}
-            return _Batch(columns=columns, stops=nothing, **none), np.zeros(count, np.int64)
+            return _Batch(columns=_columns([WARM_UP] * count), stops=nothing, **none), np.zeros(count, np.int64)
         positions = held.num_tokens_no_spec[:count].astype(np.int64)
         states = [self._runner.requests[req_id] for req_id in held.req_ids]
         known = self._batch
@@ -219,6 +218,7 @@ class ExactSampler:
             for row in rows.tolist():
                 batch.rules[owner[row]].apply(logits[row], held[owner[row], : positions[row]])
         drawn = self._sample_rows(logits, columns.pop("key"), positions, **columns, forced=forced)
+        end_dead_rows(batch.states, ARGS_KEY, owner, drawn)
         more = self._more(logits, batch, owner, columns)
         if raw is not None:
             tokens = torch.from_numpy(drawn[0][rows].astype(np.int64)).to(raw.device)

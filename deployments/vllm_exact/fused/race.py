@@ -85,7 +85,7 @@ def filtered(source, vocab, peak, inv_t, reach, seed, top_k, filters, sums, row,
     best, second, token, rival, mass = _race(source, vocab, peak, floor, low, inv_t, seed)
     margin = tl.where(second < best * reach, tl.log(second / best) * temperature, float("inf"))
     if (floor > -float("inf")) & (forced < 0):
-        own = tl.load(row + token).to(tl.float32)
+        own = tl.load(row + token, token < vocab, other=0.0).to(tl.float32)
         certain = own > floor + 2.0 * slack
         if certain & (top_p < 1.0):
             certain = _inside(source, peak, own, floor, inv_t, tolerance, 2.0 * by * mass / top_p)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tailrace.deployments.vllm_exact.fused.candidates import candidates
-from tailrace.deployments.vllm_exact.fused.noise import NONE, output, value
+from tailrace.deployments.vllm_exact.fused.noise import NONE, is_nan, output, value
 from tailrace.deployments.vllm_exact.fused.race import filtered, score_of, two_best
 from tailrace.deployments.vllm_exact.fused.scan import BINS, FLOATS, GREEDY, INTS, OPEN
 
@@ -57,7 +57,8 @@ def settle(
     inv_t, reach, temperature = tl.load(heat + at * 3), tl.load(heat + at * 3 + 1), tl.load(own_filters + 7)
     mode, top_k, forced = tl.load(plan + at * 3), tl.load(plan + at * 3 + 1), tl.load(plan + at * 3 + 2)
     left, left_floats, there = ints + (at * parts + part) * INTS, floats + (at * parts + part) * FLOATS, part < parts
-    token, peak, margin, raw_mass, mass = _together(left, left_floats, there, part, vocab, inv_t, PARTS)
+    top, peak, margin, raw_mass, mass = _together(left, left_floats, there, part, vocab, inv_t, PARTS)
+    token = top
     floor = tl.full((), -float("inf"), tl.float32)
     if mode != GREEDY:
         margin = tl.full((), float("inf"), tl.float64)
@@ -71,16 +72,20 @@ def settle(
                 )  # fmt: skip
                 drawn = filtered(source, vocab, peak, inv_t, reach, seed, top_k, own_filters, sums, row, forced)
                 token, margin, inner, floor = drawn
-                wanted = tl.load(row + tl.where(forced >= 0, forced, token)).to(tl.float32)
+                asked = tl.where(forced >= 0, forced, token)
+                wanted = tl.load(row + asked, (asked >= 0) & (asked < vocab), other=0.0).to(tl.float32)
                 floor = tl.where(wanted >= floor, floor, -float("inf"))
                 mass = tl.where(floor > -float("inf"), inner, mass)
             elif forced < 0:
                 token, margin = _open(row, left, there, peak, inv_t, reach, seed, temperature)
+    lost = (token < 0) | (token >= vocab)  # parameters that are no numbers leave no candidate
+    token = tl.where(lost, top, token)
     token, margin = tl.where(forced >= 0, forced, token), tl.where(forced >= 0, float("inf"), margin)
     below = tl.load(row + token).to(tl.float64) - peak.to(tl.float64)
     raw, logprob = below - tl.log(raw_mass), below * inv_t - tl.log(mass)
     if mode == GREEDY:
-        logprob = tl.where(forced >= 0, raw, 0.0)
+        logprob = tl.where((forced >= 0) | is_nan(raw.to(tl.float32)), raw, 0.0)  # NaN where no token is left
+    logprob = tl.where(lost, float("nan"), logprob)
     tl.store(tokens + at, token)
     tl.store(values + at * 3, logprob.to(tl.float32))
     tl.store(values + at * 3 + 1, raw.to(tl.float32))
