@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.message import quoted
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 
 
@@ -61,10 +62,10 @@ class AdapterBook:
             return prepared
         if name not in self._named:
             names = ", ".join(sorted(self._named)) or "none"
-            reason = f"adapter {name!r} is not loaded (loaded: {names}); call load_adapter first"
-            return Rejected(reason=f"prompt {prepared.group.prompt_id!r}: {reason}", by=RejectedBy.ADAPTER)
+            reason = f"adapter {quoted(name)} is not loaded (loaded: {names}); call load_adapter first"
+            return Rejected(reason=f"prompt {quoted(prepared.group.prompt_id)}: {reason}", by=RejectedBy.ADAPTER)
         present, wanted = self._named[name], min_versions.get(name, 0)
         if present.version < wanted:
-            reason = f"adapter {name!r} is version {present.version} here, not {wanted}; call load_adapter again"
-            return Rejected(reason=f"prompt {prepared.group.prompt_id!r}: {reason}", by=RejectedBy.ADAPTER)
+            reason = f"adapter {quoted(name)} is version {present.version} here, not {wanted}; call load_adapter again"
+            return Rejected(reason=f"prompt {quoted(prepared.group.prompt_id)}: {reason}", by=RejectedBy.ADAPTER)
         return replace(prepared, adapter=present)

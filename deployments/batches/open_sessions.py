@@ -103,7 +103,8 @@ class OpenSessions:
                 yield item
 
     async def _asked(self, settings: BatchSettings, request: SampleRequest) -> AskedSample | Rejected:
-        """The sample of a request, which is made now unless it is in flight."""
+        """The sample of a request, made now unless it is in flight. One that is being cancelled ends first, cut short;
+        this caller gets it whole, made again."""
         settings, request = checked(BatchSettings, settings), checked(SampleRequest, request)
         for message in (settings, request):
             if isinstance(message, Rejected):
@@ -113,12 +114,17 @@ class OpenSessions:
         prepared = await asyncio.to_thread(self._prompts.prepare_group, request.group)
         if not isinstance(prepared, Rejected):
             prepared = self._adapters.bound(prepared, settings.min_adapter_versions)
-        session = self._session(settings)
-        for given in (prepared, session):
-            if isinstance(given, Rejected):
-                return given
-        asked = session.asked.get((GroupIdentity.of(prepared), request.index, request.turn))
-        return self._ask(session, prepared, request) if asked is None else asked
+        if isinstance(prepared, Rejected):
+            return prepared
+        key = GroupIdentity.of(prepared), request.index, request.turn
+        while not isinstance(session := self._session(settings), Rejected):
+            asked = session.asked.get(key)
+            if asked is None:
+                return self._ask(session, prepared, request)
+            if not asked.is_cancelled:
+                return asked
+            await asyncio.wait([asked.answer])
+        return session
 
     def _session(self, settings: BatchSettings) -> OpenSession | Rejected:
         name = settings.batch_id

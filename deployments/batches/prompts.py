@@ -5,21 +5,24 @@ the model cannot take is a `Rejected` value, never an exception. Called by the c
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
-from jinja2 import TemplateError
-
 from tailrace.deployments.batches.tokenizer_files import name_of_tokenizer, tokenizer_files
-from tailrace.deployments.constraints import form_check
+from tailrace.deployments.constraints.bad_words import word_tokens
+from tailrace.deployments.constraints.form_check import FormCheck
+from tailrace.deployments.constraints.request_check import foreign, sampling_refusal
 from tailrace.deployments.context.history import prompt_key
 from tailrace.deployments.features.item_check import item_refusal
 from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.errors import one_line
+from tailrace.deployments.messages.message import quoted
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
+from tailrace.deployments.messages.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,15 @@ class Prompts:
     """
 
     tokenizer_name = ""
+    _ends: frozenset[int] = frozenset()
 
     def __init__(self, model: str, max_model_len: int):
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._vocabulary = len(self._tokenizer)
+        self._ends = end_tokens(Path(model), self._tokenizer.eos_token_id)
         self.model, self.max_model_len = model, max_model_len
-        self._form_refusal = lru_cache(256)(form_check.refusal)
         self.is_multimodal = names_media(Path(model))
         self.tokenizer_name = name_of_tokenizer(tokenizer_files(Path(model)))
 
@@ -65,36 +69,49 @@ class Prompts:
         return prepared
 
     def prepare_group(self, group: PromptGroup) -> Prepared | Rejected:
+        """A group, encoded, or why no engine could run it: the one door of batches, sessions and HTTP."""
         try:
             token_ids = self._encode(group)
-        except (ValueError, TemplateError) as error:  # no chat template, or one that does not take these messages
-            return Rejected(reason=f"prompt {group.prompt_id!r}: cannot be encoded: {error}")
-        left = self.max_model_len - len(token_ids)
-        if not token_ids:
-            return Rejected(reason=f"prompt {group.prompt_id!r} is empty; give one token or more")
-        if left < 1:
-            return Rejected(
-                reason=f"prompt {group.prompt_id!r} has {len(token_ids)} tokens; the model's context is "
-                f"{self.max_model_len}: shorten it or raise engine.max_model_len"
-            )
-        sampling = group.sampling
-        given = [("forced_token_ids", tokens) for tokens in group.forced_token_ids or ()]
-        given += [("allowed_token_ids", sampling.allowed_token_ids or ())]
-        given += [("logit_bias", [token for token, _ in sampling.logit_bias])]
-        for field, tokens in (("token_ids", token_ids), *given):
-            if (wrong := self.foreign(tokens)) is not None:
-                return Rejected(reason=f"prompt {group.prompt_id!r}: {field}: {wrong} is not in the vocabulary")
-        form, features = sampling.structured_outputs, None
-        reason = None if form is None else self._form_refusal(form)
-        try:
-            features = self._features(group.features)
-        except ValueError as error:
-            reason = reason or str(error)
+            reason = self._refusal(group, token_ids)
+            features = None if reason is not None else self._features(group.features)
+        except Exception as error:  # noqa: BLE001 - of one prompt: tokenizers and chat templates raise errors of many types
+            reason = str(error) if isinstance(error, ValueError) else f"it cannot be encoded: {one_line(error)}"
         if reason is not None:
-            return Rejected(reason=f"prompt {group.prompt_id!r}: {reason}")
+            return Rejected(reason=f"prompt {quoted(group.prompt_id)}: {' '.join(reason.split())}")
         named = "" if group.adapter is None else f"{group.adapter}\0"  # an adapter has lengths and answers of its own
         text = named + self.decode(list(token_ids)) + ("" if features is None else f"\0{features.name}")
-        return Prepared(group, token_ids, min(group.max_tokens, left), prompt_key(text), features=features)
+        max_tokens = min(group.max_tokens, self.max_model_len - len(token_ids))
+        return Prepared(group, token_ids, max_tokens, prompt_key(text), features=features)
+
+    def _refusal(self, group: PromptGroup, token_ids: tuple[int, ...]) -> str | None:
+        """In one line why an encoded group cannot run, or None."""
+        if not token_ids:
+            return "it is empty; give one token or more"
+        if len(token_ids) >= self.max_model_len:
+            return (  # clients look for these words, which are those of OpenAI
+                f"this model's maximum context length is {self.max_model_len} tokens, and the prompt has "
+                f"{len(token_ids)}: shorten it or raise engine.max_model_len"
+            )
+        given = ("token_ids", token_ids), *(("forced_token_ids", tokens) for tokens in group.forced_token_ids or ())
+        for field, tokens in given:
+            if (wrong := self.foreign(tokens)) is not None:
+                return f"{field}: {wrong} is not in the vocabulary of {self._vocabulary} tokens"
+        return self._rules_refusal(group.sampling)
+
+    @cached_property
+    def _rules_refusal(self) -> Callable[[SamplingParams], str | None]:
+        return lru_cache(256)(self._find_rules_refusal)
+
+    @cached_property
+    def _forms(self) -> FormCheck:
+        return FormCheck(self.model)
+
+    def _find_rules_refusal(self, sampling: SamplingParams) -> str | None:
+        words = word_tokens(sampling.bad_words, self.encode)
+        if (reason := sampling_refusal(sampling, self._vocabulary, words, self._ends)) is not None:
+            return reason
+        form, stops = sampling.structured_outputs, sorted({*self._ends, *sampling.stop_token_ids})
+        return None if form is None else self._forms.refusal(form, stops)
 
     def _features(self, given: Features | None) -> PromptFeatures | None:
         """The features of a prompt. Raises ValueError, one line, if they are not sound or the model takes none."""
@@ -129,7 +146,7 @@ class Prompts:
 
     def foreign(self, token_ids: Iterable[int]) -> int | None:
         """The first token that is not in the vocabulary, or None."""
-        return next((token for token in token_ids if not 0 <= token < self._vocabulary), None)
+        return foreign(token_ids, self._vocabulary)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of plain text. `special`: with those that the tokenizer adds to a text."""
@@ -151,6 +168,14 @@ class Prompts:
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=False, **template
         )
+
+
+def end_tokens(folder: Path, eos_token_id: int | None) -> frozenset[int]:
+    """The tokens that end an answer of a model: the tokenizer's, and those of its generation_config.json."""
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    more = given if isinstance(given, list) else [given]
+    return frozenset(token for token in (eos_token_id, *more) if token is not None)
 
 
 MEDIA = ("vision", "image", "img", "audio", "video", "visual")

@@ -1,15 +1,15 @@
 """Forms of answers (JSON schema, regular expression, choice, grammar) as masks of logits, by vLLM's xgrammar backend.
 
-Owns the compiled grammars of a worker. Invariant: a mask depends on the form and on the answer's tokens alone.
-An answer that the form does not allow, as a replayed one, is not masked any more.
+Owns compiled grammars. Invariant: a mask depends on the form and on the answer's tokens alone.
+An answer that the form does not allow, as a replayed one, is not masked any more. Called by `RuleBook` in an engine,
+and by form_check.py.
 """
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-
-from tailrace.deployments.constraints.form_check import params
 
 
 class AnswerForm:
@@ -27,6 +27,11 @@ class AnswerForm:
             self._matcher.fill_next_token_bitmask(self._bitmask, 0)
             apply_token_bitmask_inplace(row.unsqueeze(0), self._bitmask.to(row.device))
 
+    def allows_any(self) -> bool:
+        """Returns whether an answer can begin, or be empty."""
+        self._matcher.fill_next_token_bitmask(self._bitmask, 0)
+        return bool(self._bitmask.any())
+
     def _follow(self, answer: np.ndarray) -> bool:
         """Moves the matcher to the end of `answer`; returns whether it got there."""
         shared = min(len(self._taken), len(answer))
@@ -43,30 +48,46 @@ class AnswerForm:
         return taken == len(answer)
 
 
-class AnswerForms:
-    """Compiles forms, once each: xgrammar keeps them. `runner`: vLLM's model runner."""
+class FormCompiler:
+    """Compiles forms, once each: xgrammar keeps them. `config`: vLLM's, or the part that its xgrammar backend reads."""
 
-    def __init__(self, runner):
-        self._runner, self._backend = runner, None
+    def __init__(self, config, tokenizer, vocabulary: int):
+        from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+        self._backend = XgrammarBackend(config, tokenizer, vocabulary)
+
+    @classmethod
+    def of_runner(cls, runner) -> "FormCompiler":
+        """`runner`: vLLM's model runner."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        model = runner.vllm_config.model_config
+        return cls(runner.vllm_config, cached_tokenizer_from_config(model), model.get_vocab_size())
+
+    @classmethod
+    def of_folder(cls, model: str) -> "FormCompiler":
+        """Of a model's folder, without its engine."""
+        from transformers import AutoConfig
+        from vllm.tokenizers import get_tokenizer
+
+        found = AutoConfig.from_pretrained(model, local_files_only=True)
+        config = SimpleNamespace(
+            structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
+            model_config=SimpleNamespace(hf_config=found),
+            speculative_config=None,
+        )
+        return cls(config, get_tokenizer(model), found.get_text_config().vocab_size)
 
     def start(self, form: dict, stops: list[int]) -> AnswerForm:
-        """Returns the state of an empty answer. `stops`: token ids that may end it."""
+        """Returns the state of an empty answer. `form`: as `StructuredOutputs.model_dump` gives it; `stops`: token ids
+        that may end the answer."""
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.structured_output.backend_types import StructuredOutputOptions
         from vllm.v1.structured_output.request import get_structured_output_key
         from vllm.v1.structured_output.utils import choice_as_grammar
 
-        kind, text = get_structured_output_key(params(form))
+        kind, text = get_structured_output_key(StructuredOutputsParams(**form))
         if kind is StructuredOutputOptions.CHOICE:
             kind, text = StructuredOutputOptions.GRAMMAR, choice_as_grammar(json.loads(text))
-        grammar = self._compiler().compile_grammar(kind, text, set(stops))
+        grammar = self._backend.compile_grammar(kind, text, set(stops))
         return AnswerForm(grammar.matcher, self._backend.allocate_token_bitmask(1))
-
-    def _compiler(self):
-        if self._backend is None:
-            from vllm.tokenizers import cached_tokenizer_from_config
-            from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
-
-            config = self._runner.vllm_config
-            tokenizer = cached_tokenizer_from_config(config.model_config)
-            self._backend = XgrammarBackend(config, tokenizer, config.model_config.get_vocab_size())
-        return self._backend

@@ -1,24 +1,152 @@
-"""Whether vLLM's xgrammar backend can keep a form of answers. Called by the coordinator and by engines."""
+"""Whether an answer can have a form, tried in a process apart: some forms take for ever to compile, or all memory.
+
+Owns that process, which loads vLLM and the tokenizer at the first form (seconds, 700 MB), and forks for each form; the
+fork has limits. Invariant: whatever a form does there, it is answered in one line. `FormCheck` is called by `Prompts`,
+on threads; `form_refusal` by engines too.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
 
 from tailrace.deployments.messages.sampling import StructuredOutputs
 
+COMPILE_S = 5
+"""Seconds of processor time for one form: as long as vLLM waits for a regular expression. An engine compiles it again,
+and its other samples wait meanwhile."""
 
-def params(form: dict):
-    """Returns vLLM's StructuredOutputsParams of a form, as `StructuredOutputs.model_dump` gives it."""
-    from vllm.sampling_params import StructuredOutputsParams
+COMPILE_BYTES = 2 << 30
+"""Of memory, for one form."""
 
-    return StructuredOutputsParams(**form)
+TOO_LARGE = "it takes too long or too much memory to compile; give a smaller one"
+XGRAMMARS_PLACE = re.compile(r"\[[\d:]+\] \S+: ")
+"""Time and line of xgrammar's source in its errors."""
+
+MAX_CHARACTERS = 300
+"""Of a reason: some quote the form."""
+
+NO_ANSWER = "it allows no answer"
 
 
-def refusal(form: StructuredOutputs) -> str | None:
-    """Returns in one line why a form cannot be kept, or None. Loads vLLM: 200 MB, and seconds the first time."""
+class FormCheck:
+    """`model`: the folder of the tokenizer and its configuration. `compile_s`: as COMPILE_S."""
+
+    def __init__(self, model: str, compile_s: float = COMPILE_S):
+        self._model, self._compile_s, self._lock = model, compile_s, threading.Lock()
+        self._process: subprocess.Popen | None = None
+
+    def refusal(self, form: StructuredOutputs, stops: Sequence[int]) -> str | None:
+        """Returns in one line why no answer can have a form, or None. `stops`: tokens that end an answer."""
+        asked = form.model_dump(mode="json", exclude_none=True)
+        with self._lock:
+            reason = self._ask({"form": asked, "stops": list(stops)})
+        return None if reason is None else f"structured_outputs: {reason.removeprefix('structured_outputs: ')}"
+
+    def _ask(self, question: dict) -> str | None:
+        if self._process is None or self._process.poll() is not None:
+            module, limit = "tailrace.deployments.constraints.form_check", str(self._compile_s)
+            command = [sys.executable, "-m", module, self._model, limit]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            return f"the process that checks forms has ended ({self._process.wait()}); send the request again"
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()  # it ends with its input
+            self._process.wait()
+            self._process.stdout.close()
+
+
+def form_refusal(form: StructuredOutputs) -> str | None:
+    """Returns in one line why vLLM's xgrammar backend cannot keep a form, or None. Compiles nothing."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     try:
-        asked = params(form.model_dump(mode="json", exclude_none=True))
+        asked = StructuredOutputsParams(**form.model_dump(mode="json", exclude_none=True))
         validate_xgrammar_grammar(SamplingParams(structured_outputs=asked))
     except (ValueError, VLLMClientError) as error:
         return f"structured_outputs: {str(error).splitlines()[0]}"
     return None
+
+
+def main(model: str, compile_s: float) -> None:
+    """Answers a line of JSON for each line, until there are none."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's log goes to standard output
+    from tailrace.deployments.constraints.answer_forms import FormCompiler
+
+    compiler = FormCompiler.of_folder(model)
+    limit_bytes = _mapped_bytes() + COMPILE_BYTES
+    for line in sys.stdin:
+        answers.write(json.dumps(_in_fork(compiler, json.loads(line), compile_s, limit_bytes)) + "\n")
+        answers.flush()
+
+
+def _in_fork(compiler, question: dict, compile_s: float, limit_bytes: int) -> str | None:
+    """Returns the reason of a refusal or None, found by a process that may be ended by its limits."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _answer(compiler, question, compile_s, limit_bytes, writing)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    return json.loads(text) if text and status == 0 else TOO_LARGE
+
+
+def _answer(compiler, question: dict, compile_s: float, limit_bytes: int, writing: int) -> NoReturn:
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # xgrammar warns there, again and again
+        signal.setitimer(signal.ITIMER_PROF, compile_s)  # its signal ends a process, wherever it is
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.write(writing, json.dumps(_reason(compiler, **question)).encode())
+        status = 0
+    except MemoryError:
+        os.write(writing, json.dumps(TOO_LARGE).encode())
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _reason(compiler, form: dict, stops: list[int]) -> str | None:
+    try:
+        if (reason := form_refusal(StructuredOutputs(**form))) is None:
+            return None if compiler.start(form, stops).allows_any() else NO_ANSWER
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - xgrammar's and vLLM's refusals have many types
+        reason = str(error) or type(error).__name__
+    lines = (line.strip() for line in XGRAMMARS_PLACE.sub("", reason).splitlines())
+    return next(filter(None, lines), NO_ANSWER)[:MAX_CHARACTERS]
+
+
+def _mapped_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        main(sys.argv[1], float(sys.argv[2]))

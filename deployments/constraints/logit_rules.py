@@ -5,13 +5,13 @@ draft that its request cannot emit is never used. Order and formulas: vLLM 0.32,
 `model_executor/layers/utils.py: apply_penalties`. Called by sampler.py; on the device of the logits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 import torch
 
-from tailrace.deployments.constraints.answer_forms import AnswerForm, AnswerForms
+from tailrace.deployments.constraints.answer_forms import AnswerForm, FormCompiler
 from tailrace.deployments.messages.sampling import SamplingParams
 
 
@@ -40,18 +40,29 @@ class LogitRules:
     prompt_tokens: int
     stops: list[int]
     form: AnswerForm | None = None
+    _allowed: torch.Tensor | None = field(init=False)
+    _banned: torch.Tensor = field(init=False)  # bad words of one token
+    _phrases: list[list[int]] = field(init=False)  # longer ones
+
+    def __post_init__(self):
+        allowed, words = self.args["allowed"], self.args["bad_words"]
+        self._allowed = None if allowed is None else torch.tensor(allowed)
+        self._banned = torch.tensor([word[0] for word in words if len(word) == 1], dtype=torch.long)
+        self._phrases = [word for word in words if len(word) > 1]
 
     def apply(self, row: torch.Tensor, context: np.ndarray) -> None:
         """Changes row f32[V] in place, the logits of the token after context (int32: prompt, answer, drafts)."""
         answer = context[self.prompt_tokens :]
         if self.form is not None:
             self.form.mask(row, answer)
-        if self.args["allowed"] is not None:
-            kept = row[self.args["allowed"]]
+        if self._allowed is not None:
+            allowed = self._allowed.to(row.device)
+            kept = row[allowed]
             row.fill_(-inf)
-            row[self.args["allowed"]] = kept
-        for *before, last in self.args["bad_words"]:
-            if not before or answer[-len(before) :].tolist() == before:
+            row[allowed] = kept
+        row[self._banned.to(row.device)] = -inf
+        for *before, last in self._phrases:
+            if answer[-len(before) :].tolist() == before:
                 row[last] = -inf
         if len(answer) < self.args["min_tokens"]:
             row[self.stops] = -inf
@@ -73,7 +84,7 @@ class RuleBook:
     """The rules of all requests that have some. `runner`: vLLM's model runner."""
 
     def __init__(self, runner):
-        self._forms = AnswerForms(runner)
+        self._runner, self._compiler = runner, None
         self._kept: dict[str, tuple[object, LogitRules]] = {}  # by request id; the state, since ids may be used again
 
     def of(self, states: list, args: list[dict]) -> dict[int, LogitRules]:
@@ -90,5 +101,8 @@ class RuleBook:
 
     def _made(self, state, args: dict) -> LogitRules:
         rules, stops = args["rules"], sorted(state.sampling_params.all_stop_token_ids)
-        form = None if rules["form"] is None else self._forms.start(rules["form"], stops)
+        form = None
+        if rules["form"] is not None:
+            self._compiler = self._compiler or FormCompiler.of_runner(self._runner)
+            form = self._compiler.start(rules["form"], stops)
         return LogitRules(rules, args["prompt_tokens"], stops, form)

@@ -1,10 +1,41 @@
 """Bases of the messages between driver and coordinator: pydantic models that are immutable and refuse unknown keys."""
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from tailrace.deployments.messages.refusals import refusal
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+MAX_NUMBER = 2**63 - 1
+"""Of seeds, steps, priorities and versions: SQLite and the wire hold 64 bits, and vLLM's seeds have as many."""
+
+
+MAX_QUOTED = 80
+"""Characters of a name that a refusal repeats."""
+
+
+def quoted(name: str) -> str:
+    """Returns a name as refusals show it, in quotes and cut if it is long."""
+    return repr(name) if len(name) <= MAX_QUOTED else f"{name[:MAX_QUOTED]!r}..."
+
+
+def broken_text(text: str) -> str | None:
+    """Returns why a text is no Unicode, in a few words, or None: UTF-8 and tokenizers take no half surrogate pair."""
+    found = _HALF.search(text)
+    return None if found is None else f"half of a surrogate pair at character {found.start()}; send whole characters"
+
+
+def _whole(text: Any) -> Any:
+    if isinstance(text, str) and (reason := broken_text(text)) is not None:
+        raise ValueError(reason)
+    return text
+
+
+Text = Annotated[str, BeforeValidator(_whole)]
+"""Text that can be encoded."""
 
 
 class Message(BaseModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from tailrace.deployments.features.wire import Features
-from tailrace.deployments.messages.message import Message, RequestMessage
+from tailrace.deployments.messages.message import MAX_NUMBER, Message, RequestMessage, Text
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn, repeated
 from tailrace.deployments.results.later_text import LaterText
@@ -22,9 +22,11 @@ def _text_of_id(value: Any) -> Any:
     return str(int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-Id = Annotated[str, BeforeValidator(_text_of_id), Field(min_length=1)]
+Id = Annotated[Text, BeforeValidator(_text_of_id), Field(min_length=1)]
 """A name chosen by the driver. An integer is taken too, and comes back as text."""
 
+
+Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 
 Request = TypeVar("Request", bound=RequestMessage)
 
@@ -32,8 +34,8 @@ Request = TypeVar("Request", bound=RequestMessage)
 class ChatMessage(Message):
     """One message of a chat prompt; the model's chat template joins them."""
 
-    role: str = Field(min_length=1)
-    content: str
+    role: Text = Field(min_length=1)
+    content: Text
 
 
 class PromptGroup(RequestMessage):
@@ -44,12 +46,12 @@ class PromptGroup(RequestMessage):
 
     prompt_id: Id = Field(description="unique within the batch; text, or an integer that comes back as text")
     token_ids: tuple[int, ...] | None = None
-    text: str | None = None
+    text: Text | None = None
     messages: tuple[ChatMessage, ...] | None = None
     samples: int = Field(8, ge=1, description="samples of the prompt (G)")
     max_tokens: int = Field(256, ge=1, description="maximum new tokens of one sample, over all its chunks")
     sampling: SamplingParams = SamplingParams()
-    adapter: str | None = Field(
+    adapter: Text | None = Field(
         None, min_length=1, description="adapter of LoRA by its loaded name; null: the model alone"
     )
     forced_token_ids: tuple[tuple[int, ...], ...] | None = Field(
@@ -86,15 +88,17 @@ class BatchSettings(RequestMessage):
     """Settings of a batch or of an open session. `seed` and `step` enter every sample key."""
 
     batch_id: Id = Field(description="unique among running batches; text, or an integer that comes back as text")
-    step: int = Field(0, ge=0)
-    seed: int = Field(0, ge=0)
-    priority: int = Field(0, description="higher goes first, strictly; among batches in flight")
+    step: Number = 0
+    seed: Number = 0
+    priority: int = Field(
+        0, ge=-MAX_NUMBER, le=MAX_NUMBER, description="higher goes first, strictly; among batches in flight"
+    )
     share: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="of the service, relative to other batches")
-    traceparent: str | None = Field(None, description="W3C traceparent of the driver's span")
+    traceparent: Text | None = Field(None, description="W3C traceparent of the driver's span")
     keep_trace: bool = Field(False, description="keep this batch's spans for `take_spans`")
-    weights_version: int | None = Field(None, ge=0, description="refuse the batch under any other; null: any")
-    min_weights_version: int = Field(0, ge=0, description="refuse the batch under a lower version; set by the client")
-    min_adapter_versions: dict[str, int] = Field({}, description="the same of adapters, by name; set by the client")
+    weights_version: Number | None = Field(None, description="refuse the batch under any other; null: any")
+    min_weights_version: Number = Field(0, description="refuse the batch under a lower version; set by the client")
+    min_adapter_versions: dict[Text, Number] = Field({}, description="the same of adapters, by name; set by the client")
 
 
 class RolloutBatch(BatchSettings):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
-from tailrace.deployments.messages.message import RequestMessage
+from tailrace.deployments.messages.message import RequestMessage, Text
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LOGPROBS = 128
@@ -19,12 +19,22 @@ MAX_LOGPROBS = 128
 MAX_MASK_TOKENS = 512
 """Of one position, but for ties at the edge: trainers with masks use a top_k of up to a few hundred, and keep 8 tokens
 on the average (prime-rl's pull request 3431)."""
+MAX_INT32 = 2**31 - 1
+"""Samplers hold counts in 32 bits."""
+
+MAX_TEMPERATURE = 100.0
+"""Far beyond use: the logits of a vocabulary of 2^20 tokens differ by less than a hundredth of their noise then."""
+
+MIN_REPETITION_PENALTY = 0.01
+"""Smaller ones turn logits into infinities."""
+
 Bias = Annotated[FiniteFloat, Field(ge=-100.0, le=100.0)]
 Token = Annotated[int, Field(ge=0)]
 
 
 def _off(value: Any) -> Any:
-    return 0 if isinstance(value, Integral) and value == -1 else value
+    """Returns 0 for the values of top_k that vLLM reads as "no filter": -1, and more than any vocabulary has."""
+    return 0 if isinstance(value, Integral) and (value == -1 or value > MAX_INT32) else value
 
 
 def _pairs(value: Any) -> Any:
@@ -36,19 +46,22 @@ def _several(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, Mapping) else value
+    try:
+        return json.dumps(value) if isinstance(value, Mapping) else value
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 class StructuredOutputs(RequestMessage):
     """Form of an answer; exactly one field is given. Kept by vLLM's xgrammar backend."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
-    json_schema: Annotated[str, BeforeValidator(_as_json)] | None = Field(None, alias="json")
+    json_schema: Annotated[Text, BeforeValidator(_as_json)] | None = Field(None, alias="json")
     json_object: bool | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = Field(None, description="in EBNF")
-    structural_tag: Annotated[str, BeforeValidator(_as_json)] | None = Field(None, description="xgrammar's, in JSON")
+    regex: Text | None = None
+    choice: tuple[Text, ...] | None = None
+    grammar: Text | None = Field(None, description="in EBNF")
+    structural_tag: Annotated[Text, BeforeValidator(_as_json)] | None = Field(None, description="xgrammar's, in JSON")
 
     @model_validator(mode="after")
     def _one(self):
@@ -66,23 +79,25 @@ class SamplingParams(RequestMessage):
     penalties; then the temperature and the filters min_p, top_k, top_p.
     """
 
-    temperature: float = Field(1.0, ge=0.0, description="divisor of the logits; 0: greedy")
+    temperature: float = Field(1.0, ge=0.0, le=MAX_TEMPERATURE, description="divisor of the logits; 0: greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="probability mass kept; 1: off")
-    top_k: Annotated[int, BeforeValidator(_off)] = Field(0, ge=0, description="tokens kept; 0 or -1: off")
+    top_k: Annotated[int, BeforeValidator(_off)] = Field(
+        0, ge=0, description="tokens kept; 0, -1 or more than the vocabulary: off"
+    )
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="smallest probability kept, relative to the largest; 0: off")
-    stop_token_ids: tuple[int, ...] = Field((), description="tokens that end a sample, besides end-of-sequence")
-    stop: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
+    stop_token_ids: tuple[Token, ...] = Field((), description="tokens that end a sample, besides end-of-sequence")
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_several)] = Field(
         (), max_length=MAX_STOPS, description="texts that end a sample; `SampleResult.text` ends before them"
     )
     ignore_eos: bool = Field(False, description="an end-of-sequence token does not end the sample")
-    min_tokens: int = Field(0, ge=0, description="tokens before which nothing ends the sample")
-    bad_words: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="texts that are not made")
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description="tokens before which nothing ends the sample")
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_several)] = Field((), description="texts that are not made")
     allowed_token_ids: tuple[Token, ...] | None = Field(None, min_length=1, description="no other token is drawn")
     logit_bias: Annotated[tuple[tuple[Token, Bias], ...], BeforeValidator(_pairs)] = Field(
         (), description="added to the logits of these tokens"
     )
     repetition_penalty: float = Field(
-        1.0, gt=0.0, le=100.0, description="positive logits of tokens that came are divided"
+        1.0, ge=MIN_REPETITION_PENALTY, le=100.0, description="positive logits of tokens that came are divided"
     )
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="taken off logits of the answer's tokens")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="the same, for each time that they came")

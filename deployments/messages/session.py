@@ -36,7 +36,9 @@ class SampleRequest(RequestMessage):
         description="samples asked for at once with it, of equal max_tokens: quotas that never hold all refuse it",
     )
     chunk_tokens: int | None = Field(None, ge=1, description="bound of its chunks; null: as the policies say")
-    deadline_s: float | None = Field(None, gt=0.0, description="seconds after which it ends with the tokens so far")
+    deadline_s: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="seconds after which it ends with the tokens so far"
+    )
     turn: int = Field(0, ge=0, le=MAX_INDEX, description="of the sample; enters its key")
     hold_s: float = Field(
         0.0, ge=0.0, le=MAX_HOLD_S, description="seconds for which the sample's KV is held for its next turn; 0: not"

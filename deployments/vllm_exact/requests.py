@@ -5,21 +5,20 @@ Called by the stepper, and by its forks, on the engine's thread.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 
 import numpy as np
 
-from tailrace.deployments.constraints import form_check
+from tailrace.deployments.constraints.bad_words import word_tokens
+from tailrace.deployments.constraints.form_check import form_refusal
+from tailrace.deployments.constraints.request_check import sampling_refusal
 from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused, one_line
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
-
-NUMBERS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 CONVERSIONS = ValueError, TypeError, OverflowError, ArithmeticError, LookupError, RecursionError, AssertionError
 """Kinds of errors of values that cannot become a request."""
@@ -47,7 +46,7 @@ class Requests:
         self.tokenizer = engine.get_tokenizer()
         self.eos_token_id = self.tokenizer.eos_token_id
         self._bad_words = lru_cache(256)(self._as_tokens)
-        self._form_refusal = lru_cache(256)(form_check.refusal)
+        self._form_refusal = lru_cache(256)(form_refusal)
         model = engine.vllm_config.model_config
         self.vocabulary, self._max_model_len = model.get_vocab_size(), model.max_model_len
         self._no_features = features_unfit(model)
@@ -109,23 +108,13 @@ class Requests:
             self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
-        for name in NUMBERS:
-            if not abs(value := getattr(sampling, name)) <= FLOAT32_MAX:
-                return f"{name} is {value}, which is not finite in float32"
-        tokens = {
-            "allowed_token_ids": sampling.allowed_token_ids or (),
-            "logit_bias": [token for token, _ in sampling.logit_bias],
-            "stop_token_ids": sampling.stop_token_ids,
-        }
-        for name, ids in tokens.items():
-            if (wrong := next((token for token in ids if not 0 <= token < self.vocabulary), None)) is not None:
-                return f"{name}: token {wrong} is outside the vocabulary of {self.vocabulary}"
         try:
-            banned = self._bad_words(sampling.bad_words)
+            words = self._bad_words(sampling.bad_words)
         except Exception as error:  # noqa: BLE001 - a tokenizer's refusals have any type
             return one_line(error) if not isinstance(error, ValueError) else str(error)
-        if any(not 0 <= token < self.vocabulary for word in banned for token in word):
-            return f"bad_words: a token is outside the vocabulary of {self.vocabulary}"
+        ends = () if self.eos_token_id is None else (self.eos_token_id,)
+        if (reason := sampling_refusal(sampling, self.vocabulary, words, ends)) is not None:
+            return reason
         form = sampling.structured_outputs
         return None if form is None else self._form_refusal(form)
 
@@ -133,15 +122,7 @@ class Requests:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _as_tokens(self, bad_words: tuple[str, ...]) -> list[list[int]]:
-        from vllm import SamplingParams as VllmParams
-        from vllm.exceptions import VLLMClientError
-
-        params = VllmParams(bad_words=list(bad_words))
-        try:
-            params.update_from_tokenizer(self.tokenizer)
-        except VLLMClientError as error:
-            raise ValueError(f"bad_words: {str(error).splitlines()[0]}") from error
-        return params.bad_words_token_ids or []
+        return word_tokens(bad_words, partial(self.tokenizer.encode, add_special_tokens=False))
 
     def add(
         self,

@@ -11,6 +11,7 @@ from tailrace.app.gateway.chat.deltas import CallDeltas
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import ToolParser, own_id
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.deployments.constraints.form_check import form_refusal
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -150,7 +151,7 @@ def test_a_required_call_is_a_form_of_the_answer(chat, parser, prompts, choice):
     asked = chat(parser, messages=[USER], tools=TOOLS, tool_choice=choice, temperature=0.5)
     sampling = asked.sampling()
     assert sampling.temperature == 0.5 and "look" in sampling.structured_outputs.structural_tag
-    assert prompts._form_refusal(sampling.structured_outputs) is None
+    assert form_refusal(sampling.structured_outputs) is None
     assert asked.calls.is_named == (choice != "required")
 
 

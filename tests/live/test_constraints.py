@@ -10,7 +10,7 @@ import torch
 from engine_answers import run
 from transformers import AutoTokenizer
 
-from tailrace.deployments.constraints.form_check import refusal
+from tailrace.deployments.constraints.form_check import form_refusal
 from tailrace.deployments.constraints.logit_rules import LogitRules, rule_args
 from tailrace.deployments.constraints.stop_texts import cut, first_end
 from tailrace.deployments.engine.runner import EngineRunner
@@ -183,8 +183,8 @@ def test_raw_logprobs_are_the_model_s_own(answers):
     [
         ({"structured_outputs": {"json": "{"}}, "structured_outputs: Invalid JSON"),
         ({"structured_outputs": {"regex": "[a-"}}, "structured_outputs: Failed to transform regex"),
-        ({"allowed_token_ids": (10**6,)}, "token 1000000 is outside the vocabulary"),
-        ({"logit_bias": {10**6: 1.0}}, "token 1000000 is outside the vocabulary"),
+        ({"allowed_token_ids": (10**6,)}, "1000000 is not in the vocabulary"),
+        ({"logit_bias": {10**6: 1.0}}, "1000000 is not in the vocabulary"),
     ],
 )
 def test_rules_that_cannot_be_kept_are_refused_in_one_line(engine, changes, reason):
@@ -217,5 +217,5 @@ def test_a_stop_counts_once_its_last_token_completes_it_and_min_tokens_are_there
 
 
 def test_a_form_is_checked_before_it_is_compiled():
-    assert refusal(StructuredOutputs(json=SCHEMA)) is None
-    assert "\n" not in refusal(StructuredOutputs(grammar="root ::= nothing"))
+    assert form_refusal(StructuredOutputs(json=SCHEMA)) is None
+    assert "\n" not in form_refusal(StructuredOutputs(grammar="root ::= nothing"))

@@ -161,7 +161,7 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
         ("/v1/completions", {"prompt": []}, "prompt is empty"),
         ("/v1/completions", {"prompt": [600_000]}, "600000 is not in the vocabulary"),
-        ("/v1/completions", {"prompt": [5] * 600}, "the model's context is 512"),
+        ("/v1/completions", {"prompt": [5] * 600}, "maximum context length is 512 tokens"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_logprobs": 3}}, "top_logprobs"),

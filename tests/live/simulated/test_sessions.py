@@ -147,6 +147,42 @@ def test_a_caller_that_leaves_ends_its_sample_unless_another_waits_for_it(play):
     play(story, mean_tokens=300)
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.02, 0.1, 0.5, 2.0])
+def test_a_request_that_is_given_up_and_made_again_gets_the_whole_answer(play, gap_s):
+    async def story(cluster, client):
+        async with client.open() as session:
+            asked = {"group": "g", "index": 3, "max_tokens": 200}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3.0):
+                    await session.generate(PROMPT, **asked)
+            await asyncio.sleep(gap_s)
+            again = await session.generate(PROMPT, **asked)
+        async with client.open(seed=0) as session:
+            whole = await session.generate(PROMPT, **asked)
+        assert again.sample.finish_reason is not SampleEnd.CANCELLED
+        assert again.sample.token_ids == whole.sample.token_ids
+
+    play(story, mean_tokens=400)
+
+
+def test_a_cancelled_request_is_made_again_after_its_end(play):
+    """Both callers of the first get it cut short; the one that asks while it ends gets it whole."""
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            asked = {"group": "g", "index": 0, "max_tokens": 300}
+            first = [asyncio.ensure_future(session.generate(PROMPT, **asked)) for _ in range(2)]
+            await asyncio.sleep(3.0)
+            assert await session.cancel("g", 0) == 1
+            again = await session.generate(PROMPT, **asked)
+            cut = [one.sample for one in await asyncio.gather(*first)]
+        assert {one.finish_reason for one in cut} == {SampleEnd.CANCELLED}
+        assert again.sample.finish_reason is not SampleEnd.CANCELLED
+        assert again.sample.token_ids[: len(cut[0].token_ids)] == cut[0].token_ids
+
+    play(story, mean_tokens=400)
+
+
 def test_a_session_whose_driver_is_gone_is_closed(play):
     async def story(cluster, client):
         session = client.open("gone")
@@ -385,7 +421,7 @@ def test_a_stream_ends_at_its_deadline_and_is_refused_as_any_request(play):
             parts, pieces = await streamed(session, max_tokens=400, deadline_s=4.0)
             assert parts[-1].answer.sample.finish_reason is SampleEnd.CANCELLED
             assert sum(pieces, ()) == parts[-1].answer.sample.token_ids
-            with pytest.raises(RolloutRejected, match="the model's context is 512"):
+            with pytest.raises(RolloutRejected, match="maximum context length is 512 tokens"):
                 await anext(session.stream(tuple(range(1, 600))))
 
     play(story, mean_tokens=5_000, step_tokens=1, **in_chunks(20))
