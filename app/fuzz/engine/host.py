@@ -40,7 +40,7 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
     )
     engine = EngineRunner(config, "fuzz", rank=os.getpid())
     door = RequestDoor(model, CONTEXT_TOKENS)
-    key, reference = alone(engine)
+    keys, reference = alone(engine)
     connection.send(("ready", 0))
     while (asked := connection.recv()) is not None:
         number, requests = asked
@@ -48,7 +48,7 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
             engine=engine,
             door=door,
             reference=reference,
-            key=key,
+            keys=keys,
             number=number,
             context_tokens=CONTEXT_TOKENS,
             say=lambda *event: connection.send(event),
@@ -58,21 +58,25 @@ def serve(connection, log: str, model: str, draft: dict[str, Any], redraws: bool
     engine.stop()
 
 
-def alone(engine) -> tuple[int, list]:
-    """Returns the mates' key and their answers, each run by itself without drafts; none is a close call."""
-    from tailrace.app.fuzz.engine.mates import MATES, has_close_call, mate
+def alone(engine) -> tuple[list[int], list]:
+    """Returns each mate's key and its answer by itself, without drafts; none has a close call."""
+    from tailrace.app.fuzz.engine.mates import MATES, mate
 
-    for key in range(MAX_KEYS):
-        answers = []
-        for number in range(MATES):
+    keys, answers = [], []
+    for number in range(MATES):
+        for key in range(MAX_KEYS):
             box: Queue = Queue()
             engine.submit(mate(number, key, None), box.put)
-            answers.append(box.get())
-            if isinstance(answers[-1], Exception):
-                raise answers[-1]
-        if not has_close_call(answers):
-            return key, answers
-    raise RuntimeError(f"each of {MAX_KEYS} keys gives a close call; the mates are no measure")
+            answer = box.get()
+            if isinstance(answer, Exception):
+                raise answer
+            if not answer.close_calls:
+                break
+        else:
+            raise RuntimeError(f"mate {number}: each of {MAX_KEYS} keys gives a close call; it is no measure")
+        keys.append(key)
+        answers.append(answer)
+    return keys, answers
 
 
 def rss_mb() -> float:

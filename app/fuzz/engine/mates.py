@@ -1,7 +1,5 @@
 """Healthy requests whose tokens are known from a run alone: odd ones among them must not change one."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from tailrace.app.fuzz.engine.door import plan
@@ -9,7 +7,6 @@ from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, sampl
 from tailrace.deployments.messages.sampling import SamplingParams
 
 WORDS = np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32)
-PROMPT = np.tile(WORDS, 2)
 MATE_TOKENS = 20
 SAMPLINGS = (
     SamplingParams(temperature=0.8, top_p=0.95),
@@ -23,12 +20,13 @@ LOGPROB_NOISE = 1e-4
 
 
 def mate(number: int, key: int, group_id: str | None) -> ChunkRequest:
-    """Returns a healthy chunk. `key`: of its noise. `group_id`: of its drafts, or None for a run without."""
+    """Returns a healthy chunk. `key`: of its prompt and its noise. `group_id`: of its drafts, or None for none."""
+    prompt = np.tile(np.roll(WORDS, key), 2)
     return ChunkRequest(
         chunk_id=f"mate-{number}",
         sample_key=sample_key(key, 0, "mates", number),
-        token_ids=PROMPT,
-        prompt_tokens=len(PROMPT),
+        token_ids=prompt,
+        prompt_tokens=len(prompt),
         max_tokens=MATE_TOKENS,
         sampling=SAMPLINGS[number],
         weights_version=0,
@@ -52,8 +50,3 @@ def logprob_noise(expected: ChunkResult, got: ChunkResult) -> float:
     """Returns the largest distance of two logprobs of one position."""
     pairs = ((expected.logprobs, got.logprobs), (expected.raw_logprobs, got.raw_logprobs))
     return max(float(np.abs(one - other).max(initial=0.0)) for one, other in pairs)
-
-
-def has_close_call(results: Sequence[ChunkResult]) -> bool:
-    """Returns whether noise may change a token of these answers: then they are no measure."""
-    return any(result.close_calls for result in results)

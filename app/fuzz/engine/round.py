@@ -53,7 +53,7 @@ class Round:
     engine: EngineRunner
     door: RequestDoor
     reference: list[ChunkResult]
-    key: int
+    keys: list[int]
     number: int
     context_tokens: int
     say: Callable[[str, int], None]
@@ -74,7 +74,7 @@ class Round:
             self._enter(place, request)
         late = [place for place in self._samples if requests[place].get("late")]
         for number in range(MATES):
-            self._submit(-1 - number, mate(number, self.key, self._group))
+            self._submit(-1 - number, mate(number, self.keys[number], self._group))
         for place in self._samples.keys() - set(late):
             self._submit(place, self._samples[place].next_chunk())
         self._await(late)
