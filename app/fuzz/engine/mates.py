@@ -9,9 +9,9 @@ from tailrace.deployments.messages.sampling import SamplingParams
 WORDS = np.array([504, 2365, 355, 260, 4052, 314, 253, 1568, 282, 260, 1004, 28], np.int32)
 MATE_TOKENS = 20
 SAMPLINGS = (
-    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=0.8),
     SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, top_k=40, bad_words=(",",), min_tokens=5, repetition_penalty=1.1),
+    SamplingParams(bad_words=(",",), min_tokens=5, repetition_penalty=1.1),
 )
 MATES = len(SAMPLINGS)
 
