@@ -155,7 +155,7 @@ def _find(
     heard: Callable[[str], None],
     until_s: float,
 ) -> None:
-    """Notes a problem; a new one is made small, as long as there is time. The first request is the most suspect."""
+    """Notes a problem; a new one is made small, as long as there is time. The first request is the likeliest."""
     name = signature(kind, text)
     if (known := report.findings.get(name)) is not None:
         known.count += 1

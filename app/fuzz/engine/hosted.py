@@ -37,6 +37,7 @@ class HostedEngine:
         self._process, self._connection, self._read = None, None, 0
         self._folder = tempfile.TemporaryDirectory(prefix="tailrace-fuzz-")
         self.starts, self.rounds, self.rounds_of_this = 0, 0, 0
+        self._in_round = False
 
     def run(self, requests: list[dict]) -> dict:
         """Runs a round. Returns its report; see `Round.run`."""
@@ -44,6 +45,7 @@ class HostedEngine:
             self._start()
         self.rounds, self.rounds_of_this = self.rounds + 1, self.rounds_of_this + 1
         self._connection.send((self.rounds, requests))
+        self._in_round = True
         place, since = "the begin", self._since()
         report: dict[str, Any] = {"fates": [], "problems": [], "noise": 0.0, "steps": 0, "rss_mb": 0.0}
         while True:
@@ -63,6 +65,7 @@ class HostedEngine:
                 report = heard[1]
                 break
             place, since = f"{heard[0]} {heard[1]}", self._since()
+        self._in_round = False
         if (noisy := self._noise()) is not None:
             report["problems"].append((TRACE, noisy, None))
         if any(kind in FATAL for kind, *_ in report["problems"]):
@@ -84,7 +87,7 @@ class HostedEngine:
 
     def close(self) -> None:
         """Ends the process for good, and removes its output."""
-        self.stop(kill=True)
+        self.stop(kill=self._in_round)
         self._folder.cleanup()
 
     def _since(self) -> Since:
