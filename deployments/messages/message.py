@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tailrace.deployments.messages.refusals import refusal
 
@@ -37,6 +37,9 @@ def _whole(text: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_whole)]
 """Text that can be encoded."""
 
+Name = Annotated[str, Field(min_length=1), BeforeValidator(_whole)]
+"""Text of one character or more."""
+
 
 class Message(BaseModel):
     """Base of all messages: frozen, and strict about unknown keys."""
@@ -47,6 +50,7 @@ class Message(BaseModel):
 class RequestMessage(Message):
     """A message made by drivers. Raises ValueError with a substitute for fields of other servers, see `refusals`.
 
+    None is "not given", for every field: trainers' dicts have a None for each value that they do not set.
     A message inside another one is checked again, since `model_copy` checks nothing.
     """
 
@@ -55,6 +59,7 @@ class RequestMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        if (reason := refusal(data, cls.model_fields)) is not None:
+        given = {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if (reason := refusal(given, cls.model_fields)) is not None:
             raise ValueError(reason)
-        return data
+        return given

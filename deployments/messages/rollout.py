@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from tailrace.deployments.features.wire import Features
-from tailrace.deployments.messages.message import MAX_NUMBER, Message, RequestMessage, Text
+from tailrace.deployments.messages.message import MAX_NUMBER, Message, Name, RequestMessage, Text
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn, repeated
 from tailrace.deployments.results.later_text import LaterText
@@ -22,7 +22,7 @@ def _text_of_id(value: Any) -> Any:
     return str(int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-Id = Annotated[Text, BeforeValidator(_text_of_id), Field(min_length=1)]
+Id = Annotated[Name, BeforeValidator(_text_of_id)]
 """A name chosen by the driver. An integer is taken too, and comes back as text."""
 
 
@@ -34,7 +34,7 @@ Request = TypeVar("Request", bound=RequestMessage)
 class ChatMessage(Message):
     """One message of a chat prompt; the model's chat template joins them."""
 
-    role: Text = Field(min_length=1)
+    role: Name
     content: Text
 
 
@@ -51,9 +51,7 @@ class PromptGroup(RequestMessage):
     samples: int = Field(8, ge=1, description="samples of the prompt (G)")
     max_tokens: int = Field(256, ge=1, description="maximum new tokens of one sample, over all its chunks")
     sampling: SamplingParams = SamplingParams()
-    adapter: Text | None = Field(
-        None, min_length=1, description="adapter of LoRA by its loaded name; null: the model alone"
-    )
+    adapter: Name | None = Field(None, description="adapter of LoRA by its loaded name; null: the model alone")
     forced_token_ids: tuple[tuple[int, ...], ...] | None = Field(
         None, description="replay: tokens that sample i emits; an end-of-sequence token follows the last"
     )

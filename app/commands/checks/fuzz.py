@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
 
@@ -21,13 +22,25 @@ from tailrace.app.errors import BadInput, Failed
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep outcomes here, and continue from it."
 )
 @click.option("--shorten", is_flag=True, help="Print the shortest schedule that still fails, of the first failure.")
+@click.option("--engine", is_flag=True, help="Fuzz a real engine with odd requests instead; see the other options.")
+@click.option("--minutes", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="Of --engine.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of --engine's requests.")
+@click.option("--request", "requests", multiple=True, metavar="JSON", help="Of --engine: run these alone, one round.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
-def command(seeds, first, kinds, workers, out, shorten, as_json):
+def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, requests, as_json):
     """Run the real coordinator, engine loops and client over simulated engines, with faults by seed.
 
     Each seed is one history: replicas die, hang and lie, drivers vanish, coordinators restart, weights change. Every
     token is checked, every batch must end, and nothing may be left over.
+
+    With --engine: requests whose fields are usual, edge and absurd values go to a real engine for some minutes, among
+    healthy ones. Each is answered or refused in time, the engine lives, and the healthy ones have the same tokens.
     """
+    _check_options(engine)
+    if engine:
+        from tailrace.app.commands.checks.engine_fuzz import fuzz_engine
+
+        return fuzz_engine(seed, minutes, requests, as_json)
     from tailrace.app.fuzz.campaign import described
     from tailrace.app.fuzz.faults import KINDS
     from tailrace.app.fuzz.odd.plan import ODDITIES
@@ -49,6 +62,19 @@ def command(seeds, first, kinds, workers, out, shorten, as_json):
         _print(result)
     if failures:
         raise Failed(f"{len(failures)} of {seeds} seeds fail; the first: {min(failures)}")
+
+
+OF_SEEDS, OF_ENGINE = ("seeds", "first", "kinds", "workers", "out", "shorten"), ("minutes", "seed", "requests")
+"""Options of a run without and with --engine, by their names in `command`."""
+
+
+def _check_options(engine: bool) -> None:
+    """Raises BadInput for an option that this kind of run does not have: it would be ignored."""
+    context = click.get_current_context()
+    for name in OF_SEEDS if engine else OF_ENGINE:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = f"--{name.removesuffix('s') if name == 'requests' else name}"
+            raise BadInput(f"{option} is {'not' if engine else 'only'} for runs with --engine; remove one of them")
 
 
 def _run(seeds: range, kinds: tuple[str, ...], workers: int | None, out: Path | None) -> dict:

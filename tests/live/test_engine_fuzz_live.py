@@ -1,0 +1,22 @@
+"""A real engine under odd requests among healthy ones for most of a minute: `tailrace fuzz --engine` in small."""
+
+import json
+
+from tailrace.app.commands.checks.engine_fuzz import DRAFTS
+from tailrace.app.fuzz.engine.engine_campaign import engine_campaign
+from tailrace.app.fuzz.engine.hosted import HostedEngine
+
+SECONDS, SEED = 40.0, 46
+
+
+def test_a_real_engine_holds(model_dir):
+    engine = HostedEngine(str(model_dir), DRAFTS)
+    try:
+        report = engine_campaign(engine, SEED, SECONDS, print, lambda line: None).values()
+    finally:
+        engine.close()
+    print(json.dumps(report))
+    assert report["findings"] == []
+    assert report["engines_lost"] == report["hangs"] == report["mates_that_differ"] == 0 < report["mates"]
+    assert report["fates"].keys() == {"answered", "refused at the door", "refused by the engine"}
+    assert report["engine_starts"] == 1
