@@ -12,7 +12,7 @@ from tailrace.app.errors import BadInput
 from tailrace.app.train.task import Question, Task, TaskConfig
 
 LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!]|P=|\()|\\[1-9bB]")
-"""Look-ahead, look-behind, references to groups, conditions, and edges of words."""
+"""Looks ahead and back, references to groups, conditions, and edges of words."""
 
 
 def check_rewards(config: TaskConfig, task: Task) -> str | None:
