@@ -33,7 +33,7 @@ def check_rewards(config: TaskConfig, task: Task) -> str | None:
 
 
 def _check_function(path: str) -> None:
-    """Raises BadInput if a path cannot be that of a function. Imports nothing: it may want what comes after Ray."""
+    """Raises BadInput if a path cannot be that of a function. Imports nothing: torch comes after Ray."""
     package = re.split("[.:]", path)[0]
     if ":" not in path or not path.partition(":")[2] or not package.isidentifier():
         raise BadInput(f"task.reward: {path} is no function; write package.module:function")
