@@ -59,11 +59,13 @@ def test_rules_for_tokens_are_a_group_s():
     tags = {"type": "structural_tag", "format": {"type": "any_text"}}
     form = CompletionRequest(prompt="a", response_format=tags).sampling().structured_outputs
     assert form.structural_tag == '{"type": "structural_tag", "format": {"type": "any_text"}}'
-    for wrong in ({"type": "grammar"}, {"type": "text", "schema": {}}):
+    for wrong in ({"type": "grammar"}, {"type": "json_schema"}):
         with pytest.raises(ValidationError, match="response_format"):
             CompletionRequest(prompt="a", response_format=wrong)
+    for loose in ({"type": "text", "schema": {}}, {"type": "json_object", "x": 1}):
+        CompletionRequest(prompt="a", response_format=loose)
     with pytest.raises(ValueError, match="schema is not there"):
-        CompletionRequest(prompt="a", response_format={"type": "json_schema"}).sampling()
+        CompletionRequest(prompt="a", response_format={"type": "json_schema", "json_schema": {"name": "n"}}).sampling()
     with pytest.raises(ValueError, match="remove ignore_eos and min_tokens"):
         Sampled(structured_outputs={"regex": "a"}, min_tokens=2).sampling()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from secrets import token_hex
 
-from tailrace.app.gateway.answer_text import text_of
+from tailrace.app.gateway.answer_text import text_for, text_of
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
@@ -27,7 +27,7 @@ def completion(
 ) -> dict:
     choices = []
     for answer in (one for of_prompt in answers for one in of_prompt):
-        text = text_of(answer.sample, model.prompts, not request.skip_special_tokens)
+        text = text_for(request, answer.sample, model.prompts)
         choice = {"index": len(choices), "text": text, "logprobs": None} | end(naming, answer)
         if request.logprobs is not None:
             choice["logprobs"], _ = completion_logprobs(
@@ -42,11 +42,12 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
     request, choices = chat.request, []
     for answer in answers[0]:
         sample = answer.sample
-        special = not request.skip_special_tokens if chat.calls is None else chat.calls.special
-        message = {"role": "assistant", "content": text_of(sample, model.prompts, special)}
-        if chat.calls is not None:
+        if chat.calls is None:
+            message = {"role": "assistant", "content": text_for(request, sample, model.prompts)}
+        else:
             name = naming.sample({"token_ids": chat.token_ids}, len(choices))
-            message = chat.calls.message(message["content"], sample.token_ids, name)
+            text = text_of(sample, model.prompts, chat.calls.special, request.include_stop_str_in_output)
+            message = chat.calls.message(text, sample.token_ids, name)
         choice = {"index": len(choices), "message": message, "logprobs": None} | end(naming, answer)
         if message.get("tool_calls"):
             choice["finish_reason"] = with_calls(choice["finish_reason"], chat)

@@ -40,7 +40,6 @@ NEUTRAL = {
     "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "vllm_xargs": ({},), "extra_args": ({},),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},), "repetition_detection": ({},), "content_parts": ([],),
     "reasoning_ended": (True,), "output_text_buffer_length": (0,), "prompt_logprob_start": (0,),
-    "disable_any_whitespace": (False,), "disable_additional_properties": (False,),
 }  # fmt: skip
 """Values that ask for nothing, besides null."""
 
@@ -102,10 +101,13 @@ class ResponseFormat(RequestObject):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class RequestedForm(RequestObject):
-    """vLLM's `structured_outputs`."""
+FORM_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+"""Of vLLM's `structured_outputs`; each could change a token."""
 
-    model_config = ConfigDict(extra="allow")
+
+class RequestedForm(RequestObject):
+    """vLLM's `structured_outputs`, without options."""
+
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -113,11 +115,13 @@ class RequestedForm(RequestObject):
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
 
-    @model_validator(mode="after")
-    def _honoured(self):
-        if (reason := unknown_field(self.model_extra or {})) is not None:
-            raise ValueError(reason)
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _without_options(cls, given: Any) -> Any:
+        asked = [name for name in FORM_OPTIONS if isinstance(given, dict) and given.get(name)]
+        if asked:
+            raise ValueError(f"{asked[0]}: not honoured here; remove it")
+        return given
 
     def form(self) -> dict[str, Any]:
         """As StructuredOutputs has it."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from secrets import token_hex
 
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.answer_text import stream_text, text_of
+from tailrace.app.gateway.answer_text import stream_text, text_for
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.deltas import CallDeltas, TextDeltas
 from tailrace.app.gateway.naming import Naming
@@ -92,7 +92,7 @@ class CompletionStream(AnswerStream):
     def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
         text, request = self._texts[number], self.request
         if part.answer is not None:
-            whole = text_of(part.answer.sample, self.model.prompts, not request.skip_special_tokens)
+            whole = text_for(request, part.answer.sample, self.model.prompts)
             yield {"text": text.end(whole), "logprobs": None} | answers.end(self.naming, part.answer)
             return
         choice = {"text": text.more(part.token_ids), "logprobs": None, "finish_reason": None}
@@ -127,7 +127,7 @@ class ChatStream(PromptedStream):
     def _begin(self, number: int) -> Iterator[dict]:
         prompts, sampling, calls = self.model.prompts, self.wanted.sampling, self._chat.calls
         if calls is None:
-            self._deltas[number] = TextDeltas(prompts, sampling, not self.request.skip_special_tokens)
+            self._deltas[number] = TextDeltas(prompts, sampling, self.request)
         else:
             name = self.naming.sample(self.wanted.prompts[0], number)
             self._deltas[number] = CallDeltas(prompts, sampling, calls, self._prompts[number], name)

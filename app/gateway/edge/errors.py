@@ -58,14 +58,16 @@ class ErrorAnswer(BaseModel):
 
 
 def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> dict:
-    """vLLM's form of an error. `kind`: its type, or None for that of the status. `param`: of the fields that the message
-    begins with, unless it is given."""
+    """vLLM's form of an error. `kind`: its type, or None for that of the status. `param`: the field, or None for
+    the one that the message begins with."""
     text = " ".join(message.encode(errors="backslashreplace").decode().split())
     if len(text) > MAX_MESSAGE_CHARACTERS:
         text = f"{text[:MAX_MESSAGE_CHARACTERS]}..."
     if param is None and (begin := BEGIN.match(text)) is not None:
         param = begin[0].removesuffix(": ").replace(": ", ".")
-    return {"error": {"message": text, "type": kind or KINDS.get(status, "ServiceError"), "param": param, "code": status}}
+    return {
+        "error": {"message": text, "type": kind or KINDS.get(status, "ServiceError"), "param": param, "code": status}
+    }
 
 
 def line_of(errors: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """JSON bodies of requests, read strictly: one check for all routes.
 
-Invariant: all that a route gets can be written again, as JSON in UTF-8. Python's parser alone takes numbers that are not
-finite, the last of two equal keys and halves of surrogate pairs, and lets RecursionError escape.
+Invariant: all that a route gets can be written again, as JSON in UTF-8. Python's parser alone takes infinities, the
+last of two equal keys and halves of surrogate pairs, and lets RecursionError escape.
 """
 
 import json
@@ -39,9 +39,9 @@ def parsed(body: bytes) -> Any:
         if not str(error).startswith("Exceeds the limit"):  # Python's, of digits
             raise
         raise ValueError("the body has a number of thousands of digits; give a smaller one") from error
-    if (
-        suspect or "\\ud" in text.lower() or text.count("[") + text.count("{") > MAX_DEPTH
-    ) and (fault := fault_of(value)) is not None:
+    if (suspect or "\\ud" in text.lower() or text.count("[") + text.count("{") > MAX_DEPTH) and (
+        fault := fault_of(value)
+    ) is not None:
         raise ValueError(fault)
     return value
 

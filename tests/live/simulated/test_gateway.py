@@ -234,7 +234,7 @@ def test_a_refusal_comes_before_the_first_event_and_an_error_midway_is_one(play)
     async def story(cluster, http, app):
         body = {"prompt": [1] * 600, "stream": True}
         refused = await http.post("/v1/completions", json=body)
-        assert refused.status_code == 400 and "the model's context is 512" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "maximum context length is 512 tokens" in refused.json()["error"]["message"]
         asked = asyncio.ensure_future(events_of(http, "/v1/completions", prompt=PROMPT, max_tokens=400))
         await asyncio.sleep(4.0)
         cluster.coordinator.rollouts._restart_core("test", RuntimeError("a policy's own"))
