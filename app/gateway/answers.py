@@ -57,8 +57,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
         chat.keep(message, answer.prompt_token_ids, sample)
         choices.append(choice | _ids(request.return_token_ids, answer))
     found = _answer("chatcmpl", "chat.completion", model, choices, answers)
-    if request.return_token_ids:
-        found["prompt_token_ids"] = list(answers[0][0].prompt_token_ids)
+    found["prompt_token_ids"] = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
     return found | {"prompt_logprobs": prompt_logprobs(answers[0][0], model)}
 
 
@@ -159,7 +158,7 @@ def weight_versions(sample: SampleResult) -> list[dict]:
 
 def _ids(wanted: bool | None, answer: SampleAnswer) -> dict:
     if not wanted:
-        return {}
+        return {"token_ids": None, "prompt_token_ids": None}
     return {"token_ids": list(answer.sample.token_ids), "prompt_token_ids": list(answer.prompt_token_ids)}
 
 
@@ -171,9 +170,9 @@ def completion_logprobs(
     offsets = list(accumulate(map(len, names), initial=offset))
     found = {
         "tokens": names,
-        "token_logprobs": list(piece.logprobs),
+        "token_logprobs": list(map(finite, piece.logprobs)),
         "top_logprobs": [
-            {name: logprob} | {_name(token, model, as_ids): finite(other) for token, other in top}
+            {name: finite(logprob)} | {_name(token, model, as_ids): finite(other) for token, other in top}
             for name, logprob, top in zip(names, piece.logprobs, _tops(piece), strict=True)
         ],
         "text_offset": offsets[:-1],

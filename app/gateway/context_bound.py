@@ -1,4 +1,4 @@
-"""The model's context as a bound of requests, in the words by which clients tell an overlong prompt from other errors.
+"""The model's context as a bound of requests, in the words by which clients know an overlong prompt.
 
 Invariant: routes refuse and cut as in vLLM 0.32. A prompt that leaves no room is refused; an answer's bound beyond the
 room is cut; one beyond the whole context is refused, except on the route of tokens.
@@ -31,6 +31,13 @@ async def check_prompts(prompts: Sequence[Mapping], tokenizer: Prompts, context:
         if token_ids is None:
             token_ids = await asyncio.to_thread(tokenizer.encode, text, True)
         check_length(len(token_ids), context)
+        check_known("prompt", token_ids, tokenizer)
+
+
+def check_known(name: str, token_ids: Sequence[int], tokenizer: Prompts) -> None:
+    """Raises FieldRefused for a token id that the model has not. `name`: of the field."""
+    if (wrong := tokenizer.foreign(token_ids)) is not None:
+        raise FieldRefused(f"{name}: Token id {wrong} is out of vocabulary", name)
 
 
 def check_length(tokens: int, context: int) -> None:

@@ -5,12 +5,13 @@ Invariant: no field is ignored that could change a token. Source of names and de
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tailrace.app.gateway.edge.errors import FieldRefused
-from tailrace.app.gateway.edge.fields import RequestObject
+from tailrace.app.gateway.edge.fields import Ids, Listed, RequestObject, Texts
+from tailrace.app.gateway.edge.forms import RequestedForm, ResponseFormat
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.refusals import REFUSED
@@ -57,13 +58,6 @@ def biases(given: Any) -> Any:
     return found
 
 
-Listed = Field(fail_fast=True)
-"""A list's first fault is enough: the faults of a body of 10 MB have gigabytes."""
-
-Ids = Annotated[list[int], Listed]
-Texts = Annotated[list[str], Listed]
-
-
 def unknown_field(given: dict[str, Any]) -> str | None:
     """One line about the first field that is not honoured, or None."""
     for name, value in given.items():
@@ -72,62 +66,6 @@ def unknown_field(given: dict[str, Any]) -> str | None:
         reason = REFUSED.get(name, "not honoured here; remove it")
         return f"{name}: {reason}"
     return None
-
-
-class ResponseFormat(RequestObject):
-    """OpenAI's form of an answer, or vLLM's structural tags, which have fields of their own."""
-
-    model_config = ConfigDict(extra="allow")
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _schema(self):
-        if self.type == "json_schema" and self.json_schema is None:
-            raise FieldRefused(
-                "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
-                "response_format",
-            )
-        return self
-
-    def form(self) -> dict | None:
-        """The form as StructuredOutputs has it. Raises ValueError if there is no schema."""
-        if self.type == "structural_tag":
-            return {"structural_tag": {"type": self.type} | (self.model_extra or {})}
-        if self.type == "json_schema":
-            if not isinstance(schema := self.json_schema.get("schema"), dict):
-                raise ValueError("response_format: json_schema.schema is not there; give one")
-            return {"json": schema}
-        return {"json_object": True} if self.type == "json_object" else None
-
-
-FORM_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""Of vLLM's `structured_outputs`; each could change a token."""
-
-
-class RequestedForm(RequestObject):
-    """vLLM's `structured_outputs`, without options."""
-
-    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Texts | None = None
-    grammar: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_options(cls, given: Any) -> Any:
-        asked = [name for name in FORM_OPTIONS if isinstance(given, dict) and given.get(name)]
-        if asked:
-            raise ValueError(f"{asked[0]}: not honoured here; remove it")
-        return given
-
-    def form(self) -> dict[str, Any]:
-        """As StructuredOutputs has it."""
-        given = {name: getattr(self, name) for name in type(self).model_fields}
-        found = {name: value for name, value in given.items() if value is not None}
-        return {"json": found.pop("json_schema")} | found if "json_schema" in found else found
 
 
 class Sampled(RequestObject):
@@ -179,7 +117,8 @@ class Sampled(RequestObject):
 
 
 class StreamOptions(RequestObject):
-    """`include_usage`: a last event with the tokens of all choices; `continuous_usage_stats`: in every event."""
+    """`include_usage`: a last event with the tokens of all choices; `continuous_usage_stats`: with
+    it, in every event, too."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -210,7 +149,7 @@ class Streamable(RequestObject):
     def wants_usage(self, always: bool) -> bool:
         """Whether a stream's events have the usage: each of them (`always`), or the last."""
         options = self.stream_options or StreamOptions()
-        return bool(options.continuous_usage_stats if always else options.include_usage)
+        return bool(options.include_usage and (options.continuous_usage_stats or not always))
 
 
 class Answered(Sampled, Streamable):
@@ -245,15 +184,20 @@ class Answered(Sampled, Streamable):
 class CompletionRequest(Answered):
     """`/v1/completions`."""
 
-    prompt: str | Ids | Texts | Annotated[list[Ids], Listed]
+    prompt: Annotated[str | Ids | Texts | Annotated[list[Ids], Listed], Field(union_mode="left_to_right")]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _some_prompt(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("prompt") in (None, "", []):
+            raise FieldRefused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        return given
+
     def prompts(self, tokenizer: Prompts) -> list[dict]:
         """The prompts as a PromptGroup takes them."""
-        if not self.prompt:
-            raise ValueError("prompt: it is empty; give one token or more")
         several = self.prompt if isinstance(self.prompt, list) and not _is_ids(self.prompt) else [self.prompt]
         if not self.add_special_tokens:
             several = [tokenizer.encode(one) if isinstance(one, str) else one for one in several]

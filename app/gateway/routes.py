@@ -19,10 +19,10 @@ from tailrace.app.gateway import answers
 from tailrace.app.gateway.adapter_routes import add_adapters
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
-from tailrace.app.gateway.context_bound import check_bound, check_length, check_prompts
+from tailrace.app.gateway.context_bound import check_bound, check_known, check_length, check_prompts
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors
-from tailrace.app.gateway.edge.errors import ErrorAnswer, add_errors, error_body, error_of
+from tailrace.app.gateway.edge.errors import ErrorAnswer, UnknownModel, add_errors, error_body, error_of
 from tailrace.app.gateway.edge.json_body import StrictRoute
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
@@ -90,6 +90,7 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
         sampled.sampling_mask = sampled.sampling_mask or config.return_sampling_mask
         prompt, bound = request.prompt(), sampled.max_tokens
         check_length(len(request.token_ids), model.max_model_len)
+        check_known("token_ids", request.token_ids, model.prompts)
         wanted = Wanted([prompt], sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, sampled.seed)
         naming = naming._replace(group=await asyncio.to_thread(naming.group_of, prompt))  # once: features are large
@@ -146,6 +147,17 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     async def models():
         return answers.models(await service.model(), await service.client(Role.OBSERVER).adapters())
 
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str):
+        for card in (await models())["data"]:
+            if card["id"] == name:
+                return card
+        raise UnknownModel(f"The model `{name}` does not exist; GET /v1/models lists those that do")
+
+    @app.get("/version")
+    async def show_version():
+        return {"version": app.version}
+
     @app.get("/liveness")
     async def liveness():
         return {}
@@ -153,7 +165,9 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     @app.get("/health")
     async def health():
         status = await service.client(Role.OBSERVER).status()
-        return JSONResponse({}, 200 if status.paused or any(one.ready for one in status.replicas) else 503)
+        if status.paused or any(one.ready for one in status.replicas):
+            return {}
+        return JSONResponse(error_body(503, "no replica is ready"), 503)
 
 
 def _add_board(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:

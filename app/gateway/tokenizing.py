@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from tailrace.app.gateway.chat.requests import ChatRequest, Templated
-from tailrace.app.gateway.edge.fields import RequestObject
-from tailrace.app.gateway.requests import Ids, unknown_field
+from tailrace.app.gateway.edge.fields import Ids, RequestObject
+from tailrace.app.gateway.requests import unknown_field
 from tailrace.app.gateway.service import GatewayService
 
 

@@ -72,7 +72,7 @@ LIVING: "weakref.WeakSet[Connections]" = weakref.WeakSet()
 """Of this process."""
 
 OF_PARENTS: list["Running"] = []
-"""Of a process that this one was forked from: never collected, since that would close what both share."""
+"""Of a process that this one was forked from: never collected, since that would close shared sockets."""
 
 
 def _forget_parents() -> None:

@@ -1,4 +1,4 @@
-"""Messages of a chat, as clients send them back: the forms that vLLM 0.32 takes, and what a template gets of them.
+"""Messages of a chat, as clients send them back: the forms that vLLM 0.32 takes, and their form for a template.
 
 Invariant: a conversation that was answered here is taken again, whatever its answers have. Arguments of a call that are
 no JSON object are an empty one for the template. Source: `renderers/chat_utils.py`, `renderers/hf.py`.
@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tailrace.app.gateway.edge.fields import RequestObject
+from tailrace.app.gateway.edge.fields import Listed, RequestObject
 from tailrace.app.gateway.edge.json_body import fault_of
-from tailrace.app.gateway.requests import Listed
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Types of parts that are text, with the field that has it."""

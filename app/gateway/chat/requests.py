@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from tailrace.app.gateway.chat.messages import RequestedMessage
 from tailrace.app.gateway.edge.errors import FieldRefused
-from tailrace.app.gateway.edge.fields import RequestObject
-from tailrace.app.gateway.requests import Answered, Listed
+from tailrace.app.gateway.edge.fields import Listed, RequestObject
+from tailrace.app.gateway.requests import Answered
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 
 TEMPLATE_OWN = {

@@ -26,6 +26,9 @@ MAX_MESSAGE_CHARACTERS = 1_000
 
 FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 BEGIN = re.compile(r"(?:[a-z_][\w.]*: )+")
+MADE_NAME = re.compile(r"^prompt 'prompt-[0-9a-f]{16}'(: )?")
+"""Of a group that the request did not name."""
+
 TYPES = {"str", "int", "float", "bool", "bytes", "list", "tuple", "dict", "none"}
 """Pydantic's names for the branches of a union, in the place of an error."""
 
@@ -102,7 +105,9 @@ def error_of(error: BaseException) -> tuple[dict, int]:
     """An exception in vLLM's form, and its status."""
     cause = first_cause(error)
     status, text = status_of(cause), str(cause).strip()
-    text = text.splitlines()[0] if text else type(cause).__name__
+    text = (
+        MADE_NAME.sub(lambda made: "" if made[1] else "prompt", text.splitlines()[0]) if text else type(cause).__name__
+    )
     if isinstance(cause, ValidationError):
         text = line_of(cause.errors(include_input=False, include_url=False))
     kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None

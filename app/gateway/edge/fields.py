@@ -4,9 +4,15 @@ Invariant: null is "not given", for each field that a model of these has. Free d
 theirs. A key that an object inside a body has more than the API means nothing, as in vLLM 0.32.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Listed = Field(fail_fast=True)
+"""A list's first fault is enough: the faults of a body of 10 MB have gigabytes."""
+
+Ids = Annotated[list[int], Listed]
+Texts = Annotated[list[str], Listed]
 
 
 class RequestObject(BaseModel):
