@@ -167,7 +167,9 @@ def test_a_request_that_no_quota_will_ever_hold_is_not_to_be_made_again(play):
 def test_metrics_count_requests_by_route_and_refusals_by_reason(tmp_path):
     async def story(cluster, http):
         async with http(Role.EVALUATOR) as evaluator, http(None) as stranger:
-            long = asyncio.ensure_future(evaluator.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 300}))
+            long = asyncio.ensure_future(
+                evaluator.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 300, "seed": 3})
+            )
             await asyncio.sleep(1.0)
             for path, body in (("/v1/completions", {"prompt": ""}), ("/sleep", None), ("/nowhere", None)):
                 await evaluator.post(path, json=body)

@@ -1,20 +1,20 @@
-"""HTTP as clients of other servers speak it: nulls, extra keys, histories that are sent back, trainers' defaults, bodies
-that are no JSON, and the words of refusals. Over the simulated cluster, in virtual time."""
+"""HTTP as clients of other servers speak it: nulls, extra keys, trainers' defaults, bodies that are no JSON, and the
+words of refusals. Over the simulated cluster, in virtual time."""
 
 import json
 
 import httpx
 import pytest
-from test_gateway import ChattingPrompts
 from virtual_cluster import play as play_on
 
+from simulated.test_gateway import ChattingPrompts
 from tailrace.app.fuzz.drivers import driver_client
+from tailrace.app.fuzz.stepper import EOS
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.edge.json_body import MAX_DEPTH
 from tailrace.app.gateway.requests import NEUTRAL
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
-from tailrace.deployments.messages.roles import Role
 
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 USER = {"role": "user", "content": "5 6"}
@@ -29,7 +29,7 @@ def play(tmp_path):
 
     def run(story, **sizes):
         async def with_gateway(cluster, client):
-            service = GatewayService(lambda role: driver_client(cluster, Role.TRAINER), GatewayConfig())
+            service = GatewayService(lambda role: driver_client(cluster), GatewayConfig())
             service._model = ServedModel("simulated", "simulated", CONTEXT, ChattingPrompts())
             app = make_app(service, GatewayConfig())
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -66,11 +66,10 @@ def refused(answer, *words: str, param: str | None = None) -> bool:
 
 async def all_bounded(ask, path: str, body: dict):
     """The answer of a request of two tokens."""
-    bound = (
-        {"sampling_params": {"max_tokens": 2} | body.pop("sampling_params", {})}
-        if path == TOKENS
-        else {"max_tokens": 2}
-    )
+    bound = {"max_tokens": 2}
+    if path == TOKENS:
+        bound = {"sampling_params": bound | (body.get("sampling_params") or {})}
+        body = {name: value for name, value in body.items() if name != "sampling_params"}
     return await ask(path, GIVEN[path] | bound | body)
 
 
@@ -102,7 +101,7 @@ def test_a_bound_that_is_not_given_has_vllm_s_default(play, path):
             prompt, made = (answer.json()["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
             assert made == (16 if path == COMPLETIONS else CONTEXT - prompt)
 
-    play(story, mean_tokens=10_000)
+    play(story, mean_tokens=10**7)
 
 
 @pytest.mark.parametrize("path", GIVEN)
@@ -198,7 +197,7 @@ def test_a_bound_beyond_the_room_is_cut_and_one_beyond_the_context_is_refused_by
         full = await ask(TOKENS, GIVEN[TOKENS] | {"sampling_params": sampling})
         assert full.json()["usage"]["total_tokens"] == CONTEXT
 
-    play(story, mean_tokens=10_000)
+    play(story, mean_tokens=10**7)
 
 
 HALF = b'"a \\ud83d b"'
@@ -269,19 +268,28 @@ def test_errors_have_the_form_that_the_openapi_declares(play):
 
 def test_the_stop_is_in_the_text_if_it_is_asked_for_whole_and_streamed(play):
     async def story(ask, app):
-        asked = {"prompt": [5, 6], "max_tokens": 60, "seed": 3, "return_token_ids": True}
-        (plain,) = (await ask(COMPLETIONS, asked)).json()["choices"]
-        words = plain["text"].split()
-        stop = words[len(words) // 2]
-        for stops in ({"stop": [stop]}, {"stop_token_ids": [int(stop)]}):
-            texts = []
-            for include in (False, True):
-                body = asked | stops | {"include_stop_str_in_output": include}
-                (whole,) = (await ask(COMPLETIONS, body)).json()["choices"]
-                streamed = (await ask(COMPLETIONS, body | {"stream": True})).text.split("\n\n")[:-2]
-                pieces = [one for event in streamed for one in json.loads(event.removeprefix("data: "))["choices"]]
-                assert "".join(one["text"] for one in pieces) == whole["text"]
-                texts.append(whole["text"])
-            assert texts[1].split() == [*texts[0].split(), stop]
+        asked = {"prompt": [5, 6], "max_tokens": 300, "seed": 3, "stop_token_ids": [EOS]}
+        texts = []
+        for include in (False, True):
+            body = asked | {"include_stop_str_in_output": include}
+            (whole,) = (await ask(COMPLETIONS, body)).json()["choices"]
+            assert whole["finish_reason"] == "stop"
+            streamed = (await ask(COMPLETIONS, body | {"stream": True})).text.split("\n\n")[:-2]
+            pieces = [one for event in streamed for one in json.loads(event.removeprefix("data: "))["choices"]]
+            assert "".join(one["text"] for one in pieces) == whole["text"]
+            texts.append(whole["text"])
+        assert texts[1] == f"{texts[0]} {EOS}"
 
-    play(story, mean_tokens=400)
+    play(story)
+
+
+def test_a_model_is_found_by_its_name(play):
+    async def story(ask, app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            (card,) = (await http.get("/v1/models")).json()["data"]
+            assert (await http.get(f"/v1/models/{card['id']}")).json() == card
+            assert (await http.get("/v1/models/gpt-9")).status_code == 404
+            assert (await http.request("TRACE", COMPLETIONS)).headers["allow"] == "POST"
+
+    play(story)
