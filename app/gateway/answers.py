@@ -19,6 +19,9 @@ from tailrace.deployments.messages.rollout import SampleResult, Top
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
 
+NULLS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+"""Keys of vLLM's messages whose values are not known here: clients read them without asking whether they are there."""
+
 FINISH = {SampleEnd.STOP: "stop", SampleEnd.LENGTH: "length", SampleEnd.CANCELLED: "abort"}
 
 
@@ -48,7 +51,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
             name = naming.sample({"token_ids": chat.token_ids}, len(choices))
             text = text_of(sample, model.prompts, chat.calls.special, request.include_stop_str_in_output)
             message = chat.calls.message(text, sample.token_ids, name)
-        choice = {"index": len(choices), "message": message, "logprobs": None} | end(naming, answer)
+        choice = {"index": len(choices), "message": message | NULLS, "logprobs": None} | end(naming, answer)
         if message.get("tool_calls"):
             choice["finish_reason"] = with_calls(choice["finish_reason"], chat)
         if request.logprobs:

@@ -104,6 +104,7 @@ def _add_pauses(app: FastAPI, service: GatewayService) -> None:
     async def is_paused():
         return {"is_paused": (await service.client(Role.OBSERVER).status()).paused}
 
+    @app.post("/inference/v1/abort_requests")
     @app.post("/abort_requests")
     async def abort_requests(http: Request, request_ids: Annotated[list[str] | None, Body(embed=True)] = None):
         if request_ids:

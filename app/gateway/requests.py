@@ -29,11 +29,12 @@ IGNORED = {
     "metadata", "safety_identifier", "prompt_cache_key", "routed_experts_prompt_start", "session_id", "mm_payload",
     "spaces_between_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache",
     "return_mm_kwargs", "return_token_offsets", "truncation_side", "token_offsets",
+    "length_penalty", "early_stopping",
 }  # fmt: skip
 """Fields that change no token, and whose answer is the same here."""
 
 NEUTRAL = {
-    "best_of": (1,), "echo": (False,), "length_penalty": (1,), "early_stopping": (False,), "use_beam_search": (False,),
+    "best_of": (1,), "echo": (False,), "use_beam_search": (False,),
     "suffix": ("",), "include_stop_str_in_output": (True, False), "priority": (0,), "top_logprobs": (0, 1),
     "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,), "logprob_token_ids": ([],),
     "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "chat_template": ("",),
@@ -93,6 +94,14 @@ class Sampled(RequestObject):
     structured_outputs: RequestedForm | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream_interval: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(given, dict) and isinstance(given.get(name), str):
+                raise FieldRefused(f"`{name}` must be an integer.", name)
+        return given
 
     @model_validator(mode="after")
     def _honoured(self):
