@@ -22,6 +22,7 @@ from tailrace.app.gateway.config import GATEWAY, GatewayApplication, HttpOptions
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.deployments.context.config import ContextConfig, plain_folder
 from tailrace.deployments.drafter.config import DrafterConfig
+from tailrace.deployments.keyed_error import KeyedError
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
 from tailrace.policies.families.ordering import GroupStatic
@@ -56,14 +57,6 @@ class AppArgs(StrictModel):
         if self.drafter is None and method == "model":
             raise ValueError("engine.draft.method is model, but drafter is null: name a draft model there")
         return self
-
-
-class KeyedError(ValueError):
-    """An error of a value inside another one, with the rest of its dotted key."""
-
-    def __init__(self, key: str, message: str):
-        super().__init__(f"{key}: {message}")
-        self.key, self.message = key, message
 
 
 def _settings(name: str, item: Any) -> CoordinatorSettings | EngineSettings | DrafterSettings:

@@ -47,7 +47,10 @@ def make_demo_model(out: Path | None = None) -> Path:
         return out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"{out} is there but is no model folder ({_missing(out)}); remove it or choose another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be made: {error.strerror}; give another folder") from error
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         gguf = _fetch(Path(folder))
         click.echo(f"model: unpacking {gguf.name} to float32 safetensors", err=True)

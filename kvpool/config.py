@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class PoolConfig(BaseModel):
@@ -26,6 +26,12 @@ class PoolConfig(BaseModel):
     )
     mac_key_file: str = Field("~/.ray/auth_token", description="secret for `mac`; the same on every node")
     retry_s: float = Field(1.0, gt=0, description="pause of an engine's pool traffic after a failure")
+
+    @field_validator("block_check", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML 1.1, which Serve reads, takes `off` for false."""
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _a_plain_folder(self) -> "PoolConfig":

@@ -46,6 +46,15 @@ class PoolConnector(MooncakeStoreConnector):
         """Do not save this request when it ends: it will not be continued."""
         self.connector_scheduler.forgo(request_id)
 
+    def begin_again(self, begun: int) -> set[str]:
+        """`PoolScheduler.begin_again`."""
+        return self.connector_scheduler.begin_again(begun)
+
+    @property
+    def heard(self) -> int:
+        """Number of the step whose report came last."""
+        return self.connector_scheduler.heard
+
     def settled(self, request_id: str) -> bool:
         return self.connector_scheduler.settled(request_id)
 

@@ -59,6 +59,8 @@ class PoolScheduler(MooncakeStoreScheduler):
         self.counts: Counter = Counter()
         self.pulls: list[tuple[int, float]] = []  # (tokens, seconds), until somebody takes them
         self.scheduled: tuple[int, int] = (0, 0)  # tokens and requests of the step last built
+        self._meta, self._built = None, 0  # the metadata last built, and its number
+        self.heard = 0  # number of the metadata that the last report followed
 
     # ---- called by the engine ----------------------------------------------------------------------
 
@@ -184,7 +186,28 @@ class PoolScheduler(MooncakeStoreScheduler):
     def build_connector_meta(self, scheduler_output):
         scheduled = scheduler_output.num_scheduled_tokens
         self.scheduled = (sum(scheduled.values()), len(scheduled))
-        return super().build_connector_meta(scheduler_output)
+        self._meta = super().build_connector_meta(scheduler_output)
+        self._built = self._meta.step = self._built + 1
+        return self._meta
+
+    def begin_again(self, begun: int) -> set[str]:
+        """Takes back the metadata of a step that raised before the workers, which have `begun` this one, had it.
+
+        Returns the requests that wait for loads which never began.
+        """
+        meta, self._meta, lost = self._meta, None, set()
+        if meta is None or meta.step <= begun:
+            return lost
+        for job in meta.requests:
+            if isinstance(job, SaveOfEnded):
+                self._finished_partial_tail_metas[job.req_id] = job  # for the next step
+            elif job.store_job_id is not None:
+                self._unpin(self._pinned_saves.pop(job.store_job_id, ((), 0))[0])
+                self._save_ended(job.store_job_id, self._num_workers)
+            if job.load_spec is not None and job.req_id in self._pinned_loads:
+                self._unpin(self._pinned_loads.pop(job.req_id)[0])
+                lost.add(job.req_id)
+        return lost
 
     def _reference_save_blocks(self, meta) -> None:
         """vLLM's last step of building metadata: here names get their version, and unwanted saves are dropped."""
@@ -214,6 +237,7 @@ class PoolScheduler(MooncakeStoreScheduler):
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, PoolWorkerMetadata):
             return
+        self.heard = max(self.heard, report.step)
         self.counts += report.counts
         self.pulls += report.pulls
         for job, tokens in report.saved_tokens.items():

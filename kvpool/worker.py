@@ -5,6 +5,7 @@ a late load still writes into blocks that the scheduler keeps pinned until it ha
 """
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class PoolWorkerMetadata(MooncakeStoreWorkerMetadata):
     failed_loads: dict[str, str] = field(default_factory=dict)  # request -> why its load failed
     counts: Counter = field(default_factory=Counter)
     pulls: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) of loads that ended well
+    step: int = 0  # number of the scheduler's metadata that this follows
 
     def aggregate(self, other: "PoolWorkerMetadata") -> "PoolWorkerMetadata":
         super().aggregate(other)
@@ -79,7 +81,10 @@ class PoolWorker(MooncakeStoreWorker):
         self._loads: dict[str, Load] = {}
         self._broken: set[int] = set()  # blocks of loads that failed and have not returned
         self._invalid: set[int] = set()  # blocks to be computed again, to be reported in this step
-        self._report = PoolWorkerMetadata()
+        self._report = self._sent = PoolWorkerMetadata()
+        self._step, self._due = 0, []  # of the metadata last begun: its number, and saves that await its pass
+        self._ended: set[str] = set()  # loads in the report last sent
+        self._unheard: set[str] = set()  # loads whose end is to be reported again
 
     def rejoin(self, master_address: str) -> None:
         """Continue with the master at another address. Raises RuntimeError, and changes nothing, if it is not there."""
@@ -103,6 +108,8 @@ class PoolWorker(MooncakeStoreWorker):
     def begin(self, metadata) -> None:
         """Before the step's forward pass: the saves that need not wait for it, and on a CPU the loads too. There vLLM's
         own turn comes when the pass has been computed, which is a step later."""
+        self._step, saves = getattr(metadata, "step", 0), [one for one in metadata.requests if one.can_save]
+        self._due = [request for request in saves if not isinstance(request, SaveOfEnded)]
         self._save([request for request in metadata.requests if isinstance(request, SaveOfEnded)])
         if current_platform.is_cpu():
             self._start_loads(metadata)
@@ -122,8 +129,29 @@ class PoolWorker(MooncakeStoreWorker):
         super().start_load_kv(metadata)
 
     def wait_for_save(self, metadata) -> None:
-        ended = SaveOfEnded
-        self._save([request for request in metadata.requests if request.can_save and not isinstance(request, ended)])
+        """Called after the pass, by vLLM also if it has raised: then its blocks do not hold the KV of their names."""
+        due, self._due = self._due, []
+        if sys.exc_info()[0] is None:
+            self._save(due)
+        else:
+            self._drop(due)
+
+    def _drop(self, jobs: list[ReqMeta]) -> None:
+        """Ends saves that are not made."""
+        for job in jobs:
+            self.kv_send_thread.finish_store_job(job)
+
+    def begin_again(self, heard: int) -> int:
+        """Ends the half of a step that raised. `heard`: number of the last report that the scheduler has got; a later
+        one is sent again. Returns the number of the metadata last begun."""
+        due, self._due = self._due, []
+        self._drop(due)
+        if self._sent.step > heard:
+            with self.kv_send_thread.done_task_lock:
+                self._report = self._sent.aggregate(self._report)
+            self._sent = PoolWorkerMetadata()
+            self._unheard |= self._ended
+        return self._step
 
     def _save(self, jobs: list[ReqMeta]) -> None:
         """Hands saves to the saving thread; on a CPU there is nothing that they must await."""
@@ -154,6 +182,8 @@ class PoolWorker(MooncakeStoreWorker):
                 failed.add(req_id)
                 self._invalid |= load.block_ids
                 self._count_load(req_id, load, "late")
+        ended |= self._unheard
+        self._ended, self._unheard = set(ended), set()
         return KVConnectorTransferResults(
             finished_sending=results.finished_sending,
             finished_recving=ended,
@@ -164,14 +194,14 @@ class PoolWorker(MooncakeStoreWorker):
         invalid, self._invalid = self._invalid, set()
         return set() if self._is_hma_required else invalid  # with several groups, block ids are not unique
 
-    def build_connector_worker_meta(self) -> PoolWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> PoolWorkerMetadata:
         self._report.counts += self._counts.take()
         with self.kv_send_thread.done_task_lock:
             report, self._report = self._report, PoolWorkerMetadata()
-            report.completed_saves = self.kv_send_thread._completed_saves
-            self.kv_send_thread._completed_saves = {}
-        empty = not (report.completed_saves or report.saved_tokens or report.returned_loads or report.counts)
-        return None if empty else report
+            completed, self.kv_send_thread._completed_saves = self.kv_send_thread._completed_saves, {}
+            report.completed_saves = dict(Counter(report.completed_saves) + Counter(completed))
+        report.step, self._sent = self._step, report
+        return report
 
     def _count_load(self, req_id: str, load: Load, failure: str | None) -> None:
         took_s = time.monotonic() - load.started_s
@@ -227,6 +257,11 @@ def layout(worker) -> tuple[tuple[str, ...], int]:
 def rejoin(worker, master_address: str) -> None:
     """`PoolWorker.rejoin` by `collective_rpc`."""
     pool_worker(worker).rejoin(master_address)
+
+
+def begin_again(worker, heard: int) -> int:
+    """`PoolWorker.begin_again` by `collective_rpc`."""
+    return pool_worker(worker).begin_again(heard)
 
 
 def probe(worker) -> list[tuple[int, float]]:

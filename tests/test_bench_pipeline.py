@@ -8,6 +8,8 @@ import pytest
 from research.histopipe import bench
 from research.histopipe.bench import DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
 from tailrace.app.cli import run
+from tailrace.app.files.output_file import OutputFile
+from tailrace.app.report.figures import PICTURE
 from tailrace.app.simulator.acceptance import aimd_share
 from tailrace.app.simulator.hardware import replica_model
 from tailrace.app.simulator.scenario import load_scenario
@@ -103,7 +105,7 @@ def test_the_same_seeds_give_the_same_bytes_and_a_picture(result, tmp_path):
     from research.histopipe.picture import pipelines
 
     assert json.dumps(bench.measure(SMALL, 3, 2)) == json.dumps(result)
-    pipelines(tmp_path / "runs.svg", result)
+    pipelines(OutputFile(tmp_path / "runs.svg", "--plot", PICTURE), result)
     assert (tmp_path / "runs.svg").read_text().count("<path") > 2 * 3 * len(ARRANGEMENTS)
 
 

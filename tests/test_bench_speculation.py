@@ -6,6 +6,8 @@ from benchmarks.commands.bench import command
 from benchmarks.live.pictures import acceptance_over_time
 from benchmarks.live.speculation import BUDGETS, Look, ratios, shares
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile
+from tailrace.app.report.figures import PICTURE
 from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
 from tailrace.deployments.messages.status import ReplicaStatus, ServiceStatus
 from tailrace.policies.families.draft_models import Planned
@@ -62,7 +64,7 @@ def test_the_picture_is_drawn(tmp_path):
     looks = [look(i, 0, (2,), tokens=20 * i, verifications=10 * i, step_us=i) for i in range(1, 30)]
     runs = {"off": {"makespan_s": 30.0, "tail_s": 3.0}, "goodput": {"makespan_s": 20.0, "tail_s": 2.0}}
     for name in ("picture.png", "picture.svg"):
-        acceptance_over_time(tmp_path / name, runs, {"goodput": looks, "off": looks[:2]})
+        acceptance_over_time(OutputFile(tmp_path / name, "--plot", PICTURE), runs, {"goodput": looks, "off": looks[:2]})
         assert (tmp_path / name).stat().st_size > 5000
 
 

@@ -40,7 +40,9 @@ def test_a_draft_model_with_replicas_of_its_own_is_taken():
 
 
 def test_its_engine_is_the_targets_but_for_what_it_says():
-    target = EngineConfig(model="t", max_model_len=128, draft=DraftConfig(method="model"), vllm_args={"a": 1})
+    target = EngineConfig(
+        model="t", max_model_len=128, draft=DraftConfig(method="model"), vllm_args={"enable_lora": True}
+    )
     engine = DrafterConfig(model="m", max_running=5, mode="coupled").engine(target)
     assert (engine.model, engine.max_running, engine.max_model_len, engine.vllm_args) == ("m", 5, 128, {})
     assert engine.draft.method == "off"

@@ -13,7 +13,7 @@ from tailrace.deployments.engine.engine_loop import (
     STEP_ALLOWANCE_S,
     EngineLoop,
 )
-from tailrace.deployments.messages.errors import EngineDown
+from tailrace.deployments.messages.errors import EngineDown, RequestRefused
 
 
 class Script:
@@ -23,6 +23,7 @@ class Script:
         self.clock, self.running, self.loaded = clock, [], []
         self.progress_s = 0.0
         self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
+        self.on_add = {}  # by chunk id
         self.in_step = lambda: None
         self.steps_of_a_chunk, self.snapshots = 1, 0
 
@@ -31,6 +32,8 @@ class Script:
         return bool(self.running)
 
     def add(self, chunk, submitted_s):
+        if chunk.chunk_id in self.on_add:
+            raise self.on_add[chunk.chunk_id]
         if chunk.chunk_id in self.running:
             raise ValueError("already running here")
         self.running.append(chunk.chunk_id)
@@ -99,6 +102,17 @@ def test_a_chunk_is_answered_once_and_a_refused_one_alone(loop):
     assert loop.turn(0.0)
     assert (first, second) == (["result of a"], ["result of b"])
     assert [str(error) for error in twice] == ["already running here"]
+
+
+ERRORS = RequestRefused("never"), OverflowError("2**31"), TypeError("None"), UnicodeEncodeError("u", "x", 0, 1, "half")
+
+
+@pytest.mark.parametrize("error", [*ERRORS, RuntimeError("vLLM"), KeyError("a"), AssertionError()])
+def test_whatever_a_new_chunk_raises_ends_that_chunk_alone(loop, script, error):
+    script.on_add["b"] = error
+    first, refused, last = (submit(loop, name) for name in "abc")
+    assert loop.turn(0.0) and loop.healthy
+    assert (first, refused, last) == (["result of a"], [error], ["result of c"])
 
 
 def test_figures_are_renewed_by_news_and_by_age_not_by_every_step(loop, script):

@@ -96,6 +96,21 @@ def test_a_sample_that_no_replica_can_run_ends_at_once_and_nothing_else_is_to_bl
     assert not core.replicas.aside("r")
 
 
+def test_a_refused_sample_is_tried_once_and_costs_its_mates_and_its_replica_nothing():
+    game = Game("r", samples=8)
+    refused = {f"g#{number}" for number in range(0, 8, 2)}
+    while len(game.ends) < 8:
+        for start in [one for one in game.running if one.sample_id in refused]:
+            game.core.observe(ev.ChunkFailed(game.now, start.chunk_id, "its top_k", of_sample=True))
+            game.running.remove(start)
+        game.play(game.now + 0.5, lambda start: False)
+    assert {name for name, end in game.ends.items() if end.end is SampleEnd.FAILED} == refused
+    tries = [start.sample_id for _, start in game.starts if start.sample_id in refused]
+    assert sorted(tries) == sorted(refused), "one attempt each"
+    assert not game.core.replicas.aside("r") and not game.core.counts()["waiting"]
+    assert {end.end for name, end in game.ends.items() if name not in refused} == {SampleEnd.LENGTH}
+
+
 def test_a_poisoned_sample_is_given_up_where_others_succeed():
     game = Game("one", "two", samples=6, max_tokens=1600)
     game.play(200.0, lambda start: start.sample_id == "g#3")

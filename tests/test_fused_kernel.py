@@ -104,6 +104,20 @@ def test_the_smallest_index_wins_a_tie_of_greedy_rows(kernel):
     assert margins[:2].tolist() == [0.0, 0.0] and np.isinf(margins[2])
 
 
+def test_a_row_without_a_candidate_has_no_logprob_at_any_temperature(kernel):
+    given = test_kernels.rows_without_candidates(vocab=300)
+    tokens, logprobs, *_ = draw(kernel, given)
+    assert np.isnan(logprobs).tolist() == [True] * (len(logprobs) - 1) + [False]
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_absurd_values_return_a_token_of_the_vocabulary(kernel, seed):
+    with np.errstate(all="ignore"):
+        tokens, *_ = draw(kernel, test_kernels.extreme_rows(np.random.default_rng(seed), 130))
+    assert ((tokens >= 0) & (tokens < 130)).all()
+
+
 def test_a_forced_token_beyond_the_vocabulary_is_refused(kernel):
     with pytest.raises(ValueError, match="forced token 3 is outside the vocabulary of 3"):
         draw(kernel, rows([[1.0, 2.0, 3.0]], forced=3))

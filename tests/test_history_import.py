@@ -145,7 +145,17 @@ def test_files_of_one_call_are_numbered_on(tmp_path):
         ('{"text": 1}', "line 2: no rollout that is known here"),
         ('{"input": 1, "output": "x"}', "line 2: input: Input should be a valid string"),
         ('{"input": "a", "output": "x", "step": -1}', "line 2: step: "),
-        ('{"prompt": [{"role": "user"}], "completion": ["x"]}', "line 2: prompt: Input should be a valid string"),
+        ('{"prompt": [{"role": "user"}], "completion": ["x"]}', "line 2: prompt: chats are not taken"),
+        ('{"prompt": [[{"role": "user"}]], "completion": [[{"role": "a"}]]}', "line 2: prompt: chats are not taken"),
+        ('{"prompt": "a", "completion": [{"role": "a"}]}', "line 2: completion: chats are not taken"),
+        ('{"prompt": "a", "completion": "x", "step": 99999999999999999999}', "line 2: step: Input should be less"),
+        ('{"prompt": "a", "completion": "x", "step": 1e400}', "line 2: step: Input should be a finite number"),
+        ('{"prompt": "\\ud83d", "completion": "x"}', "line 2: prompt: a \\u escape is half"),
+        (
+            '{"prompt_id": "a", "prompt_token_ids": [1], "samples": [{"sample_index": 99999999999999999999, '
+            '"token_ids": [1], "finish_reason": "stop"}]}',
+            "line 2: samples.0.sample_index: ",
+        ),
         ('{"prompt": ["a", "b"], "completion": ["x"]}', "line 2: completion: has 1 values for 2 prompts"),
         ('{"prompt": "a", "completion": "x", "reward": "good"}', "line 2: rewards.reward: "),
         ('{"prompt_id": "a", "prompt_token_ids": [-1], "samples": []}', "line 2: prompt_token_ids.0: "),

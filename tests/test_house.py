@@ -15,6 +15,7 @@ ONE_NOUN = {
     "policies/core/rollout.py": "`RolloutCore`, the state machine",
     "deployments/coordinator/rollouts.py": "`Rollouts`, the loops of the live shell",
     "deployments/drafting/drafts.py": "`EngineDrafts`, the drafts of one engine",
+    "deployments/engine/stepper.py": "`Stepper`, one vLLM engine and its chunks",
     "app/simulator/host.py": "the simulated shell",
     "app/simulator/hardware.py": "published figures of GPUs and models, a table",
 }

@@ -344,7 +344,7 @@ def test_the_page_and_the_tables_show_the_report_and_escape_it():
         (["--kinds", "replica_killed,nothing"], "--kinds nothing: known: replica_killed"),
         (["--gap-s", "5", "2"], "--gap-s 5 2"),
         (["--minutes", "0"], "minutes"),
-        (["--out", "/proc/soak"], "--out /proc/soak: cannot be written to"),
+        (["--out", "/proc/soak"], "--out /proc/soak: cannot be made"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_starts(arguments, said, capsys):

@@ -307,7 +307,7 @@ def test_the_command_draws_and_says_what_is_wrong(tmp_path, capsys):
         ([tmp_path / "bad.jsonl"], "line 2: not a line of a journal"),
         ([tmp_path / "bad.gz"], "cannot be read"),
         ([journal, "--out", "x.gif"], ".html or .png"),
-        ([journal, "--out", tmp_path / "no" / "x.png"], "existing folder"),
+        ([journal, "--out", tmp_path / "no" / "x.png"], "its folder does not exist"),
     ):
         capsys.readouterr()
         assert run(["timeline", *map(str, arguments)]) == 2

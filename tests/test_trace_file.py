@@ -45,6 +45,13 @@ def test_a_sample_leaves_room_for_its_end_of_sequence():
         ("", "holds no prompt"),
         ("{", "line 1: not a trace line"),
         ('{"prompt_id": 1, "prompt": "x", "epochs": [1]}', "line 1: not a trace line"),
+        ('{"prompt_id": 1, "prompt": "", "epochs": []}', "line 1: not a trace line: prompt: it is empty"),
+        ('{"prompt_id": 1, "prompt": "x", "epochs": []}', "line 1: not a trace line: epochs: it is empty"),
+        (
+            '{"prompt_id": 1, "prompt": "x", "epochs": [{"policy_step": 0, "samples": []}]}',
+            "line 1: not a trace line: epochs: the last one has no sample",
+        ),
+        (2 * (json.dumps(LINE) + "\n"), "line 2: not a trace line: prompt_id '.*' is on line 1 already"),
     ],
 )
 def test_bad_traces_name_file_and_line(tmp_path, text, said):

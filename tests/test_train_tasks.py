@@ -7,6 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.prompts import read_prompts
+from tailrace.app.train.possible_answers import check_rewards, is_possible
 from tailrace.app.train.rewards import RewardPool, answer_in, score
 from tailrace.app.train.task import Question, TaskConfig, read_task
 
@@ -58,6 +60,12 @@ def test_the_last_match_is_the_answer():
         ('{"prompt": "a", "anwser": 1}', "anwser: unknown key"),
         ('{"prompt": [{"role": "user"}]}', "prompt: give text"),
         ("[]", "line 1"),
+        ('{"prompt": "a"}', "line 1: answer: there is none"),
+        ('{"prompt": "a", "answer": null}', "line 1: answer: there is none"),
+        ('{"prompt": "a", "answer": [72]}', "line 1: answer: text or a number is needed, not list"),
+        ('{"prompt": "a", "answer": true}', "line 1: answer: text or a number is needed, not bool"),
+        ('{"prompt": "a", "answer": NaN}', "line 1: NaN is no number"),
+        ('{"text": ["a"], "answer": 1}', "line 1: prompt: give text"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, fault):
@@ -116,3 +124,63 @@ def test_a_function_that_is_not_there_is_refused_before_anything_starts(path, mo
     monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(BadInput, match=r"task\.reward"):
         RewardPool(TaskConfig(name="gcd", reward=path), workers=1, timeout_s=1.0)
+
+
+GSM8K = {"question": "How many clips?", "answer": "48 + 24 = <<48+24=72>>1,072 clips.\n#### 1,072"}
+DAPO = {
+    "data_source": "math_dapo", "prompt": [{"role": "user", "content": "How many?"}], "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": "9a9b"},
+}  # fmt: skip
+MATH = {"problem": "How many?", "solution": "7", "level": "Level 2", "subject": "Algebra"}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        (GSM8K, "How many clips?", "1072"),
+        (DAPO, [{"role": "user", "content": "How many?"}], "34"),
+        (MATH, "How many?", "7"),
+        ({"messages": [{"role": "user", "content": "a"}], "answer": 5}, [{"role": "user", "content": "a"}], "5"),
+        ({"text": "a", "ground_truth": 2.5}, "a", "2.5"),
+        ({"prompt": "a", "answer": "## 3 is no final answer\n####"}, "a", "## 3 is no final answer\n####"),
+    ],
+)
+def test_rows_of_well_known_data_sets_are_taken(tmp_path, row, prompt, answer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    (question,) = read_task(TaskConfig(prompts=path, held_out=0)).train
+    wanted = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    assert (question.prompt, question.answer) == (wanted, answer)
+    (group,) = read_prompts(path, {"samples": 2})
+    given = group.text if isinstance(prompt, str) else [message.model_dump() for message in group.messages]
+    assert given == prompt and group.samples == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "possible"),
+    [
+        (None, "72", True), (None, " 72", False), (r"#### (-?\d+)", "72", True), (r"#### (-?\d+)", "x", False),
+        (r"-?\d+", "72 apples", False), (r"<answer>(.*?)</answer>", "a b", True), (r"(?<=#### )\d+", "72", True),
+        (r"(?:a|b): ([^\])(]+)", "c", True), (r"(?:a|b): ([^\])(]+)", "(", False), (r"\((?P<n>\d+)\)", "7", True),
+        (r"[(]([]a])", "]", True), (r"(?i)answer: ([a-d])", "C", True), (r"answer: ([a-d])", "C", False),
+    ],
+)  # fmt: skip
+def test_an_answer_is_possible_unless_the_pattern_never_gives_it(tmp_path, pattern, answer, possible):
+    assert is_possible(answer, pattern) is possible
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "answer": answer}))
+    config = TaskConfig(prompts=path, held_out=0, answer_pattern=pattern)
+    if possible:
+        assert check_rewards(config, read_task(config)) is None
+    else:
+        with pytest.raises(BadInput, match=r"task.answer_pattern: .* never gives an answer such as"):
+            check_rewards(config, read_task(config))
+        free = config.model_copy(update={"reward": "reward_functions:broken"})
+        assert check_rewards(free, read_task(free)) is None
+
+
+def test_some_answers_that_are_never_given_are_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n), "answer": n if n else "none"}) + "\n" for n in range(4)))
+    config = TaskConfig(prompts=path, held_out=1, answer_pattern=r"\d+")
+    assert "1 of 4 answers are never given" in check_rewards(config, read_task(config))

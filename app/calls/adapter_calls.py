@@ -51,11 +51,12 @@ class AdapterCalls:
 
     async def _load_again(self, names: Iterable[str | None]) -> bool:
         """Load those of these adapters again that this client has loaded: the service was restarted. Returns whether
-        there is one."""
-        found = {name: self._adapters[name] for name in names if name in self._adapters}
+        there is one, and the service has all of these by then."""
+        wanted = dict.fromkeys(name for name in names if name is not None)
+        found = {name: self._adapters[name] for name in wanted if name in self._adapters}
         for name, adapter in found.items():
             await self.load_adapter(name, adapter.path)
-        return bool(found)
+        return bool(found) and wanted.keys() <= {adapter.name for adapter in await self.adapters()}
 
     def _min_adapter_versions(self, settings: BatchSettings) -> dict[str, int]:
         """Versions of adapters, by name, that the coordinator must hold: of this client's last loads, or higher."""

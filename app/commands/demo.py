@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from tailrace.app.config import DEFAULT_CONFIG, load_config
-from tailrace.app.errors import BadInput, Failed
+from tailrace.app.errors import Failed
+from tailrace.app.files.output_file import OutputFile, output_folder
 
 SAMPLES = 4
 MAX_TOKENS = 2048
@@ -43,12 +44,11 @@ def command(replay, out, config, as_json):
     """Roll out the same prompts by static groups and by Tailrace; compare both, and draw them on one page."""
     from tailrace.app.demo.outcome import RECORDED, read
     from tailrace.app.demo.page import page
+    from tailrace.app.report.document import PAGE
 
+    output_folder(out, "--out")
+    drawn = OutputFile(out / ("replay.html" if replay else "timeline.html"), "--out", PAGE)
     click.echo(f"demo: {REPLAY if replay else LIVE}", err=True)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {out}: cannot be made: {error.strerror}; give another folder") from error
     if not replay:
         _roll_out(load_config(config), out)
     outcome = read(RECORDED if replay else out)
@@ -57,12 +57,11 @@ def command(replay, out, config, as_json):
 
         play(outcome)
     figures = outcome.figures()
-    drawn = out / ("replay.html" if replay else "timeline.html")
-    drawn.write_text(page(outcome, figures), encoding="utf-8")
+    drawn.write(page(outcome, figures))
     if as_json:
-        click.echo(json.dumps(figures | {"page": str(drawn)}))
+        click.echo(json.dumps(figures | {"page": str(drawn.path)}))
     else:
-        _print(figures, drawn, NEXT["replay" if replay else "live"])
+        _print(figures, drawn.path, NEXT["replay" if replay else "live"])
 
 
 def _roll_out(file, out: Path) -> None:
@@ -70,10 +69,11 @@ def _roll_out(file, out: Path) -> None:
     from tailrace.app.cli import version
     from tailrace.app.cluster import service
     from tailrace.app.demo import PROMPTS
-    from tailrace.app.demo.outcome import NAMES, write
+    from tailrace.app.demo.outcome import NAMES, output_files, write
     from tailrace.app.demo.runs import policies_of, roll_out, same_samples
     from tailrace.app.files.prompts import read_prompts
 
+    output_files(out)
     sampling = {"temperature": TEMPERATURE}
     prompts = read_prompts(PROMPTS, {"samples": SAMPLES, "max_tokens": MAX_TOKENS, "sampling": sampling})
     _say("1 of 3: starting the service")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.output_file import folder_problem
 
 SAID = {
     "loss": "KL divergence from the target, nats",
@@ -47,9 +48,9 @@ def command(model, rollouts, out, layers, minutes, steps, temperature, max_token
     """
     from tailrace.app.model import resolve_model
 
-    if not out.resolve().parent.is_dir():
-        raise BadInput(f"--out {out}: its folder does not exist")
-    if out.exists():
+    if (problem := folder_problem(out.resolve().parent)) is not None:
+        raise BadInput(f"--out {out}: {problem}")
+    if out.exists() or out.is_symlink():
         raise BadInput(f"--out {out}: is there already; remove it or choose another")
     folder = resolve_model(model)
     from tailrace.app.distill.drafter import Course, make_drafter

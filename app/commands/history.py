@@ -13,6 +13,9 @@ from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.shard_set import EVERY
 
 BOUNDS = ContextConfig()
+LARGEST = 2**63 - 1
+"""Integer of a database."""
+
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 HISTORY_DIR = click.option(
     "--history-dir", type=click.Path(path_type=Path), required=True, help="args.context.history_dir of the service."
@@ -28,10 +31,10 @@ def command():
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @HISTORY_DIR
 @click.option("--tokenizer", default="demo", show_default=True, help="The model's folder, or demo.")
-@click.option("--epoch", type=click.IntRange(min=0), help="Epoch of all answers; default: the files' steps, or 0.")
+@click.option("--epoch", type=click.IntRange(0, LARGEST), help="Epoch of all answers; default: the files' steps, or 0.")
 @click.option(
     "--weights-version",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, LARGEST),
     default=0,
     show_default=True,
     help="Where no file names one.",
@@ -98,6 +101,8 @@ def forget(prompt, history_dir, every, as_json):
 
 def _archive(history_dir: Path, **bounds) -> Archive:
     """The history in this folder. Raises BadInput if a file there cannot be used."""
+    if history_dir.exists() and not history_dir.is_dir():
+        raise BadInput(f"--history-dir {history_dir}: is a file, and a folder is needed")
     archive = Archive(ContextConfig(history_dir=str(history_dir.absolute()), **bounds), EVERY)
     list(archive.files())
     if archive.problem:

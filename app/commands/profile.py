@@ -8,6 +8,9 @@ import click
 from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
+
+PROFILE = OutputKind("a file of `profile --out`", (b'{\n "model": "',), (b'"steps": [',))
 
 
 @click.command()
@@ -30,8 +33,8 @@ def command(config, drafter, context, out, as_json):
     for the figures that `policies.draft_models: planned` goes by, of samples that have this many tokens on average.
     """
     args = load_config(config).application.args
-    if out is not None and not out.resolve().parent.is_dir():
-        raise BadInput(f"--out {out}: its folder does not exist")
+    check_apart({"--out": out}, {"--config": config})
+    out = OutputFile.of(out, "--out", PROFILE)
     if drafter and args.drafter is None:
         raise BadInput(f"{config}: args.drafter is null: name a draft model there")
     from tailrace.app.model import resolve_model
@@ -42,7 +45,7 @@ def command(config, drafter, context, out, as_json):
     result = measure(engine, lambda text: click.echo(text, err=True), (0,) if drafter else DRAFTS)
     result["planned"] = {"drafter" if drafter else "verifier": planner_step(result["fit"], context, drafter)}
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write(json.dumps(result, indent=1) + "\n")
     if as_json:
         click.echo(json.dumps(result))
     else:

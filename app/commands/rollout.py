@@ -11,10 +11,12 @@ import click
 from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput, Failed
-from tailrace.app.files.otlp_json import traces_data
+from tailrace.app.files.otlp_json import SPANS, traces_data
+from tailrace.app.files.output_file import OutputFile, check_apart
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.files.results import ResultsFile
 from tailrace.app.summary import summarise, table
+from tailrace.app.timeline.entries import JOURNAL
 from tailrace.policies.protocol.actions import SampleEnd
 
 
@@ -37,29 +39,22 @@ from tailrace.policies.protocol.actions import SampleEnd
 @click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object, the last line of stdout.")
 def command(prompts, out, samples, max_tokens, config, address, trace, journal, as_json, seed, step, **sampling):
     """Roll out every prompt of a file; finished groups are appended to OUT as they come."""
+    check_apart({"--out": out, "--trace": trace, "--journal": journal}, {"--prompts": prompts, "--config": config})
     file = load_config(config)
     defaults = {"samples": samples, "max_tokens": max_tokens, "sampling": sampling}
     wanted = read_prompts(prompts, defaults)
+    trace = OutputFile.of(trace, "--trace", SPANS)
+    journal = OutputFile.of(journal, "--journal", JOURNAL)
     results = ResultsFile(out)
     missing = results.missing(wanted, seed, step)
-    _check_writable("--trace", trace)
-    _check_writable("--journal", journal)
     groups, spans = [], []
     if missing:
         if len(missing) < len(wanted):
             click.echo(f"{len(wanted) - len(missing)} of {len(wanted)} groups are in {out} already", err=True)
         groups, spans = _run(file, address, missing, results, seed, step, trace is not None, journal)
     if trace is not None:
-        trace.write_text(json.dumps(traces_data(spans)) + "\n", encoding="utf-8")
+        trace.write(json.dumps(traces_data(spans)) + "\n")
     _report(groups, len(wanted) - len(missing), out, as_json)
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    if path is not None:
-        try:
-            path.touch()
-        except OSError as error:
-            raise BadInput(f"{path}: cannot be written: {error.strerror}; give another {option}") from error
 
 
 def _run(file, address, prompts, results, seed, step, keep_trace, journal):
@@ -97,7 +92,7 @@ def _check_lengths(file, batch, address) -> None:
         raise BadInput(prepared.reason)
 
 
-async def _drive(client, batch, results, journal: Path | None):
+async def _drive(client, batch, results, journal: OutputFile | None):
     from tailrace.app.progress import RolloutProgress
 
     if journal is not None:
@@ -118,7 +113,7 @@ async def _drive(client, batch, results, journal: Path | None):
             await follower
     if journal is not None:
         written = await client.journal(False)
-        journal.write_text(written or "")
+        journal.write(written or "")
         if written is None:
             click.echo("--journal: other batches were in flight all the time; nothing was written down", err=True)
     spans = await client.take_trace(batch.batch_id) if batch.keep_trace else []

@@ -20,6 +20,7 @@ from tailrace.app.cluster import LOOPBACK_ONLY, declared, keep_token_private
 from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput, Failed, MissingExtra
 from tailrace.app.ray_settings import FRUGAL, unset
+from tailrace.app.strict_yaml import read_yaml
 from tailrace.policies.families.allowed_code import added_code
 
 LOOPBACK = "127.0.0.1"
@@ -60,9 +61,10 @@ def command(config, port, dashboard_port):
 
 
 def _deploy(file: ServeFile, config: Path, dashboard: str, environment: dict[str, str]) -> None:
-    """Hand the file to Serve: as it is, or with the packages of --allow-code."""
+    """Hand the file to Serve: as it was read here, since Serve reads `off` and `1e-3` otherwise; or with the packages
+    of --allow-code."""
     with NamedTemporaryFile("w", suffix=".yaml") as written:
-        written.write(yaml.safe_dump(declared(file)) if added_code() else config.read_text())
+        written.write(yaml.safe_dump(declared(file) if added_code() else read_yaml(config)))
         written.flush()
         _run(("serve", "deploy", "--address", dashboard, written.name), environment)
 

@@ -12,6 +12,10 @@ import click
 from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
+from tailrace.app.report.document import PAGE
+
+SIMULATION = OutputKind("a file of `simulate --out`", (b'{"workload": "',), (b'"systems": {',))
 
 CONFIGURED = "config"
 """The name of the system whose policies the configuration names."""
@@ -81,9 +85,8 @@ def run(
     if listing:
         _list(scenario, extra, as_json)
         return
-    for path in (report, out):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise BadInput(f"{path}: its folder does not exist")
+    check_apart({"--report": report, "--out": out}, {"--workload": Path(workload), "--config": config})
+    report, out = OutputFile.of(report, "--report", PAGE), OutputFile.of(out, "--out", SIMULATION)
     systems = _systems(compare, config, extra)
     _check_methods(scenario, systems, extra, trace, steps)
     scenario = scenario.scaled(scale) if scale < 1 else scenario
@@ -93,10 +96,10 @@ def run(
     result = ratios(summaries, next(iter(systems)))
     result |= {"claims": {key: list(claim.value) for key, claim in scenario.claims.items() if trace is None}}
     if out is not None:
-        out.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        out.write(json.dumps(result) + "\n")
     if report is not None:
         title = f"{scenario.name}: {scenario.about}" if trace is None else f"{trace.name} on {scenario.name}'s cluster"
-        report.write_text(_page(title, scenario, pages, result), encoding="utf-8")
+        report.write(_page(title, scenario, pages, result))
     if as_json:
         click.echo(json.dumps(result))
     else:

@@ -27,16 +27,22 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
     the model of TRAIN.YAML. Ctrl-C loses nothing that is in the folder.
     """
     from tailrace.app.train.config import read_train_config
+    from tailrace.app.train.possible_answers import check_rewards
     from tailrace.app.train.record.run_folder import RunFolder
     from tailrace.app.train.task import read_task
+    from tailrace.app.trl.weights_folders import WeightsFolders
 
     settings = read_train_config(train_yaml)
     if steps is not None:
         settings = settings.model_copy(update={"steps": steps})
     task, file = read_task(settings.task), load_config(config)
+    if warning := check_rewards(settings.task, task):
+        click.echo(warning, err=True)
+    if settings.weights_dir is not None:
+        WeightsFolders(settings.weights_dir)
     if settings.trainer.shares_cores:  # threads of torch that wait must not keep a core from the others
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    folder = RunFolder(out, settings)
+    folder = RunFolder(out, settings, plot)
     try:
         result = _run(settings, task, folder, file, address)
     except KeyboardInterrupt as error:

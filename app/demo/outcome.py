@@ -6,13 +6,18 @@ Called by the demo's page and by `tailrace demo`.
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, OutputKind
 from tailrace.app.simulator.report import number, percent, summary
+from tailrace.app.timeline.entries import JOURNAL
 from tailrace.app.timeline.record import Record, record
+
+ABOUT = OutputKind("the figures of a demo", (b'{\n "cores": ',))
 
 RECORDED = Path(__file__).parent / "recorded"
 """A live demo that was recorded, in the package."""
@@ -42,11 +47,19 @@ class DemoOutcome:
         }
 
 
+def output_files(folder: Path) -> dict[str, OutputFile]:
+    """The files of a demo that is to be written, by run, and `about`. Raises BadInput if other files are in their
+    places."""
+    files = {name: OutputFile(_journal(folder, name), "--out", JOURNAL) for name in NAMES}
+    return files | {"about": OutputFile(folder / "about.json", "--out", ABOUT)}
+
+
 def write(folder: Path, journals: Mapping[str, str], about: Mapping[str, int | str]) -> None:
     """The demo's files, which `read` takes. gzip without a time: the same runs are the same bytes."""
+    files = output_files(folder)
     for name, journal in journals.items():
-        _journal(folder, name).write_bytes(gzip.compress(journal.encode(), mtime=0))
-    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        files[name].write(gzip.compress(journal.encode(), mtime=0))
+    files["about"].write(json.dumps(about, indent=1) + "\n")
 
 
 def read(folder: Path) -> DemoOutcome:
@@ -57,7 +70,7 @@ def read(folder: Path) -> DemoOutcome:
         for name in NAMES:
             with gzip.open(_journal(folder, name), "rt", encoding="utf-8") as lines:
                 records[name] = record(lines)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise BadInput(f"{folder}: holds no demo: {error}; `tailrace demo --out {folder}` makes one") from error
     return DemoOutcome(records, about)
 

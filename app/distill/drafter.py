@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tailrace.app.distill.texts import Texts
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.strict_json import parse_object
 from tailrace.deployments.vllm_exact.tokenizer_check import vocabulary_refusal
 
 PLACES = 1000
@@ -75,7 +76,7 @@ def make_drafter(model: Path, texts: Texts, out: Path, course: Course, said: Cal
 def measured(folder: Path) -> float | None:
     """Acceptance of drafts of a model made here, drawn with shared noise, or None for another model."""
     try:
-        return float(json.loads((folder / FIGURES).read_text())["after"]["shared"])
+        return float(parse_object((folder / FIGURES).read_bytes())["after"]["shared"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -20,6 +20,9 @@ from tailrace.app.strict_json import parse_object
 from tailrace.deployments.messages.rollout import Segment
 from tailrace.policies.protocol.actions import SampleEnd
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""An integer that a database holds."""
+
 Tokens = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
@@ -40,7 +43,7 @@ class VerlLine(BaseModel):
     input: str
     output: str
     score: float | None = None
-    step: int | None = Field(None, ge=0)
+    step: Count | None = None
 
     def answers(self) -> Iterator[Dumped]:
         yield Dumped(self.input, self.output, epoch=self.step, reward=told(self.score))
@@ -51,7 +54,7 @@ class TrlRow(BaseModel):
 
     prompt: str
     completion: str
-    step: int | None = Field(None, ge=0)
+    step: Count | None = None
     rewards: dict[str, float | None]
 
     def answers(self) -> Iterator[Dumped]:
@@ -61,7 +64,7 @@ class TrlRow(BaseModel):
 
 
 class OurSample(BaseModel):
-    sample_index: int = Field(ge=0)
+    sample_index: Count
     token_ids: Tokens
     finish_reason: SampleEnd
     segments: list[Segment] = []
@@ -71,7 +74,7 @@ class OurLine(BaseModel):
     prompt_id: str
     prompt_token_ids: Tokens
     samples: list[OurSample]
-    step: int | None = Field(None, ge=0)
+    step: Count | None = None
 
     def answers(self) -> Iterator[Dumped]:
         for sample in self.samples:
@@ -87,7 +90,7 @@ class TraceSample(BaseModel):
 
 
 class TraceEpoch(BaseModel):
-    policy_step: int = Field(ge=0)
+    policy_step: Count
     samples: list[TraceSample]
 
 
@@ -136,12 +139,23 @@ def _parse(line: bytes) -> list[Dumped]:
     if "input" in item and "output" in item:
         return list(VerlLine.model_validate(item).answers())
     if "prompt" in item and "completion" in item:
+        if chat := next((key for key in ("prompt", "completion") if _is_chat(item[key])), None):
+            raise ValueError(
+                f"{chat}: chats are not taken; give text, the prompt as the model's chat template renders it"
+            )
         rows = _rows(item) if isinstance(item["prompt"], list) else [item]
         return [answer for row in rows for answer in _trl_row(row).answers()]
     raise ValueError(
         "no rollout that is known here: verl's have input and output, TRL's prompt and completion, ours "
         "prompt_token_ids and samples, traces prompt and epochs"
     )
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether it is messages, or a column of them."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, dict)
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,24 +1,37 @@
 """A file of JSON lines to which one process appends, so that work which ends early is taken up again.
 
-Invariant: a line is whole or it is cut off; one process writes at a time.
+Invariant: a line is whole or it is cut off; one process writes at a time; a file of other lines is never opened for
+writing, and none of its bytes is lost.
 """
 
 import fcntl
 import json
 import os
+import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import kind_problem
 from tailrace.app.strict_json import parse_object
+
+VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+')
+"""Of the first key of a line: a text or an integer."""
+
+Keys = tuple[str, str]
 
 
 class LinesFile:
-    """Open for appending. `line`: a name for one of them. Raises BadInput when it cannot be written or is in use."""
+    """Open for appending. `line`: a name for one of them; `keys`: the first two of each kind of line.
 
-    def __init__(self, path: Path, line: str):
-        self.path, self._line, self._bytes = path, line, 0
+    Raises BadInput when it cannot be written, is in use, or holds other lines.
+    """
+
+    def __init__(self, path: Path, line: str, *keys: Keys):
+        self.path, self._line, self._keys, self._bytes = path, line, keys, 0
         try:
+            self._check()
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -28,17 +41,21 @@ class LinesFile:
             raise BadInput(f"{path}: cannot be written: {error.strerror}; give another --out") from error
 
     def read(self, take: Callable[[dict], None]) -> None:
-        """Gives each line to `take`. A half-written last line is cut off. Raises BadInput, naming the line."""
-        self._bytes = 0
+        """Gives each line to `take`. A half-written last line of ours is cut off. Raises BadInput, naming the line."""
+        self._bytes, number, rest = 0, 0, b""
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
+                    rest = line
                     break
-                try:
-                    take(parse_object(line, constants=True))
-                except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                    raise BadInput(f"{self.path} line {number}: not {self._line}; give another --out") from error
+                self._take(take, number, line)
                 self._bytes += len(line)
+        if rest and self._is_whole(rest):
+            self._take(take, number, rest)
+            self._write(b"\n")
+            self._bytes += len(rest) + 1
+        elif rest and not self._is_ours(rest, self._bytes == 0):
+            raise self._other(number)
         self._cut()
 
     def append(self, line: dict) -> None:
@@ -54,6 +71,38 @@ class LinesFile:
     def close(self) -> None:
         self._file.close()
 
+    def _check(self) -> None:
+        """Raises BadInput if there is something else, which is only read. Passes on OSError."""
+        if not self.path.exists():
+            return
+        mode = self.path.stat().st_mode
+        problem = kind_problem(mode) or (None if stat.S_ISREG(mode) else "is no file that can be read again")
+        if problem is not None:
+            raise BadInput(f"{self.path}: {problem}; give another --out")
+        with self.path.open("rb") as file:
+            first = file.readline(1 << 20)
+        if first and not self._is_ours(first, True):
+            raise self._other(1)
+
+    def _is_ours(self, line: bytes, first: bool) -> bool:
+        """Whether a line, or the beginning of one, is ours. Of the first line the first two keys must show."""
+        return any(_begins(line, keys, first) for keys in self._keys)
+
+    def _is_whole(self, line: bytes) -> bool:
+        try:
+            return bool(parse_object(line, constants=True))
+        except ValueError:
+            return False
+
+    def _take(self, take: Callable[[dict], None], number: int, line: bytes) -> None:
+        try:
+            take(parse_object(line, constants=True))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise self._other(number) from error
+
+    def _other(self, number: int) -> BadInput:
+        return BadInput(f"{self.path} line {number}: not {self._line}; the file is left as it is, give another --out")
+
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
@@ -64,3 +113,15 @@ class LinesFile:
         """Ends the file after its last whole line."""
         if os.fstat(self._file.fileno()).st_size > self._bytes:
             self._file.truncate(self._bytes)
+
+
+def _begins(line: bytes, keys: Keys, shown: bool) -> bool:
+    """Whether a line begins with these keys, or may if it is cut off before both are `shown`."""
+    head, second = (f'{mark}"{key}": '.encode() for mark, key in zip(("{", ", "), keys, strict=True))
+    if not line.startswith(head):
+        return not shown and head.startswith(line)
+    value = VALUE.match(line, len(head))
+    if value is None:
+        return not shown and line[len(head) :][:1] in (b"", b'"')
+    rest = line[value.end() :]
+    return rest.startswith(second) or (not shown and second.startswith(rest))

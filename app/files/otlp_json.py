@@ -7,7 +7,10 @@ and the scope that made them. A file holds one object on one line, as a collecto
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tailrace.app.files.output_file import OutputKind
 from tailrace.deployments.telemetry import SCOPE
+
+SPANS = OutputKind("spans of ours", (b'{"resourceSpans": [{', b'{"resourceSpans": []}'))
 
 KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
 STATUSES = {"unset": 0, "ok": 1, "error": 2}

@@ -1,4 +1,7 @@
-"""Prompts from a JSONL file: one `PromptGroup` a line. Errors are BadInput and name file, line and key."""
+"""Prompts from a JSONL file: one `PromptGroup` a line, or a row of a well-known data set (`data_rows.py`).
+
+Errors are BadInput and name file, line and key.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,7 @@ from pydantic import ValidationError
 
 from tailrace.app.config import first_error
 from tailrace.app.errors import BadInput
+from tailrace.app.files.data_rows import prompt_of, settings_of
 from tailrace.app.strict_json import parse_object
 from tailrace.deployments.messages.rollout import PromptGroup
 
@@ -37,10 +41,11 @@ def read_prompts(path: Path, defaults: dict) -> list[PromptGroup]:
 
 def _parse(path: Path, number: int, line: bytes, defaults: dict) -> PromptGroup:
     try:
-        data = parse_object(line)
-    except ValueError as error:
-        raise BadInput(f"{path} line {number}: {error}") from error
-    try:
+        row = parse_object(line)
+        key, value = prompt_of(row)
+        data = settings_of(row) | {key: value}
         return PromptGroup.model_validate({"prompt_id": f"line-{number}", **defaults, **data})
     except ValidationError as error:
         raise BadInput(f"{path} line {number}: {first_error(error, PromptGroup).removeprefix('file: ')}") from error
+    except ValueError as error:
+        raise BadInput(f"{path} line {number}: {error}") from error

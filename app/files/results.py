@@ -27,7 +27,7 @@ class ResultsFile:
         self.path = path
         self.weights: set[str] = set()  # digests, of the last segments of all samples
         self.done: dict[str, str] = {}  # digests by prompt id, of the groups that are there
-        self._lines = LinesFile(path, "a rollout of ours")
+        self._lines = LinesFile(path, "a rollout of ours", ("prompt_id", "request"))
         self._lines.read(self._take)
 
     def _take(self, group: dict) -> None:

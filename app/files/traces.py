@@ -25,14 +25,22 @@ def read_trace(path: Path) -> list[dict]:
         text = gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read: {error}") from error
-    lines = []
+    lines, seen = [], {}
     for number, line in enumerate(text.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             item = parse_object(line, constants=True)
-            if not TraceLine.model_validate(item).epochs:
+            found = TraceLine.model_validate(item)
+            if not found.prompt:
+                raise ValueError("prompt: it is empty; a prompt needs one token or more")
+            if not found.epochs:
                 raise ValueError("epochs: it is empty; give the samples of one or more")
+            if not found.epochs[-1].samples:
+                raise ValueError("epochs: the last one has no sample to roll out; leave the prompt out")
+            if (name := str(found.prompt_id)) in seen:
+                raise ValueError(f"prompt_id {name!r} is on line {seen[name]} already")
+            seen[name] = number
         except ValidationError as error:
             raise BadInput(f"{path} line {number}: not a trace line: {first_error(error, TraceLine)}") from error
         except ValueError as error:

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
 from multiprocessing import get_context
 
+from tailrace.app.fuzz.odd.plan import PLAIN
 from tailrace.app.fuzz.run import SINGLES_SHARE, Outcome, RunPlan, plan_of, run
 
 BATCH = 8
@@ -44,15 +45,20 @@ def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE
     try:
         return run(plan)
     except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue
-        return Outcome(seed, f"the simulation ended with {error!r}", plan.faults)
+        return Outcome(seed, f"the simulation ended with {error!r}", plan.all_faults)
 
 
 def described(plan: RunPlan) -> list[str]:
     """A plan in lines, for people."""
     size = plan.size
     lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
-    lines += [f"  driver {d.name}: {d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}" for d in plan.drivers]
+    for d in plan.drivers:
+        odd = [kind for kind in ("hasty", "impossible") if getattr(d, kind)]
+        work = f"{d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}"
+        lines.append(" ".join([f"  driver {d.name}: {work}", *odd]))
     lines += [
-        f"  at {f.at_s:6.2f} s {f.kind} (target {f.target}, {f.seconds} s, number {f.number})" for f in plan.faults
+        f"  at {f.at_s:6.2f} s {f.kind} (target {f.target}, {f.seconds} s, number {f.number})" for f in plan.all_faults
     ]
+    if plan.odd != PLAIN:
+        lines.append(f"  {plan.odd}")
     return lines

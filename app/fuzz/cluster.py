@@ -14,7 +14,8 @@ from tailrace.app.fuzz.disk import Disk, digest_of
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.lines import SimulatedLines
 from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.replica import SimulatedReplica
+from tailrace.app.fuzz.odd.culprits import Culprits
+from tailrace.app.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.app.fuzz.shards import SimulatedShards, config_of
 from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
 from tailrace.app.fuzz.virtual_time import Process
@@ -105,13 +106,16 @@ class SimulatedCoordinator(Coordinator.func_or_class):
 class SimulatedCluster:
     """See the module docstring. `rng`: of latencies and boot times. `history`: a folder for that."""
 
-    def __init__(self, size: Size, rng: Random, log_disk: LogDisk, history: Path | None = None):
+    def __init__(
+        self, size: Size, rng: Random, log_disk: LogDisk, history: Path | None = None, culprits: Culprits | None = None
+    ):
         self.size, self._rng, self.log_disk = size, rng, log_disk
         self._now = asyncio.get_running_loop().time
         self.telemetry = Telemetry("fuzz")
         self.disk = Disk({"start": "start"})
         self.replicas: dict[str, SimulatedReplica] = {}
         self.gone: list[SimulatedReplica] = []  # killed, or stopped, but for those that a deadly sample has ended
+        self.culprits = culprits or Culprits()
         self.deadly: set[int] = set()  # keys of samples that end each engine that runs them
         self.wanted = size.replicas
         self._booting = 0
@@ -166,6 +170,7 @@ class SimulatedCluster:
             kv_capacity_blocks=self.size.kv_capacity_blocks,
             pool=self.master.keys if self.master else None,
             now=self._now,
+            culprits=self.culprits,
         )
         about = name, stepper, self.size.step_s, self.telemetry, self._now()
         self.replicas[name] = SimulatedReplica(*about, self.lines.dial, self.deadly)
@@ -173,6 +178,7 @@ class SimulatedCluster:
     def kill(self, name: str) -> None:
         replica = self.replicas.pop(name)
         replica.kill()
+        self.culprits.excuses += 1
         if not replica.loop.ended_by_sample:
             self.gone.append(replica)
 
@@ -247,6 +253,9 @@ class SimulatedCluster:
                 replica.failed_checks = replica.failed_checks + 1 if silent > 90.0 else 0
             except Exception:  # noqa: BLE001 - as Serve: any exception is a failed probe
                 replica.failed_checks += 1
+            problem = replica.loop.problem or ""
+            if "a step failed" in problem and not replica.stepper.broken and ILLEGAL_ACCESS not in problem:
+                self.defects.append(f"{replica.name} ended under a sample: {problem}")
             if replica.failed_checks >= FAILED_CHECKS:
                 self.kill(replica.name)
         if self._up.is_set():

@@ -6,7 +6,8 @@ Invariant: a driver ends when each of its steps has all groups, each once; whate
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from ray.exceptions import RayError
@@ -15,15 +16,15 @@ from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRej
 from tailrace.app.calls.refused import AdapterRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
+from tailrace.app.fuzz.checks import Checks, Ledger, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster
-from tailrace.app.fuzz.disk import adapted, digest_of
-from tailrace.app.fuzz.stepper import EOS, token_at
+from tailrace.app.fuzz.disk import digest_of
+from tailrace.app.fuzz.odd.hasty import HastySession, give_up
+from tailrace.app.fuzz.odd.impossible import ImpossibleAsks
 from tailrace.app.verification.asking import two_turns
 from tailrace.deployments.messages.chunk import sample_key
 from tailrace.deployments.messages.liveness import RENEW_S
-from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch, SampleResult
-from tailrace.policies.core.failures import MAX_LOST, MAX_LOST_ALONE
-from tailrace.policies.protocol.actions import SampleEnd
+from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
 
 AGAIN_S = 2.0
 
@@ -34,10 +35,6 @@ ADAPTED_SHARE = 0.7
 """Of the groups of a driver with an adapter."""
 
 HOLDS_S = (0.0, 1.0, 60.0)
-
-
-class Wrong(AssertionError):
-    """A result that no run may give."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,8 @@ class DriverPlan:
     priority: int = 0
     share: float = 1.0
     singles: bool = False  # asks for its samples one by one, in an open session
+    impossible: bool = False  # asks also for what no service can do
+    hasty: bool = False  # gives calls up and makes them again at once
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
     def batch(self, step: int) -> RolloutBatch:
@@ -81,22 +80,6 @@ class DriverPlan:
             priority=self.priority,
             share=self.share,
         )
-
-
-@dataclass
-class Ledger:
-    """Observations of all drivers of a run. `contents`: weights version -> contents that its tokens came from."""
-
-    contents: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
-    offered: dict[int, set[str]] = field(default_factory=lambda: {0: {"start"}})
-    unread: set[int] = field(default_factory=set)  # versions that were accepted while no replica could read them
-    samples: int = 0
-    tokens: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    cancels: set[str] = field(default_factory=set)  # batches that somebody has cancelled
-    version: int = 0  # the last one that an update gave
-    policies_failed: bool = False  # a policy was in trouble: it may have ended batches
 
 
 class TaskHeartbeat(Heartbeat):
@@ -136,6 +119,7 @@ class SimulatedDriver:
         self.plan, self._cluster, self._ledger = plan, cluster, ledger
         self.done = 0
         self.ended = False
+        self._checks = Checks(cluster, ledger)
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -144,14 +128,29 @@ class SimulatedDriver:
             batch = self.plan.batch(self.done)
             if self.plan.adapted:
                 await self._load_adapter(client)
-            groups = await (self._roll_singles if self.plan.singles else self._roll)(client, batch)
+            groups = await self._rolled(client, batch)
             for group in batch.groups:
-                self._check(batch, group, groups[group.prompt_id])
+                self._checks.check(batch, group, groups[group.prompt_id])
             if self.plan.updates:
                 await self._update(client)
             self.done += 1
             await asyncio.sleep(self.plan.pause_s)
         self.ended = True
+
+    async def _rolled(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
+        """All groups of a batch, while the driver may also ask for what no service can do."""
+        roll = self._roll_singles if self.plan.singles else self._roll
+        if not self.plan.impossible:
+            return await roll(client, batch)
+        asks = ImpossibleAsks(self._cluster, client, Random(f"{batch.seed}/{batch.batch_id}/impossible"))
+        await asks.before(batch)
+        meanwhile = asyncio.ensure_future(asks.meanwhile(batch))
+        try:
+            return await roll(client, batch)
+        finally:
+            meanwhile.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await meanwhile
 
     async def _roll(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
         """All groups of a batch. The client continues after faults by itself, unless its weights are overwritten."""
@@ -159,6 +158,8 @@ class SimulatedDriver:
         while True:
             self._cluster.log_disk.begin(batch.batch_id)
             try:
+                if self.plan.hasty:
+                    await give_up(client, batch, self._hurry(batch), partial(self._again, batch))
                 async for group in client.rollout(batch):
                     if group.prompt_id in groups:
                         raise Wrong(f"{batch.batch_id}: group {group.prompt_id} came twice")
@@ -166,11 +167,13 @@ class SimulatedDriver:
                 break
             except WeightsRejected:
                 groups.clear()
+                self._cluster.culprits.excuses += 1
                 await asyncio.sleep(AGAIN_S)
             except RolloutRejected:
                 if not self._ledger.policies_failed:
                     raise
                 groups.clear()
+                self._cluster.culprits.excuses += 1
                 await asyncio.sleep(AGAIN_S)
         if len(groups) < len(batch.groups):
             raise Wrong(f"{batch.batch_id}: {len(groups)} of {len(batch.groups)} groups came")
@@ -184,27 +187,44 @@ class SimulatedDriver:
         rank = {"priority": batch.priority, "share": batch.share}
         while True:
             session, late = client.open(batch.batch_id, seed=batch.seed, step=batch.step, **rank), []
+            hasty = HastySession(session, self._hurry(batch), partial(self._again, batch)) if self.plan.hasty else None
             try:
                 for group, index in wanted:
                     of = rng.choice((None, group.samples))
                     if turns.random() < TURNS_SHARE:
                         split, hold_s = turns.randint(1, group.max_tokens), turns.choice(HOLDS_S)
-                        late.append(asyncio.ensure_future(two_turns(session, group, index, split, hold_s)))
+                        late.append(asyncio.ensure_future(two_turns(hasty or session, group, index, split, hold_s)))
                     else:
                         given = {"group": group.prompt_id, "index": index, "of": of, "adapter": group.adapter}
-                        session.submit(group.token_ids, **given, max_tokens=group.max_tokens)
+                        given["max_tokens"] = group.max_tokens
+                        if hasty is None:
+                            session.submit(group.token_ids, **given)
+                        else:
+                            late.append(asyncio.ensure_future(hasty.generate(group.token_ids, **given)))
                     await asyncio.sleep(rng.choice((0.0, 0.0, 1.0)))
                 answers = [answer async for answer in session.samples()]
                 return groups_of_answers([*answers, *(await asyncio.gather(*late))])
             except (WeightsRejected, RolloutRejected) as error:
                 if isinstance(error, RolloutRejected) and not self._ledger.policies_failed:
                     raise
+                self._cluster.culprits.excuses += 1
                 await asyncio.sleep(AGAIN_S)
             finally:
                 for task in late:
                     task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
                 await session.close()
+
+    def _hurry(self, batch: RolloutBatch) -> Random:
+        return Random(f"{batch.seed}/{batch.batch_id}/hasty/{self._now()}")
+
+    def _again(self, batch: RolloutBatch, request: dict | None = None) -> None:
+        """A call is made that may make one of the batch's samples again, or all of them."""
+        wanted = [(group, index) for group in batch.groups for index in range(group.samples)]
+        for group, index in wanted:
+            if request is None or (request["group"], request["index"]) == (group.prompt_id, index):
+                key = sample_key(batch.seed, batch.step, group.prompt_id, index)
+                self._cluster.culprits.ask_again(key, group.token_ids)
 
     async def _update(self, client: RolloutClient) -> None:
         """Gives the service new weights, under the first version that is not taken."""
@@ -236,65 +256,3 @@ class SimulatedDriver:
         loaded = await insisted(lambda: client.load_adapter(self.plan.name, f"/{content}"), RayError, AdapterRejected)
         if loaded.digest != digest_of(content):
             raise Wrong(f"adapter {content} was loaded as {loaded.digest}")
-
-    def _check(self, batch: RolloutBatch, group: PromptGroup, result: GroupResult) -> None:
-        where = f"{batch.batch_id}/{group.prompt_id}"
-        if (result.batch_id, result.prompt_token_ids) != (batch.batch_id, group.token_ids):
-            raise Wrong(f"{where}: the result is of another prompt")
-        if [sample.sample_index for sample in result.samples] != list(range(group.samples)):
-            raise Wrong(f"{where}: samples {[sample.sample_index for sample in result.samples]} of {group.samples}")
-        for sample in result.samples:
-            self._check_sample(batch, group, sample, f"{where}#{sample.sample_index}")
-
-    def _check_sample(self, batch: RolloutBatch, group: PromptGroup, sample: SampleResult, where: str) -> None:
-        ledger, tokens = self._ledger, sample.token_ids
-        ledger.samples += 1
-        ledger.tokens += len(tokens)
-        ledger.failed += sample.finish_reason is SampleEnd.FAILED
-        ledger.cancelled += sample.finish_reason is SampleEnd.CANCELLED
-        spans = [(segment.start, segment.end) for segment in sample.segments]
-        if [start for start, _ in spans] != [0, *(end for _, end in spans)][: len(spans)]:
-            raise Wrong(f"{where}: segments {spans} do not follow each other")
-        if (spans[-1][1] if spans else 0) != len(tokens) or len(sample.logprobs) != len(tokens):
-            raise Wrong(f"{where}: {len(tokens)} tokens, {len(sample.logprobs)} logprobs, segments {spans}")
-        key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
-        for segment in sample.segments:
-            place = len(group.token_ids) + segment.start
-            own = digest_of(f"{group.adapter}-{batch.step}") if group.adapter else ""
-            if segment.adapter_digest != own:
-                raise Wrong(f"{where}: tokens {segment.start} on are of adapter {segment.adapter_digest}, not {own}")
-            self._check_segment(key, place, tokens[segment.start : segment.end], segment, where)
-        self._check_end(group, sample, where)
-        if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
-            raise Wrong(f"{where}: {problem}")
-        if sample.finish_reason is SampleEnd.CANCELLED and batch.batch_id not in ledger.cancels:
-            raise Wrong(f"{where}: cancelled without a request")
-        by_themselves = MAX_LOST_ALONE if self._cluster.deadly else MAX_LOST_ALONE + MAX_LOST
-        may_be_deadly = len(self._cluster.gone) >= by_themselves and " left: " in (sample.error or "")
-        if sample.finish_reason is SampleEnd.FAILED and not may_be_deadly and key not in self._cluster.deadly:
-            raise Wrong(f"{where}: given up: {sample.error}")
-
-    def _check_segment(self, key: int, place: int, tokens: tuple[int, ...], segment, where: str) -> None:
-        version, mean, own = segment.weights_version, self._cluster.size.mean_tokens, segment.adapter_digest
-        fits = {
-            content
-            for content in self._ledger.offered.get(version, ())
-            if all(token_at(key, adapted(content, own), place + i, mean) == token for i, token in enumerate(tokens))
-        }
-        if not fits:
-            raise Wrong(f"{where}: tokens {segment.start} to {segment.end} are not those of weights {version}")
-        if len(tokens) >= 8:  # else two contents may agree by chance
-            known = self._ledger.contents.setdefault(version, fits)
-            self._ledger.contents[version] = known & fits or fits
-            if not known & fits and not self._cluster.forgetful:
-                raise Wrong(f"{where}: weights {version} are {fits} here, and were {known} before")
-
-    def _check_end(self, group: PromptGroup, sample: SampleResult, where: str) -> None:
-        tokens = sample.token_ids
-        stops = [place for place, token in enumerate(tokens) if token == EOS]
-        if stops and stops != [len(tokens) - 1]:
-            raise Wrong(f"{where}: tokens follow its end at {stops[0]}")
-        if (sample.finish_reason is SampleEnd.STOP) != bool(stops):
-            raise Wrong(f"{where}: {len(tokens)} tokens, ends at {stops}, finish_reason {sample.finish_reason}")
-        if sample.finish_reason is SampleEnd.LENGTH and len(tokens) != group.max_tokens:
-            raise Wrong(f"{where}: {len(tokens)} tokens of at most {group.max_tokens} end it by length")

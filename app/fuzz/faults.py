@@ -12,11 +12,13 @@ from typing import NamedTuple
 from ray.exceptions import RayError
 
 from tailrace.app.calls.client import WeightsRejected
-from tailrace.app.fuzz.actor_faults import master_restarts, meets, other_shards, shard_dies
+from tailrace.app.fuzz.checks import Ledger
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import TORN, digest_of
-from tailrace.app.fuzz.drivers import Ledger, driver_client
-from tailrace.app.fuzz.odd_policies import TROUBLES, Trouble
+from tailrace.app.fuzz.drivers import driver_client
+from tailrace.app.fuzz.odd.actor_faults import master_restarts, meets, other_shards, shard_dies
+from tailrace.app.fuzz.odd.engine_faults import HARMLESS, OF_ENGINES
+from tailrace.app.fuzz.odd.policies import TROUBLES, Trouble
 from tailrace.app.fuzz.replica import DAMAGES, SimulatedReplica
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
@@ -56,7 +58,8 @@ class FaultSite:
         return status.weights_digest if status.weights_version == version else ""
 
     async def do(self, fault: Fault) -> None:
-        await KINDS[fault.kind](self, fault)
+        self.cluster.culprits.excuses += fault.kind not in HARMLESS
+        await (KINDS | OF_ENGINES)[fault.kind](self, fault)
 
 
 async def _kill(site: FaultSite, fault: Fault) -> None:

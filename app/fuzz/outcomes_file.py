@@ -68,7 +68,7 @@ class OutcomesFile:
     def __init__(self, path: Path, code: str, kinds: Iterable[str]):
         self.lines: dict[int, OutcomeLine] = {}
         self._path, self._found = path, None
-        self._file = LinesFile(path, "an outcome of `tailrace fuzz`")
+        self._file = LinesFile(path, "an outcome of `tailrace fuzz`", ("code", "kinds"), ("seed", "problem"))
         self._file.read(self._take)
         head = OutcomesHead(code=code, kinds=sorted(kinds))
         if self._found is None:

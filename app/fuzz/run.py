@@ -11,12 +11,15 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+from tailrace.app.fuzz.checks import Ledger, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster, Size
-from tailrace.app.fuzz.drivers import DriverPlan, Ledger, SimulatedDriver, Wrong
+from tailrace.app.fuzz.drivers import DriverPlan, SimulatedDriver
 from tailrace.app.fuzz.faults import KINDS, Fault, FaultSite, schedule
 from tailrace.app.fuzz.log_disk import KINDS as LOG_DISKS
 from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.odd_policies import Trouble, oddly
+from tailrace.app.fuzz.odd.idle_watch import IdleWatch
+from tailrace.app.fuzz.odd.plan import PLAIN, Oddities, OddPlan
+from tailrace.app.fuzz.odd.policies import Trouble, oddly
 from tailrace.app.fuzz.virtual_time import Deadlock, Process, VirtualLoop
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.staging.slots import SHARED_MEMORY
@@ -29,6 +32,9 @@ END_S = 4000.0
 
 SETTLE_S = 80.0
 """Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
+
+LOOK_S = 5
+"""Seconds between looks at samples that wait."""
 
 FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 """Of the files of runs; None for the system's own: a disk takes a quarter of their time."""
@@ -46,6 +52,11 @@ class RunPlan:
     size: Size
     drivers: tuple[DriverPlan, ...]
     faults: tuple[Fault, ...]
+    odd: OddPlan = PLAIN
+
+    @property
+    def all_faults(self) -> tuple[Fault, ...]:
+        return self.faults + self.odd.faults
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class Outcome:
 
 
 def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
-    """The plan of a seed. `singles`: share of drivers that ask for single samples."""
+    """The plan of a seed. `kinds`: of faults and oddities. `singles`: share of drivers that ask for single samples."""
+    odd = Oddities(seed, kinds)
     asking, adapting = Random(f"singles/{seed}"), Random(f"adapters/{seed}")
     rng = Random(f"plan/{seed}")
     shares = Random(f"shares/{seed}")
@@ -105,13 +117,16 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
             share=shares.choice((0.5, 1.0, 4.0)),
             singles=asking.random() < singles,
             adapted=adapting.random() < ADAPTED_SHARE,
+            impossible=odd.chosen("impossible", f"d{number}") is not None,
+            hasty=odd.chosen("hasty", f"d{number}") is not None,
         )
         for number in range(rng.randint(1, 3))
     )
-    faults = schedule(rng, FAULTS_S, kinds)
+    of_faults = tuple(kind for kind in kinds if kind in KINDS)
+    faults = schedule(rng, FAULTS_S, of_faults) if of_faults else ()
     if any(fault.kind == "policy" for fault in faults):
         size = replace(size, policies=oddly(policies))
-    return RunPlan(seed, size, drivers, faults)
+    return RunPlan(seed, size, drivers, faults, odd.plan(FAULTS_S))
 
 
 def run(plan: RunPlan) -> Outcome:
@@ -130,7 +145,7 @@ def run(plan: RunPlan) -> Outcome:
     return Outcome(
         seed=plan.seed,
         problem=problem,
-        faults=plan.faults,
+        faults=plan.all_faults,
         samples=ledger.samples,
         tokens=ledger.tokens,
         seconds=seconds,
@@ -154,7 +169,8 @@ async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
         rng = Random(f"token log/{plan.seed}")
         log_disk = LogDisk(rng.choice(LOG_DISKS), Path(folder), rng)
         history = Path(folder) / "history"
-        cluster = SimulatedCluster(plan.size, Random(f"latency/{plan.seed}"), log_disk, history)
+        latency = Random(f"latency/{plan.seed}")
+        cluster = SimulatedCluster(plan.size, latency, log_disk, history, plan.odd.culprits())
         return await _play(plan, ledger, cluster)
 
 
@@ -177,14 +193,16 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
     for number in range(len(drivers)):
         start(number)
     site = FaultSite(cluster, ledger, vanish)
-    for fault in plan.faults:
+    for fault in plan.all_faults:
         cluster.controller.spawn(_later(site, fault))
+    watch = IdleWatch(cluster)
     while now() < END_S:
         await asyncio.sleep(1.0)
-        if (problem := _problem(cluster, running)) is not None:
+        idle = watch.problem(now()) if int(now()) % LOOK_S == 0 else None
+        if (problem := _problem(cluster, running) or idle) is not None:
             return problem
         if all(driver.ended for driver in drivers):
-            faults_end_s = max((fault.end_s for fault in plan.faults), default=0.0)
+            faults_end_s = max((fault.end_s for fault in plan.all_faults), default=0.0)
             await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
             left_over = _left_over(cluster) or (await cluster.shards.left_over() if cluster.shards else None)
             return _problem(cluster, running) or left_over
@@ -248,10 +266,13 @@ def shortened(plan: RunPlan) -> RunPlan:
 def _shorter(plan: RunPlan):
     for i in range(len(plan.faults)):
         yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
+    for field, default in vars(PLAIN).items():
+        if getattr(plan.odd, field) != default:
+            yield replace(plan, odd=replace(plan.odd, **{field: default}))
     for i in range(len(plan.drivers) if len(plan.drivers) > 1 else 0):
         yield replace(plan, drivers=plan.drivers[:i] + plan.drivers[i + 1 :])
     for i, driver in enumerate(plan.drivers):
-        for smaller in ({"steps": 1}, {"groups": 1}, {"samples": 1}):
+        for smaller in ({"steps": 1}, {"groups": 1}, {"samples": 1}, {"hasty": False}, {"impossible": False}):
             if all(getattr(driver, name) > value for name, value in smaller.items()):
                 drivers = (*plan.drivers[:i], replace(driver, **smaller), *plan.drivers[i + 1 :])
                 yield replace(plan, drivers=drivers)

@@ -5,14 +5,25 @@ Invariant: `token_at` alone decides a token, so that a wrong one shows at once.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
 from itertools import takewhile
 
 import numpy as np
 
+from tailrace.app.fuzz.chunks import (
+    BLOCK_TOKENS,
+    EOS,
+    KEY_PREFIX,
+    VOCABULARY,
+    Blocks,
+    RunningChunk,
+    block_names,
+    pool_key,
+    prompt_logprobs,
+    token_at,
+)
 from tailrace.app.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
+from tailrace.app.fuzz.odd.culprits import RAISED, REFUSED, Culprits
+from tailrace.deployments.engine.suspects import Suspects
 from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
 from tailrace.deployments.messages.chunk import (
     TAGS,
@@ -20,43 +31,14 @@ from tailrace.deployments.messages.chunk import (
     ChunkRequest,
     ChunkResult,
     EngineStats,
-    KvPlan,
     WeightsRead,
 )
-from tailrace.deployments.messages.rollout import PromptLogprobs
-from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
+from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.policies.protocol.events import ChunkEnd
 from tailrace.policies.protocol.performance import Performance
 
-VOCABULARY, EOS = 1000, 0
-BLOCK_TOKENS = 16
-PIECE = 16
-"""Tokens that one hash gives."""
-
-KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
-
 MIXED = "mixed"
 """Content in the place of the weights of a chunk that has read KV of another content."""
-
-
-@lru_cache(maxsize=1 << 14)
-def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
-    raw = blake2b(f"{key}/{digest}/{index}".encode(), digest_size=4 * PIECE).digest()
-    drawn = np.frombuffer(raw, np.uint32)
-    return tuple(np.where(drawn % mean_tokens == 0, EOS, 1 + drawn % (VOCABULARY - 1)).tolist())
-
-
-def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
-    """Returns the token at a position of the sample `key`, prompt included, under weights of content `digest`."""
-    return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
-
-
-@dataclass
-class RunningChunk:
-    chunk: ChunkRequest
-    content: str
-    cached_tokens: int = 0
-    tokens: list[int] = field(default_factory=list)
 
 
 class SimulatedStepper:
@@ -71,17 +53,18 @@ class SimulatedStepper:
         kv_capacity_blocks: int,
         pool: dict[str, str] | None,
         now: Callable[[], float],
+        culprits: Culprits,
     ):
         """`pool`: the KV pool's keys, each with the content of the weights that wrote it; None without a pool."""
-        self.disk, self._now = disk, now
-        self._mean_tokens, self._step_tokens = mean_tokens, step_tokens
+        self.disk, self._now, self._culprits = disk, now, culprits
+        self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
         self._version, self._source = 0, ""
         self._take(disk.read("start"))
         self._pool = pool
         self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
-        self._blocks: dict[bytes, None] = {}  # names of the blocks here, the longest unused first
+        self._blocks = Blocks(kv_capacity_blocks)
         self._steps = self._made = 0
         self._kv_counts: Counter[str] = Counter()
         self.progress_s = 0.0
@@ -96,6 +79,10 @@ class SimulatedStepper:
         self._asleep: tuple[str, ...] = ()
         self.refuses = ""  # why chunks are refused; a fault sets it
         self._swallowed: set[str] = set()  # chunks that run and make no token
+        self._suspects = Suspects()
+        self.broken = False  # every step raises
+        self.hiccup = False  # the next step raises
+        self.longest_wait_steps = 0  # of a chunk, in a row, for the search of a culprit
 
     @property
     def busy(self) -> bool:
@@ -118,30 +105,28 @@ class SimulatedStepper:
             raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
         if chunk.adapter is not None:
             self.adapters.take(chunk.adapter)
-        self._running[chunk.chunk_id] = RunningChunk(chunk, self._content_of(chunk), self._cached_tokens(chunk))
+        key = chunk.sample_key
+        if self._culprits.refuses(key, len(chunk.token_ids)):
+            self._culprits.end(chunk)
+            raise RequestRefused(f"chunk {chunk.chunk_id}: {REFUSED}")
+        about = chunk, self._content_of(chunk), self._cached_tokens(chunk), self._culprits.raises_at(key)
+        self._running[chunk.chunk_id] = RunningChunk(*about)
+        self._suspects.join(chunk.chunk_id)
 
     def _content_of(self, chunk: ChunkRequest) -> str:
         """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
         own = adapted(self._content, digest_of_adapter(chunk.adapter))
         if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
             return own
-        names = _names(chunk, chunk.token_ids)
-        return own if {self._pool.get(_key(name), own) for name in names} <= {own} else MIXED
+        names = block_names(chunk, chunk.token_ids)
+        return own if {self._pool.get(pool_key(name), own) for name in names} <= {own} else MIXED
 
     def _cached_tokens(self, chunk: ChunkRequest) -> int:
         """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
-        names = _names(chunk, chunk.token_ids[:-1])
+        names = block_names(chunk, chunk.token_ids[:-1])
         pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
-        found = takewhile(lambda name: name in self._blocks or _key(name) in (pulls or ()), names)
+        found = takewhile(lambda name: name in self._blocks or pool_key(name) in (pulls or ()), names)
         return BLOCK_TOKENS * sum(1 for _ in found)
-
-    def _keep(self, names: list[bytes]) -> None:
-        """Keep the blocks of a context, over those that were used before all others."""
-        for name in names:
-            self._blocks.pop(name, None)
-            self._blocks[name] = None
-        for name in list(self._blocks)[: max(0, len(self._blocks) - self._constant["kv_capacity_blocks"])]:
-            del self._blocks[name]
 
     def peek(self, chunk_id: str) -> np.ndarray:
         running = self._running.get(chunk_id)
@@ -158,16 +143,48 @@ class SimulatedStepper:
 
     def step(self) -> list[tuple[str, ChunkResult | Exception]]:
         self._steps += 1
-        for chunk_id, running in list(self._running.items()):
-            if chunk_id not in self._swallowed:
+        names = list(self._running) if self._suspects.quiet else self._tried()
+        going = {name: self._running[name] for name in names if name not in self._swallowed}
+        if self._raises(going):
+            self._search(going)
+        else:
+            for chunk_id, running in going.items():
                 self._decode(chunk_id, running)
         self.progress_s = self._now()
         ended, self._ended = self._ended, []
         return ended
 
+    def _tried(self) -> list[str]:
+        """The chunks of this step, while others wait for the search of a culprit."""
+        names = self._suspects.running()
+        for chunk_id, running in self._running.items():
+            running.waited_steps = 0 if chunk_id in names else running.waited_steps + 1
+            self.longest_wait_steps = max(self.longest_wait_steps, running.waited_steps)
+        return names
+
+    def _raises(self, going: dict[str, RunningChunk]) -> bool:
+        """Whether a step with these chunks raises. It then makes no token of any."""
+        hiccup, self.hiccup = self.hiccup, False
+        heavy = sum(1 for running in going.values() if self._culprits.is_heavy(running.chunk.sample_key))
+        fatal = any(running.is_fatal(*self._pace) for running in going.values())
+        return bool(going) and (hiccup or self.broken or fatal or heavy > 1)
+
+    def _search(self, going: dict[str, RunningChunk]) -> None:
+        """A step has raised: the next one tries fewer chunks, or one is to blame, or the engine itself is broken."""
+        self._blocks.clear()
+        blamed = self._suspects.raised({name: running.possible(self._step_tokens) for name, running in going.items()})
+        if blamed is None:
+            return
+        if self.broken:
+            raise RuntimeError("a healthy probe raised, too")
+        chunk = self._running.pop(blamed).chunk
+        self._culprits.end(chunk)
+        self._suspects.blame(blamed)
+        self._ended.append((blamed, RequestRefused(f"chunk {blamed}: {RAISED}")))
+
     def _decode(self, chunk_id: str, running: RunningChunk) -> None:
-        chunk = running.chunk
-        start = len(chunk.token_ids) + len(running.tokens)
+        chunk, before = running.chunk, len(running.tokens)
+        start = len(chunk.token_ids) + before
         for position in range(start, start + self._step_tokens):
             token = token_at(chunk.sample_key, running.content, position, self._mean_tokens)
             running.tokens.append(token)
@@ -175,13 +192,15 @@ class SimulatedStepper:
                 return self._finish(chunk_id, ChunkEnd.STOP)
             if len(running.tokens) == chunk.max_tokens:
                 return self._finish(chunk_id, ChunkEnd.LENGTH)
+        self._suspects.made(chunk_id, len(running.tokens) - before)
 
     def _finish(self, chunk_id: str, end: ChunkEnd) -> None:
         running = self._running.pop(chunk_id)
+        self._suspects.leave(chunk_id)
         self._swallowed.discard(chunk_id)
         chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
         context = np.concatenate([chunk.token_ids, tokens])
-        self._keep(_names(chunk, context[:-1]))
+        self._blocks.keep(block_names(chunk, context[:-1]))
         saved = self._save(chunk, context, end)
         computed_tokens = len(chunk.token_ids) - running.cached_tokens
         self._made += len(tokens)
@@ -201,7 +220,7 @@ class SimulatedStepper:
             stored_tokens=BLOCK_TOKENS * len(saved),
             kv_names=b"".join(saved),
             sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
-            prompt_logprobs=_prompt_logprobs(chunk) if chunk.scores_prompt else None,
+            prompt_logprobs=prompt_logprobs(chunk) if chunk.scores_prompt else None,
         )
         self._ended.append((chunk_id, result))
 
@@ -211,9 +230,9 @@ class SimulatedStepper:
             return []
         if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
             return []
-        names = _names(chunk, context)
+        names = block_names(chunk, context)
         for name in names:
-            self._pool.setdefault(_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
+            self._pool.setdefault(pool_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
         return names
 
     def load_weights(self, version: int, source: str, digest: str) -> None:
@@ -278,23 +297,3 @@ class SimulatedStepper:
 
     def close(self) -> None:
         self._running.clear()
-
-
-def _prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
-    count = len(chunk.token_ids) - 1
-    return PromptLogprobs(logprobs=range(-1, -1 - count, -1), ranks=range(1, 1 + count), top=((),) * count)
-
-
-def _names(chunk: ChunkRequest, token_ids: np.ndarray) -> list[bytes]:
-    """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
-    kv = chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
-    salt = cache_salt(kv.version, kv.digest, digest_of_adapter(chunk.adapter))
-    covered, names = blake2b(salt.encode(), digest_size=32), []
-    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
-        covered.update(token_ids[end - BLOCK_TOKENS : end].tobytes())
-        names.append(block_name(kv.version, covered.digest()))
-    return names
-
-
-def _key(name: bytes) -> str:
-    return f"{KEY_PREFIX}@{name.hex()}"

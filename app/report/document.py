@@ -12,7 +12,13 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 
+from tailrace.app.files.output_file import OutputKind
 from tailrace.app.style.palette import style
+
+HEAD = '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
+
+PAGE = OutputKind("a page of ours", (HEAD.encode(),), (f'"Content-Security-Policy" content="{POLICY}'.encode(),))
 
 WEB = Path(__file__).parent / "web"
 """The style sheet but for its colours, and the script, in parts."""
@@ -25,11 +31,11 @@ def document(title: str, body: str, data: dict | None) -> str:
     """The whole text. `body` is markup; `data`: the spans of its timelines, by `timelines`, or None without one."""
     script = _script()
     digest = b64encode(sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"{POLICY}{digest}'"
     scripts = f'<script type="application/json" id="spans">{_inert(data)}</script>\n<script>{script}</script>\n'
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'{HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="generator" content="Tailrace">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{style()}{_asset('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"</main>\n{scripts if data else ''}</body>\n</html>\n"

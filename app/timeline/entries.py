@@ -10,6 +10,10 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from tailrace.app.files.output_file import OutputKind
+
+JOURNAL = OutputKind("a journal of `rollout --journal`", (b'{"journal": ',))
+
 
 class Entry(NamedTuple):
     """`fields` of an event or action, as attributes; `now`: its time, monotonic seconds."""

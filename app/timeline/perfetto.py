@@ -10,12 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from tailrace.app.files.output_file import OutputKind
 from tailrace.app.report.span_columns import Band
 from tailrace.app.report.span_lanes import lanes_of
 from tailrace.app.simulator.report import tails
 from tailrace.app.simulator.types import Span
 from tailrace.app.timeline.chunks import COUNTS, RecordedChunk
 from tailrace.app.timeline.record import Record
+
+TRACE = OutputKind(
+    "a trace of `timeline --out`",
+    (b'{"otherData": {"run": ', b'{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, '),
+)
 
 RUN = 1
 """The process of the run; replicas have the numbers after it."""
@@ -34,9 +40,9 @@ def trace_events(title: str, record: Record, bands: Sequence[Band]) -> dict:
         *_counters(record),
     ]
     return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
         "otherData": {"run": title, "batches": record.run.workload, "dropped_entries": record.dropped},
+        "displayTimeUnit": "ms",
+        "traceEvents": events,
     }
 
 

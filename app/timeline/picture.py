@@ -5,8 +5,8 @@ Rows, lanes, colours and signs are those of the page. `tailrace timeline RUN --o
 
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
-from pathlib import Path
 
+from tailrace.app.files.output_file import OutputFile
 from tailrace.app.report.curves import over_moments
 from tailrace.app.report.figures import new_figure, save
 from tailrace.app.report.span_columns import Band, drawable
@@ -29,7 +29,7 @@ MOST_NAMED = 40
 """Rows whose names have room."""
 
 
-def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> None:
+def picture(file: OutputFile, title: str, record: Record, bands: Sequence[Band]) -> None:
     rows = len(record.names)
     spans = drawable({"run": record.run}, MOST_SPANS)["run"]
     lanes = lanes_of(spans)
@@ -51,7 +51,7 @@ def picture(path: Path, title: str, record: Record, bands: Sequence[Band]) -> No
         f"shaded), {number(said['replica_s'])} replica-seconds, moves: {said['moves']:,}, races: {len(record.races):,}",
         loc="left",
     )
-    save(figure, path)
+    save(figure, file)
 
 
 def _rows(axes, record: Record, bands: Sequence[Band]) -> None:

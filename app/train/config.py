@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tailrace.app.config import first_error
 from tailrace.app.deployment_settings import StrictModel
@@ -11,6 +11,7 @@ from tailrace.app.errors import BadInput
 from tailrace.app.strict_yaml import read_yaml
 from tailrace.app.train.feed.modes import Mode
 from tailrace.app.train.task import TaskConfig
+from tailrace.app.train.trl_keys import DEFAULT_LOSS, LOSSES_OVER_ALL_TOKENS, checked
 from tailrace.deployments.messages.rollout import SamplingParams
 
 MAY_CHANGE = ("steps", "checkpoint_every", "evaluate_every", "evaluate_samples", "weights_dir", "rewards", "trainer")
@@ -72,6 +73,18 @@ class TrainConfig(StrictModel):
         if value.stop or value.ignore_eos or value.changes_logits or value.wants_more:
             raise ValueError("TRL's loss knows temperature, top_p, top_k and min_p alone; remove the others")
         return value
+
+    _trl = field_validator("trl")(checked)
+
+    @model_validator(mode="after")
+    def _parts_of_a_group(self):
+        loss_type = self.trl.get("loss_type", DEFAULT_LOSS)
+        if self.trainer.samples_per_pass is not None and loss_type not in LOSSES_OVER_ALL_TOKENS:
+            raise ValueError(
+                f"trainer.samples_per_pass: trl.loss_type {loss_type} is a mean over a group's samples; "
+                f"use {', '.join(LOSSES_OVER_ALL_TOKENS)}, or leave samples_per_pass out"
+            )
+        return self
 
 
 def read_train_config(path: Path) -> TrainConfig:

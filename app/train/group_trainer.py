@@ -21,11 +21,8 @@ from tailrace.app.train.gradients.gradient import Gradient, OrderedSum
 from tailrace.app.train.gradients.gradient_order import GradientOrder
 from tailrace.app.train.gradients.gradient_workers import GradientWorkers, workers_for
 from tailrace.app.train.logprob_mismatch import LogprobMismatch
+from tailrace.app.train.trl_keys import LOSSES_OVER_ALL_TOKENS
 from tailrace.deployments.messages.rollout import GroupResult
-
-LOSSES_OVER_ALL_TOKENS = ("dapo", "cispo", "vespo")
-"""TRL's loss types that divide by the tokens of the whole step (`_compute_loss`, TRL 1.16)."""
-
 
 OF_ANSWERS = (
     "completion_ids", "completion_mask", "sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps",

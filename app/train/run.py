@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import GRPOConfig
 
 from tailrace.app.calls.client import RolloutClient
+from tailrace.app.errors import BadInput
 from tailrace.app.model import resolve_model
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HeldOut
@@ -34,8 +35,9 @@ from tailrace.app.train.rewards import RewardPool
 from tailrace.app.train.step_recorder import StepRecorder
 from tailrace.app.train.step_rewards import StepRewards
 from tailrace.app.train.task import Question, Task
-from tailrace.app.train.trl_settings import defaults, settings_of, trl_settings
+from tailrace.app.train.trl_settings import defaults, settings_of
 from tailrace.app.trl.weights_sender import WeightsSender
+from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import PromptGroup, WeightsLoaded
 
 
@@ -81,7 +83,11 @@ class _Run:
         keep_freed_memory()
         model = str(resolve_model(config.model))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        arguments = GRPOConfig(**defaults() | trl_settings(config, settings_of(config, str(folder.checkpoints))))
+        ours = settings_of(config, str(folder.checkpoints))
+        try:
+            arguments = GRPOConfig(**defaults() | config.trl | ours)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"trl: trl.GRPOConfig does not take these settings: {one_line(error)}") from error
         self._pool = RewardPool(config.task, config.rewards.workers, config.rewards.timeout_s)
         rewards = StepRewards(
             self._pool,

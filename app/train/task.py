@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tailrace.app.deployment_settings import StrictModel
 from tailrace.app.errors import BadInput
+from tailrace.app.files.data_rows import answer_of, prompt_of, settings_of
 from tailrace.app.strict_json import parse_object
 
 
@@ -23,7 +24,10 @@ class TaskConfig(StrictModel):
 
     name: str | None = Field(None, description="a data set of reasoning-gym, such as chain_sum")
     options: dict[str, Any] = Field(default_factory=dict, description="its settings, such as max_terms")
-    prompts: Path | None = Field(None, description='JSONL; a line has "prompt" (text or chat messages) and "answer"')
+    prompts: Path | None = Field(
+        None,
+        description='JSONL: "prompt" (text or chat messages) and "answer", or rows of GSM8K, DAPO, MATH',
+    )
     instruction: str | None = Field(None, description="text after each question")
     chat: bool = Field(True, description="use the model's chat template; false: the bare text")
     answer_pattern: str | None = Field(
@@ -71,7 +75,7 @@ class Task:
 
 def read_task(config: TaskConfig) -> Task:
     """The questions of a task. Raises BadInput, one line, if there are too few or the source is not usable."""
-    texts = _of_reasoning_gym(config) if config.name is not None else _of_file(config.prompts)
+    texts = _of_reasoning_gym(config) if config.name is not None else _of_file(config)
     questions, seen = [], set()
     wanted = config.train + config.held_out
     for text, answer, entry in texts:
@@ -119,24 +123,33 @@ def _of_reasoning_gym(config: TaskConfig) -> Iterable[tuple[str, str | None, dic
     return ((item["question"], item["answer"], dict(item)) for item in items)
 
 
-def _of_file(path: Path) -> Iterable[tuple[str | list, str | None, None]]:
+def _of_file(config: TaskConfig) -> Iterable[tuple[str | list, str | None, None]]:
+    path, answered = config.prompts, config.reward == "task"
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
-    return (_of_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield _of_line(line, answered)
+            except ValueError as error:
+                raise BadInput(f"{path} line {number}: {error}") from error
 
 
-def _of_line(path: Path, number: int, line: bytes) -> tuple[str | list, str | None, None]:
-    try:
-        data = parse_object(line)
-    except ValueError as error:
-        raise BadInput(f"{path} line {number}: {error}") from error
-    if unknown := sorted(data.keys() - {"prompt", "answer"}):
-        raise BadInput(f"{path} line {number}: {unknown[0]}: unknown key; a line has prompt and answer")
-    prompt, answer = data.get("prompt"), data.get("answer")
-    if not (isinstance(prompt, str) and prompt) and not _is_chat(prompt):
-        raise BadInput(f"{path} line {number}: prompt: give text, or messages with role and content")
+def _of_line(line: bytes, answered: bool) -> tuple[str | list, str | None, None]:
+    """The prompt and the answer of a line. `answered`: rewards need an answer. Raises ValueError."""
+    row = parse_object(line)
+    key, prompt = prompt_of(row)
+    if unknown := sorted(settings_of(row)):
+        raise ValueError(f"{unknown[0]}: unknown key; a line has prompt and answer")
+    if not (key == "text" and isinstance(prompt, str) and prompt.strip()) and not _is_chat(prompt):
+        raise ValueError("prompt: give text, or messages with role and content")
+    answer = answer_of(row)
+    if answered and (answer is None or answer == ""):
+        raise ValueError("answer: there is none, so its reward would always be 0; give one, or another task.reward")
+    if answered and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
+        raise ValueError(f"answer: text or a number is needed, not {type(answer).__name__}")
     return prompt, None if answer is None else str(answer), None
 
 

@@ -15,7 +15,7 @@ from benchmarks.commands.fleet import command as fleet
 from benchmarks.commands.http import command as http
 from benchmarks.commands.ladder import command as ladder
 from benchmarks.commands.observability import command as observability
-from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.output import AS_JSON, picture_file, print_result, say
 from benchmarks.commands.overhead import command as overhead
 from benchmarks.commands.processes import command as processes
 from benchmarks.commands.results import command as results
@@ -25,6 +25,9 @@ from benchmarks.commands.turns import command as turns
 from benchmarks.commands.weights import command as weights
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
+
+PRIOR = OutputKind("a file of `bench drafts --fit`", (b'{"mean": ',), (b'"inner": ',))
 
 LEAST_LENGTH, MOST_LENGTH = 64, 8064
 """Two blocks of KV, of which one is always computed again, and what the models of `bench kvpool` can hold."""
@@ -133,7 +136,7 @@ def sampler(triton, rows, seed, as_json):
 @AS_JSON
 def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot, repeats, config, as_json):
     """Replay real rollouts on two replicas: static groups against the configured policies, without drafts."""
-    _check_plot(plot, drafts)
+    picture = _picture(plot, drafts)
     from tailrace.app.files.traces import read_trace, replay_groups
     from tailrace.app.model import resolve_model
 
@@ -148,7 +151,7 @@ def live(trace, prompts, samples, max_tokens, chunk_tokens, oracle, drafts, plot
     if drafts:
         from benchmarks.live.speculation import measure as measure_drafts
 
-        print_result(measure_drafts(file, groups, repeats, say, plot), as_json)
+        print_result(measure_drafts(file, groups, repeats, say, picture), as_json)
         return
     named = runs(file, chunk_tokens, oracle)
     print_result(measure(file, groups, named, repeats, say), as_json)
@@ -182,12 +185,10 @@ def soak(moves, as_json):
     print_result(measure(moves, say), as_json)
 
 
-def _check_plot(plot: Path | None, drafts: bool) -> None:
-    if plot is None:
-        return
-    if not drafts:
+def _picture(plot: Path | None, drafts: bool) -> OutputFile | None:
+    if plot is not None and not drafts:
         raise BadInput("--plot: only with --drafts; add it, or leave --plot out")
-    check_picture(plot)
+    return picture_file(plot)
 
 
 @command.command()
@@ -231,6 +232,8 @@ def drafts(trace, tokenizer, ablation, fit, prior, as_json):
     from tailrace.app.files.traces import read_trace
     from tailrace.app.model import resolve_model
 
+    check_apart({"--fit": fit}, {"--trace": trace, "--prior": prior})
+    fit = OutputFile.of(fit, "--fit", PRIOR)
     lines = read_trace(trace)
     from benchmarks.drafting.drafts import measure, read_rollouts
     from tailrace.deployments.batches.prompts import Prompts

@@ -7,6 +7,7 @@ import click
 
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
+from tailrace.app.strict_json import parse_object
 
 
 @click.command("calibrate")
@@ -64,7 +65,7 @@ def _check_fit(groups, max_model_len: int) -> None:
 
 def _profile(path: Path) -> dict:
     try:
-        profile = json.loads(path.read_text())
+        profile = parse_object(path.read_bytes())
         _ = [float(profile["fit"][key]) for key in ("base_ms", "per_token_ms", "per_context_token_us")]
         _ = {int(tokens): float(took_ms) for tokens, took_ms in profile["prefill_ms"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

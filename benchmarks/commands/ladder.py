@@ -6,8 +6,12 @@ from pathlib import Path
 
 import click
 
+from benchmarks.commands.output import picture_file
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
+
+LADDER = OutputKind("a file of `bench ladder --out`", (b'{"ladders": ',))
 
 FILE = click.Path(path_type=Path)
 MODEL = "model"
@@ -36,11 +40,9 @@ def command(config, profile, drafter, drafter_profile, acceptance, trace, out, p
     Costs are this machine's. About a minute for each engine that has no profile yet. The first choice is the one method
     for all samples as a step starts, on a full engine.
     """
-    for path in (out, plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise BadInput(f"{path}: its folder does not exist")
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
+    read = {"--config": config, "--profile": profile, "--drafter-profile": drafter_profile, "--trace": trace}
+    check_apart({"--out": out, "--plot": plot}, read)
+    out, plot = OutputFile.of(out, "--out", LADDER), picture_file(plot)
     engine, rates = load_config(config).application.args.engine, _rates(acceptance)
     from benchmarks.drafting.ladder import index_methods, ladders, model_method
 
@@ -54,7 +56,7 @@ def command(config, profile, drafter, drafter_profile, acceptance, trace, out, p
         methods.append(model_method(_cost(folder, drafter_profile), model_rate))
     result = ladders(methods, cost, engine.max_running, engine.draft.draft_tokens)
     if out is not None:
-        out.write_text(json.dumps(result) + "\n")
+        out.write(json.dumps(result) + "\n")
     if plot is not None:
         from benchmarks.drafting.ladder import picture
 

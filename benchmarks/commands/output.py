@@ -6,15 +6,17 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile
+from tailrace.app.report.figures import PICTURE
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 
 
-def check_picture(plot: Path) -> None:
-    if plot.suffix not in (".png", ".svg", ".pdf"):
+def picture_file(plot: Path | None) -> OutputFile | None:
+    """The file of --plot, or None without one. Raises BadInput."""
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise BadInput(f"--plot {plot}: give a path that ends in .png, .svg or .pdf")
-    if not plot.resolve().parent.is_dir():
-        raise BadInput(f"--plot {plot}: its folder does not exist")
+    return OutputFile.of(plot, "--plot", PICTURE)
 
 
 def say(text: str) -> None:

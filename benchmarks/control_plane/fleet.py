@@ -11,13 +11,14 @@ from benchmarks.control_plane.fleet_coordinator import Fleet, coordinate
 from benchmarks.control_plane.fleet_engines import host
 from benchmarks.control_plane.fleet_load import TOKENS_PER_S
 from tailrace.app.errors import Failed
+from tailrace.app.files.output_file import OutputFile
 
 HOST_REPLICAS = 512
 """Of one process of engines: ZeroMQ's contexts have at most 1,023 sockets."""
 
 
 def measure(sizes: Sequence[int], running: int, seconds: float, speed: float, past: bool,
-            profile: str | None, say: Callable[[str], None]) -> dict:  # fmt: skip
+            profile: OutputFile | None, say: Callable[[str], None]) -> dict:  # fmt: skip
     """Figures by number of replicas, see `fleet_coordinator.figures`. Raises Failed, in one line."""
     found = {}
     for replicas in sizes:

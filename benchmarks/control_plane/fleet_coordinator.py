@@ -9,6 +9,7 @@ machine do not count. Called by benchmarks/control_plane/fleet.py.
 import asyncio
 import cProfile
 import gc
+import marshal
 import resource
 import time
 from array import array
@@ -26,6 +27,7 @@ from ray._private.async_compat import get_new_event_loop
 from benchmarks.control_plane.fleet_load import CHUNK_TOKENS, GROUP_SAMPLES, TOKENS_PER_S, aged, young
 from benchmarks.observability.coordinator_cost import observing_cost
 from benchmarks.observability.tracing_cost import TracingCost
+from tailrace.app.files.output_file import OutputFile
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.sockets import ListeningSocket
@@ -69,7 +71,7 @@ class Fleet(NamedTuple):
     seconds: float
     speed: float
     past: bool
-    profile: str | None = None
+    profile: OutputFile | None = None
     observed_pairs: int = 0
     every_group: bool = False
 
@@ -285,7 +287,8 @@ class Measured:
             await asyncio.sleep(fleet.seconds)
             if fleet.profile:
                 profile.disable()
-                profile.dump_stats(fleet.profile)
+                profile.create_stats()
+                fleet.profile.write(marshal.dumps(profile.stats))
             after = await self._counts(engines, driver)
             problems = [*driver.problems, *(f"{name}: {count}" for name, count in rollouts.status().contained.items())]
             if after.left:

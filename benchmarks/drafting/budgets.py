@@ -5,7 +5,6 @@ takes what `tailrace profile` measured for as many tokens. So ratios of budgets 
 shares its cores. Called by `bench budgets`.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from benchmarks.drafting.drafts import Rollouts
 from tailrace.app.errors import BadInput
 from tailrace.app.step_profile import CONTEXTS
+from tailrace.app.strict_json import parse_object
 from tailrace.deployments.draft_index.proposal import accepted_tokens
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.drafting.drafts import EngineDrafts
@@ -73,7 +73,7 @@ class _Request:
 def cost_of(path: Path) -> StepCost:
     """The cost of steps that a profile holds, without context. Raises BadInput, in one line."""
     try:
-        steps = [step for step in json.loads(path.read_text())["steps"] if step["context_tokens"] == CONTEXTS[0]]
+        steps = [step for step in parse_object(path.read_bytes())["steps"] if step["context_tokens"] == CONTEXTS[0]]
         by_tokens: dict[int, list[float]] = {}
         for step in steps:
             by_tokens.setdefault(step["chunks"] * (1 + step["draft_tokens"]), []).append(step["step_ms"] / 1e3)

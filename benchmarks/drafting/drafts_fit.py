@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.drafting.drafts import MOST_HISTORY, MOST_MATES, Rollouts, Setting, replay
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile
 from tailrace.deployments.draft_index import group_index as draft_index
 from tailrace.deployments.draft_index.alignment_state import TrainingExample
 from tailrace.deployments.draft_index.scorer import CandidateScorer
@@ -103,6 +104,6 @@ def _fitted(features: np.ndarray, counts: np.ndarray, answers: np.ndarray) -> di
     return {name: np.round(array.astype(float), 5).tolist() for name, array in arrays.items()}
 
 
-def write(prior: dict[str, list], path) -> None:
+def write(prior: dict[str, list], file: OutputFile) -> None:
     """The file that Evidence reads."""
-    path.write_text(json.dumps(prior) + "\n")
+    file.write(json.dumps(prior) + "\n")

@@ -8,12 +8,12 @@ Called by `tailrace bench ladder`.
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.app.files.output_file import OutputFile
 from tailrace.app.report.figures import new_figure, save
 from tailrace.app.style.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
@@ -169,7 +169,7 @@ def _median_s(act: Callable[[int], object]) -> float:
 # ---- the picture -------------------------------------------------------------------------------------------
 
 
-def picture(path: Path, result: dict) -> None:
+def picture(file: OutputFile, result: dict) -> None:
     """Curves by method, one panel for each number of samples; a dot where the method's drafts are on average."""
     found = result["ladders"]
     figure, panels = new_figure(6 * len(found), 4.5, 1, len(found), squeeze=False)
@@ -183,4 +183,4 @@ def picture(path: Path, result: dict) -> None:
         axes.set(xlabel="share of draft tokens that are right", ylabel="times as fast as plain decoding")
         axes.set_title(f"{samples} at once, first choice {choice}")
         axes.legend()
-    save(figure, path)
+    save(figure, file)

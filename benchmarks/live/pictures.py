@@ -1,7 +1,6 @@
 """The picture of `bench live --drafts`, as a file that any viewer opens; the path's suffix says which kind."""
 
-from pathlib import Path
-
+from tailrace.app.files.output_file import OutputFile
 from tailrace.app.report.figures import new_figure, save
 from tailrace.app.style.palette import PART, SERIES, WHOLE
 
@@ -12,7 +11,7 @@ COLOURS = len(SERIES)
 """Of a cycle: later curves repeat them with dashes."""
 
 
-def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> None:
+def acceptance_over_time(file: OutputFile, runs: dict[str, dict], series: dict) -> None:
     """Tokens per verification over the seconds of each run, and the makespans beside each other."""
     figure, (curves, bars) = new_figure(12, 4.5, 1, 2, width_ratios=(2, 1))
     for number, (name, looks) in enumerate(series.items()):
@@ -32,4 +31,4 @@ def acceptance_over_time(path: Path, runs: dict[str, dict], series: dict) -> Non
     bars.set(xlabel="seconds", title="Makespan and tail")
     bars.invert_yaxis()
     bars.legend(fontsize="small")
-    save(figure, path)
+    save(figure, file)

@@ -9,11 +9,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
+from tailrace.app.files.output_file import OutputFile
 from tailrace.app.summary import summarise
 from tailrace.app.verification.runs import GROUP, drafts
 from tailrace.app.verification.services import Engine
@@ -53,7 +53,7 @@ class Look:
 
 
 def measure(
-    file: ServeFile, groups: tuple[PromptGroup, ...], repeats: int, say: Callable[[str], None], plot: Path | None
+    file: ServeFile, groups: tuple[PromptGroup, ...], repeats: int, say: Callable[[str], None], plot: OutputFile | None
 ) -> dict:
     """Of each run the repeat with the shortest makespan; ratios are of makespans, `tail_speedup` of tokens a second."""
     runs: dict[str, dict] = {}

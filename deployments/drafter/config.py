@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig, known_arguments
 from tailrace.policies.protocol.actions import DraftMode
 
 
@@ -24,6 +24,8 @@ class DrafterConfig(BaseModel):
     cores: int | None = Field(1, ge=1, description="CPU cores a replica binds to, counted from the last core down")
     tensor_parallel: int = Field(1, ge=1)
     vllm_args: dict[str, Any] = Field({}, description="passed on to vLLM's EngineArgs as they are")
+
+    _known = field_validator("vllm_args")(known_arguments)
 
     @property
     def draft_mode(self) -> DraftMode:

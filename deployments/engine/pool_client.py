@@ -12,7 +12,7 @@ from dataclasses import replace
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
 from tailrace.kvpool.connector import PoolConnector
 from tailrace.kvpool.counts import Counts
-from tailrace.kvpool.worker import layout, probe, rejoin
+from tailrace.kvpool.worker import begin_again, layout, probe, rejoin
 from tailrace.policies.models.performance_estimator import PerformanceEstimator
 
 CAUSE_OF_NEW = "new"  # a first chunk: its context was not computed before
@@ -51,6 +51,11 @@ class PoolClient:
     def forgo(self, request_id: str) -> None:
         """Cancels the save of a request whose sample has no further chunk."""
         self._connector.forgo(request_id)
+
+    def begin_again(self) -> set[str]:
+        """Ends the pool's half of a step that raised. Returns the requests that wait for loads which never began."""
+        begun = self._engine.collective_rpc(begin_again, args=(self._connector.heard,))
+        return self._connector.begin_again(min(begun))
 
     @property
     def busy(self) -> bool:

@@ -2,8 +2,8 @@
 
 Invariants: no token that a chunk has is lost or drawn otherwise; no KV of the raising step is read or saved under a
 name; after it vLLM has no request, so that nothing of the step is left. A chunk without a request waits. Exact sampling
-makes the tokens those of a run without the fault. A healthy request, which is stepped before a chunk is blamed, tells a
-fault of the engine from one of the chunk. Owned by the stepper, on the engine's thread; costs nothing until then.
+makes the tokens those of a run without the fault. Before a chunk is blamed a healthy request is stepped: if it fails,
+the engine is to blame. Owned by the stepper, on the engine's thread; costs nothing until then.
 """
 
 import logging
@@ -96,6 +96,8 @@ class Recovery:
     def _clear(self, tried: list[EngineChunk]) -> None:
         scheduler = self._core.scheduler
         left_over = {name for names in self._engine.collective_rpc("begin_again") for name in names}
+        if self._link is not None:
+            scheduler.finished_recving_kv_req_ids |= self._link.begin_again()  # so that their blocks are freed
         for request_id in scheduler.requests:
             for blocks in scheduler.kv_cache_manager.get_block_ids(request_id):
                 scheduler.kv_cache_manager.evict_blocks(set(blocks))
@@ -112,7 +114,7 @@ class Recovery:
         self._core.reset_encoder_cache()  # vLLM counts items of the step as encoded
 
     def _withdraw(self, running: EngineChunk) -> None:
-        """Takes a chunk's request from vLLM; its KV is saved for nobody."""
+        """Takes a chunk's request from vLLM; its KV is not saved."""
         running.redrawn = {at: record for at, record in running.redrawn.items() if at < len(running.token_ids)}
         if self._link is not None:
             self._link.forgo(running.request_id)

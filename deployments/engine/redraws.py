@@ -112,7 +112,7 @@ class Redraws:
             running.request, running.request_id = request, request.request_id
 
     def continuing(self, running: EngineChunk, context: np.ndarray, left: int | None = None):
-        """Returns the request that continues a chunk; `left`: tokens that it may make, None: as the chunk."""
+        """Returns the request that continues a chunk; `left`: tokens that it may make, or None for all."""
         left = running.chunk.max_tokens - len(running.token_ids) if left is None else left
         return self._requests.add(running.chunk.chunk_id, running.chunk, context, left, self._continued(running))
 

@@ -111,7 +111,7 @@ class Stepper(WeightCalls):
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         """Queues a chunk inside vLLM, or here until its adapter can run.
 
-        Raises RequestRefused, one line, for what no engine can run, and ValueError for what another one may.
+        Raises RequestRefused, one line, if no engine can run it, and ValueError if another one may.
         """
         here = chunk.chunk_id in (*self._running, *self.adapters.waiting())
         if (refusal := "already running here" if here else self._weights.chunk_refusal(chunk)) is not None:

@@ -2,9 +2,35 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tailrace.deployments.declared_fields import declared_fields, fitted
 from tailrace.deployments.draft_index.settings import IndexSettings
+from tailrace.deployments.keyed_error import KeyedError
+
+ENGINE_ARGS = ("vllm", "engine/arg_utils.py", "EngineArgs")
+"""vLLM's own class of settings: package, file, name."""
+
+OURS = {
+    "model": "model", "dtype": "dtype", "max_model_len": "max_model_len", "max_num_seqs": "max_running",
+    "max_num_active_seqs": "max_running", "max_num_batched_tokens": "max_batched_tokens", "block_size": "block_tokens",
+    "tensor_parallel_size": "tensor_parallel", "speculative_config": "draft", "worker_cls": "", "seed": "",
+    "enable_prefix_caching": "", "enable_chunked_prefill": "", "async_scheduling": "", "max_logprobs": "",
+    "disable_log_stats": "", "mm_processor_cache_gb": "",
+}  # fmt: skip
+"""Arguments that the engine always sets itself, with the key here that says their value; empty: none does."""
+
+
+def known_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments for vLLM's EngineArgs, as their kinds of values. Where vLLM is not installed, all names pass.
+
+    Raises KeyedError for a name that vLLM does not have, and for one that the engine sets.
+    """
+    for key in value:
+        if key in OURS:
+            mend = f"set {OURS[key]} instead" if OURS[key] else "remove it"
+            raise KeyedError(str(key), f"the engine sets it itself; {mend}")
+    return fitted(value, declared_fields(ENGINE_ARGS), "vLLM's EngineArgs") if value else value
 
 
 class DraftConfig(BaseModel):
@@ -24,6 +50,12 @@ class DraftConfig(BaseModel):
     fork_running: int = Field(2, ge=1, description="group: maximum running chunks at which branches are verified")
     index: IndexSettings = IndexSettings()
     index_mib: int = Field(512, ge=1, description="group: memory for indexes, beyond those of running chunks")
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML 1.1, which Serve reads, takes `off` for false."""
+        return "off" if value is False else value
 
     @property
     def is_ours(self) -> bool:
@@ -62,6 +94,17 @@ class EngineConfig(BaseModel):
         {},
         description="passed on to vLLM's EngineArgs as they are; for adapters `{enable_lora: true, max_lora_rank: N}`",
     )
+
+    _known = field_validator("vllm_args")(known_arguments)
+
+    @model_validator(mode="after")
+    def _no_argument_of_ours(self) -> "EngineConfig":
+        ours = {"enforce_eager": self.device == "cpu", "kv_cache_memory_bytes": self.kv_cache_gib is not None}
+        for key in self.vllm_args:
+            if ours.get(key):
+                mend = "set kv_cache_gib instead" if key == "kv_cache_memory_bytes" else "remove it"
+                raise KeyedError(f"vllm_args.{key}", f"the engine sets it itself; {mend}")
+        return self
 
     @model_validator(mode="after")
     def _runner_fits(self) -> "EngineConfig":

@@ -80,7 +80,9 @@ def load_policy(family: str, value: Any) -> BaseModel:
     """A policy object from its name, its mapping, or itself. Raises ValueError with one line on bad input."""
     if isinstance(value, BaseModel):
         return _checked(family, value)
-    spec = {"type": value} if isinstance(value, str) else value
+    spec = value if isinstance(value, dict) else {"type": value}
+    if spec.get("type") is False:  # YAML 1.1, which Serve reads, takes `off` for false
+        spec = spec | {"type": "off"}
     if not isinstance(spec, dict) or not isinstance(spec.get("type"), str):
         raise ValueError(f"{family}: give a name or a mapping with `type`, not {value!r}")
     if ":" in spec["type"]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.commands.output import AS_JSON, check_picture, print_result, say
+from benchmarks.commands.output import AS_JSON, picture_file, print_result, say
 from tailrace.app.errors import BadInput
 
 
@@ -18,8 +18,7 @@ from tailrace.app.errors import BadInput
 @AS_JSON
 def command(workload, steps, seeds, scale, plot, as_json):
     """Pipelines over training steps: barriers, a naive pipeline and HistoPipe's tiers, beside RhymeRL's claims."""
-    if plot is not None:
-        check_picture(plot)
+    plot = picture_file(plot)
     from research.histopipe.bench import measure
     from tailrace.app.simulator.scenario import load_scenario
 

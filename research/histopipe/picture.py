@@ -1,14 +1,13 @@
 """The picture of `bench pipeline`, as a file that any viewer opens; the path's suffix says which kind."""
 
-from pathlib import Path
-
+from tailrace.app.files.output_file import OutputFile
 from tailrace.app.report.figures import new_figure, save
 from tailrace.app.style.palette import SERIES
 
 SHADES = (SERIES[1], SERIES[2], SERIES[6])
 
 
-def pipelines(path: Path, result: dict) -> None:
+def pipelines(file: OutputFile, result: dict) -> None:
     """Of `bench pipeline`: speed over the overlapped baseline and bubbles of every arrangement, means with the range
     over the seeds, without drafts, with them, and with one prompt a worker."""
     figure, panels = new_figure(12, 4.5, 1, 2)
@@ -30,4 +29,4 @@ def pipelines(path: Path, result: dict) -> None:
         axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(f"{result['workload']}, {result['steps']} steps, {result['seeds']} draws")
-    save(figure, path)
+    save(figure, file)

@@ -43,12 +43,14 @@ def command(seeds, first, kinds, workers, out, shorten, engine, minutes, seed, r
         return fuzz_engine(seed, minutes, requests, as_json)
     from tailrace.app.fuzz.campaign import described
     from tailrace.app.fuzz.faults import KINDS
+    from tailrace.app.fuzz.odd.plan import ODDITIES
     from tailrace.app.fuzz.run import plan_of, shortened
 
-    chosen = tuple(kinds.split(",")) if kinds else tuple(KINDS)
-    unknown = next((kind for kind in chosen if kind not in KINDS), None)
+    known = (*KINDS, *ODDITIES)
+    chosen = tuple(kinds.split(",")) if kinds else known
+    unknown = next((kind for kind in chosen if kind not in known), None)
     if unknown is not None:
-        raise BadInput(f"--kinds {unknown}: known: {', '.join(KINDS)}")
+        raise BadInput(f"--kinds {unknown}: known: {', '.join(known)}")
     result = _run(range(first, first + seeds), chosen, workers, out)
     failures = result["failures"]
     if failures and shorten:

@@ -1,7 +1,6 @@
 """`tailrace soak`: exit 0 when nothing was lost or wrong under an hour of random faults, 1 otherwise."""
 
 import json
-import os
 from pathlib import Path
 
 import click
@@ -10,9 +9,12 @@ from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.demo import PROMPTS
 from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.output_file import OutputFile, OutputKind, output_folder
 from tailrace.app.files.prompts import read_prompts
 
 MIN_PROMPTS = 4
+
+REPORT = OutputKind("the report of a soak", (b'{"seconds": ',), (b'"strikes": [',))
 
 
 @click.command()
@@ -24,7 +26,7 @@ MIN_PROMPTS = 4
               help="Seconds between two faults.")  # fmt: skip
 @click.option("--prompts", type=click.Path(path_type=Path), default=PROMPTS, show_default="the demo's")
 @click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=None, metavar="DIR",
+@click.option("--out", type=click.Path(path_type=Path), default=None, metavar="DIR",
               help="Write soak.json and soak.html there.")  # fmt: skip
 @allow_code_option
 @click.option("--json", "as_json", is_flag=True, help="The figures as one JSON object, the last line of stdout.")
@@ -40,8 +42,7 @@ def command(minutes, seed, kinds, gap_s, prompts, config, out, as_json):
         raise BadInput(f"--gap-s {gap_s[0]:g} {gap_s[1]:g}: give two numbers above 0, the smaller one first")
     if file.application.args.pool is None:
         raise BadInput(f"{config}: applications.0.args.pool is null: there is no pool to disturb")
-    if out is not None and not _is_writable(out):
-        raise BadInput(f"--out {out}: cannot be written to; give another folder")
+    files = None if out is None else _output_files(out)
     from tailrace.app.soak.faults import KINDS
     from tailrace.app.soak.report import faults_of
     from tailrace.app.soak.run import SoakPlan, soak
@@ -51,8 +52,8 @@ def command(minutes, seed, kinds, gap_s, prompts, config, out, as_json):
     if unknown is not None:
         raise BadInput(f"--kinds {unknown}: known: {', '.join(KINDS)}")
     report = soak(file, groups, SoakPlan(minutes, seed, chosen, gap_s), lambda text: click.echo(text, err=True))
-    if out is not None:
-        _write(out, report)
+    if files is not None:
+        _write(*files, report)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -68,20 +69,20 @@ def _prompts(path: Path) -> list:
     return found
 
 
-def _is_writable(out: Path) -> bool:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(out, os.W_OK)
+def _output_files(out: Path) -> tuple[OutputFile, OutputFile]:
+    """The report and its page."""
+    from tailrace.app.report.document import PAGE
+
+    output_folder(out, "--out")
+    return OutputFile(out / "soak.json", "--out", REPORT), OutputFile(out / "soak.html", "--out", PAGE)
 
 
-def _write(out: Path, report: dict) -> None:
+def _write(figures: OutputFile, drawn: OutputFile, report: dict) -> None:
     from tailrace.app.soak.page import page
 
-    (out / "soak.json").write_text(json.dumps(report))
-    (out / "soak.html").write_text(page(report))
-    click.echo(f"written: {out / 'soak.json'}, {out / 'soak.html'}", err=True)
+    figures.write(json.dumps(report))
+    drawn.write(page(report))
+    click.echo(f"written: {figures.path}, {drawn.path}", err=True)
 
 
 def _print(report: dict) -> None:

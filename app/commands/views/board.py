@@ -2,6 +2,7 @@
 
 import gzip
 import socket
+import zlib
 from pathlib import Path
 
 import click
@@ -50,7 +51,7 @@ def _recorded(journal: Path):
     try:
         with opened(journal, "rt", encoding="utf-8") as lines:
             recorded = record(lines)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{journal}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except ValueError as error:
         raise BadInput(f"{journal}: {error}; give a file of `rollout --journal`") from error

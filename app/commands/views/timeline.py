@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, check_apart
 
 KINDS = (".html", ".png", ".perfetto.json")
 
@@ -31,17 +33,19 @@ def command(run, out, as_json):
     from tailrace.app.timeline.record import record
     from tailrace.app.timeline.replica_states import bands
 
-    if out is not None and not (out.name.endswith(KINDS) and out.resolve().parent.is_dir()):
+    if out is not None and not out.name.endswith(KINDS):
         raise BadInput(f"--out {out}: give a file of an existing folder, ending in {' or '.join(KINDS)}")
+    check_apart({"--out": out}, {"RUN": run})
+    drawing = OutputFile.of(out, "--out", _kind(out))
     try:
         recorded = record(_lines(run))
     except ValueError as error:
         raise BadInput(f"{run}: {error}; give a file of `rollout --journal`") from error
     found = bands(recorded)
     said = figures(recorded, found)
-    if out is not None:
+    if drawing is not None:
         click.echo(f"drawing {out}", err=True)
-        _draw(out, run.name, recorded, found, said)
+        _draw(drawing, run.name, recorded, found, said)
     if as_json:
         click.echo(json.dumps(said))
     else:
@@ -61,19 +65,36 @@ def _lines(run: Path) -> Iterator[str]:
             Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
         ):
             yield from bar.track(file, description="reading", total=None)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{run}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _draw(out: Path, title: str, recorded, found, said: dict) -> None:
+def _kind(out: Path | None):
+    """Of a drawing, by its name, or None without one."""
+    if out is None:
+        return None
     if out.suffix == ".html":
+        from tailrace.app.report.document import PAGE
+
+        return PAGE
+    if out.suffix == ".json":
+        from tailrace.app.timeline.perfetto import TRACE
+
+        return TRACE
+    from tailrace.app.report.figures import PICTURE
+
+    return PICTURE
+
+
+def _draw(out: OutputFile, title: str, recorded, found, said: dict) -> None:
+    if out.path.suffix == ".html":
         from tailrace.app.timeline.page import page
 
-        out.write_text(page(title, recorded, found, said), encoding="utf-8")
-    elif out.suffix == ".json":
+        out.write(page(title, recorded, found, said))
+    elif out.path.suffix == ".json":
         from tailrace.app.timeline.perfetto import trace_events
 
-        out.write_text(json.dumps(trace_events(title, recorded, found)), encoding="utf-8")
+        out.write(json.dumps(trace_events(title, recorded, found)))
     else:
         from tailrace.app.timeline.picture import picture
 

@@ -1,8 +1,9 @@
 """The picture of a run: reward and held-out accuracy, loss, and where each step's seconds went."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from tailrace.app.files.output_file import OutputFile
+from tailrace.app.report.figures import save
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
 
@@ -16,7 +17,7 @@ WINDOW = 10
 """Steps of the moving mean of rewards and loss."""
 
 
-def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], path: Path) -> None:
+def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], file: OutputFile) -> None:
     """Write a PNG. Needs the extra `bench` (matplotlib) and one row or more."""
     import matplotlib
 
@@ -56,7 +57,7 @@ def draw(rows: Sequence[LedgerRow], accuracies: Sequence[Accuracy], path: Path) 
     bottom.legend(frameon=False, ncols=len(KINDS), loc="upper right")
     for axes in (top, middle, bottom):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    save(figure, file, dpi=120)
     pyplot.close(figure)
 
 

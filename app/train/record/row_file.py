@@ -6,20 +6,26 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from tailrace.app.errors import BadInput
+
 Row = TypeVar("Row", bound=BaseModel)
 
 
 class RowFile(Generic[Row]):
-    """Rows of `kind`, which has a `step`. Rows after the first line that a crash has cut off are not read."""
+    """Rows of `kind`, which has a `step`. A last line that a crash has cut off is not read.
+
+    Raises BadInput for another line, so that nothing is lost.
+    """
 
     def __init__(self, path: Path, kind: type[Row]):
         self.path = path
         self.rows: list[Row] = []
-        for line in path.read_text().splitlines() if path.exists() else ():
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        for number, line in enumerate(lines[:-1], 1):
             try:
                 self.rows.append(kind.model_validate_json(line))
-            except ValidationError:
-                break
+            except ValidationError as error:
+                raise BadInput(f"{path} line {number}: not a row of a run; give another --out") from error
 
     def append(self, row: Row) -> None:
         self.rows.append(row)

@@ -4,42 +4,70 @@ import json
 from pathlib import Path
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, output_folder
+from tailrace.app.report.figures import PICTURE
+from tailrace.app.strict_json import parse_object
 from tailrace.app.train.config import MAY_CHANGE, TrainConfig
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
 from tailrace.app.train.record.row_file import RowFile
 from tailrace.app.train.record.sent_weights import SentWeights
 
+CONFIG, PICTURE_NAME = "config.json", "curve.png"
+ROWS = "ledger.jsonl", "held_out.jsonl", "weights.jsonl"
+FOLDERS = "checkpoints", "rollouts"
+
 
 class RunFolder:
-    """Made where absent. Raises BadInput if it holds a run of another configuration."""
+    """Made where absent. Raises BadInput if it holds a run of another configuration, or other files in our places.
 
-    def __init__(self, path: Path, config: TrainConfig):
+    `plot`: whether the run is to have a picture.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig, plot: bool = False):
         self.path = Path(path).resolve()
-        self.picture = self.path / "curve.png"
-        self.checkpoints, self.rollouts = self.path / "checkpoints", self.path / "rollouts"
+        self.checkpoints, self.rollouts = (self.path / name for name in FOLDERS)
+        output_folder(self.path, "--out")
         try:
-            for folder in (self.checkpoints, self.rollouts):
-                folder.mkdir(parents=True, exist_ok=True)
+            if not (self.path / CONFIG).exists():
+                self._refuse_others()
             self._keep(config)
+            self.picture = OutputFile(self.path / PICTURE_NAME, "--out", PICTURE) if plot else None
+            for folder in (self.checkpoints, self.rollouts):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             raise BadInput(f"--out {path}: cannot be written: {error.strerror}") from error
-        self.ledger = RowFile(self.path / "ledger.jsonl", LedgerRow)
-        self.accuracies = RowFile(self.path / "held_out.jsonl", Accuracy)
-        self.sent = RowFile(self.path / "weights.jsonl", SentWeights)
+        self.ledger = RowFile(self.path / ROWS[0], LedgerRow)
+        self.accuracies = RowFile(self.path / ROWS[1], Accuracy)
+        self.sent = RowFile(self.path / ROWS[2], SentWeights)
+
+    def _refuse_others(self) -> None:
+        """Without a configuration there is no run here, so nothing that has one of our names is ours."""
+        for name in (*ROWS, PICTURE_NAME, *FOLDERS):
+            place = self.path / name
+            empty = place.is_dir() and name in FOLDERS and not any(place.iterdir())
+            if place.exists() and not empty:
+                raise BadInput(f"--out {self.path}: {name} is there and is of no run of ours; give another folder")
 
     def _keep(self, config: TrainConfig) -> None:
-        file = self.path / "config.json"
+        file = self.path / CONFIG
         wanted = config.model_dump(mode="json")
         if file.exists():
-            before = json.loads(file.read_text())
+            try:
+                before = parse_object(file.read_bytes())
+            except ValueError as error:
+                raise BadInput(f"{file}: not the configuration of a run: {error}; give another folder") from error
+            if missing := wanted.keys() - before.keys() - set(MAY_CHANGE):
+                raise BadInput(f"{file}: not the configuration of a run: no {min(missing)}; give another folder")
             for key in wanted.keys() - set(MAY_CHANGE):
                 if before.get(key) != wanted[key]:
                     raise BadInput(
                         f"--out {self.path}: it holds a run with {key}: {before.get(key)!r}, not {wanted[key]!r}; "
                         "give another folder"
                     )
-        file.write_text(json.dumps(wanted, indent=2) + "\n")
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(wanted, indent=2) + "\n")
+        part.replace(file)
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """The step and folder of the newest whole checkpoint, or None. The trainer's state is written last."""

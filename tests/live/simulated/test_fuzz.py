@@ -22,18 +22,25 @@ from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.drivers import driver_client
 from tailrace.app.fuzz.faults import KINDS
 from tailrace.app.fuzz.log_disk import LogDisk
+from tailrace.app.fuzz.odd.engine_faults import OF_ENGINES
+from tailrace.app.fuzz.odd.plan import ODDITIES
 from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
 from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.batches import deliveries
+from tailrace.deployments.batches.open_batch import GroupIdentity
+from tailrace.deployments.batches.open_sessions import OpenSessions
+from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog
 from tailrace.deployments.channel.numbered import NumberedEnd
 from tailrace.deployments.coordinator import chunk_runner, chunk_watch
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.engine.engine_loop import EngineLoop
+from tailrace.deployments.engine.suspects import Suspects
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core import failures, unassigned
+from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicasReserved
 
@@ -70,10 +77,10 @@ KEPT_KINDS = tuple(kind for kind in KEPT_NEWER_KINDS if kind not in ("swallow", 
 
 
 def test_no_seed_fails():
-    outcomes = list(campaign(range(1000, 1000 + SEEDS), tuple(KINDS)))
+    outcomes = list(campaign(range(1000, 1000 + SEEDS), (*KINDS, *ODDITIES)))
     assert {outcome.seed: outcome.problem for outcome in outcomes if outcome.problem} == {}
     assert len(outcomes) == SEEDS and sum(outcome.samples for outcome in outcomes) > 100 * SEEDS
-    assert {fault.kind for outcome in outcomes for fault in outcome.faults} == set(KINDS)
+    assert {fault.kind for outcome in outcomes for fault in outcome.faults} == {*KINDS, *OF_ENGINES}
 
 
 @pytest.mark.parametrize("seed", KEPT)
@@ -145,14 +152,15 @@ def test_a_newer_defect_that_was_mended_stays_mended(seed):
 
 
 def test_the_same_seed_gives_the_same_history():
-    one, other = (outcome_of(7, tuple(KINDS)) for _ in range(2))
+    one, other = (outcome_of(7, (*KINDS, *ODDITIES)) for _ in range(2))
     assert one == other and one.samples
 
 
 PRINTS_OUTCOMES = """
 from tailrace.app.fuzz.campaign import _run_all
 from tailrace.app.fuzz.faults import KINDS
-for outcome in _run_all((8000012, 8000035, 8000702), tuple(KINDS)):
+from tailrace.app.fuzz.odd.plan import ODDITIES
+for outcome in _run_all((8000012, 8000035, 8000702), (*KINDS, *ODDITIES)):
     print(outcome.samples, outcome.tokens, outcome.seconds)
 """
 
@@ -242,6 +250,82 @@ def tokens_that_are_not_read(monkeypatch):
     monkeypatch.setattr(TokenLog, "read", read)
 
 
+def refusals_that_are_retried(monkeypatch):
+    monkeypatch.setattr(chunk_runner, "SampleRefused", type("Never", (Exception,), {}))
+
+
+def steps_that_end_their_engine(monkeypatch):
+    def search(self, going):
+        raise RuntimeError("a row without a candidate")
+
+    monkeypatch.setattr(stepper.SimulatedStepper, "_search", search)
+
+
+def any_chunk_is_blamed(monkeypatch):
+    monkeypatch.setattr(Suspects, "raised", lambda self, possible: next(iter(possible)))
+
+
+def mates_that_lose_their_place(monkeypatch):
+    """After a step that raised, mates continue with a token that is not theirs."""
+    search = stepper.SimulatedStepper._search
+
+    def search_badly(self, going):
+        search(self, going)
+        for running in going.values():
+            running.tokens = [1 + token % 998 for token in running.tokens]
+
+    monkeypatch.setattr(stepper.SimulatedStepper, "_search", search_badly)
+
+
+def engines_without_a_probe(monkeypatch):
+    """As if a healthy probe passed on a broken engine: its samples are blamed."""
+    search = stepper.SimulatedStepper._search
+
+    def search_without_probe(self, going):
+        broken, self.broken = self.broken, False
+        search(self, going)
+        self.broken = broken
+
+    monkeypatch.setattr(stepper.SimulatedStepper, "_search", search_without_probe)
+
+
+def answers_that_were_cut(monkeypatch):
+    """A caller that asks again does not wait for the end of a sample that is being cancelled, and shares it."""
+
+    async def asked_at_once(self, settings, request):
+        if isinstance(prepared := self._prompts.prepare_group(request.group), Rejected):
+            return prepared
+        prepared, session = self._adapters.bound(prepared, settings.min_adapter_versions), self._session(settings)
+        if isinstance(prepared, Rejected) or isinstance(session, Rejected):
+            return prepared if isinstance(prepared, Rejected) else session
+        asked = session.asked.get((GroupIdentity.of(prepared), request.index, request.turn))
+        return asked or self._ask(session, prepared, request)
+
+    monkeypatch.setattr(OpenSessions, "_asked", asked_at_once)
+
+
+def a_door_that_looks_at_nothing(monkeypatch):
+    monkeypatch.setattr(Prompts, "_refusal", lambda self, group, token_ids: None)
+
+
+def replicas_that_stay_idle(monkeypatch):
+    """A replica that has no room once is not looked at again before a new one joins."""
+    decide = RolloutCore.decide
+
+    def decide_seldom(self, tick):
+        held = [name for name in self.replicas.ready() if int(tick.now) % 60 < 40]
+        for name in held:
+            self.replicas._replicas[name].max_running *= -1
+            self.replicas._list(name, self.replicas._replicas[name])
+        try:
+            return decide(self, tick)
+        finally:
+            for name in held:
+                self.replicas._replicas[name].max_running *= -1
+
+    monkeypatch.setattr(RolloutCore, "decide", decide_seldom)
+
+
 @pytest.mark.parametrize(
     ("broken", "kinds", "first", "problem"),
     [
@@ -257,6 +341,14 @@ def tokens_that_are_not_read(monkeypatch):
         (homes_that_nobody_checks, ("policy",), 3000, "given up"),
         (a_pool_that_nobody_sweeps, ("kill", "coordinator"), 0, "left over in the pool"),
         (errors_that_are_not_contained, ("strange_reserve",), 0, "a loop of the coordinator has ended"),
+        (refusals_that_are_retried, ("refused",), 0, "engines ended it, asked for at most"),
+        (steps_that_end_their_engine, ("raises",), 0, "ended under a sample"),
+        (any_chunk_is_blamed, ("raises",), 0, "an innocent sample ended"),
+        (mates_that_lose_their_place, ("raises",), 0, "are not those of weights"),
+        (engines_without_a_probe, ("broken",), 0, "an innocent sample ended"),
+        (replicas_that_stay_idle, ("slow",), 0, "while a replica was ready and idle"),
+        (answers_that_were_cut, ("hasty",), 0, "cancelled without a request"),
+        (a_door_that_looks_at_nothing, ("impossible",), 0, "was taken by"),
     ],
 )
 def test_the_simulation_finds_the_defect(monkeypatch, broken, kinds, first, problem):

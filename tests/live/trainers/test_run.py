@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from live.trainers.stand_in import StandIn
 
-from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile
+from tailrace.app.report.figures import PICTURE
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HELD_OUT_STEPS
 from tailrace.app.train.record.picture import draw
@@ -100,14 +101,6 @@ def test_rewards_that_fail_are_counted_and_train_on(small_model, tmp_path):
     assert outcome.accuracies == []
 
 
-@pytest.mark.parametrize(
-    ("key", "fault"), [("temperature", "sets it itself"), ("max_grad_nrom", "did you mean max_grad_norm")]
-)
-def test_settings_of_trl_that_cannot_be_taken_are_refused(small_model, tmp_path, key, fault):
-    with pytest.raises(BadInput, match=fault):
-        run(config_of(small_model, trl={key: 1.0}), tmp_path / "run")
-
-
 def test_the_picture_is_drawn(straight, tmp_path):
-    draw(straight[0].rows, straight[0].accuracies, tmp_path / "curve.png")
+    draw(straight[0].rows, straight[0].accuracies, OutputFile(tmp_path / "curve.png", "--out", PICTURE))
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

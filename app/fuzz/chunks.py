@@ -1,0 +1,100 @@
+"""Chunks in simulated engines: their tokens, and the names of the KV blocks of their contexts.
+
+Invariant: tokens and names are functions of key, content and position alone.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
+from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan
+from tailrace.deployments.messages.rollout import PromptLogprobs
+from tailrace.kvpool.keys import PREFIX, block_name, cache_salt
+
+VOCABULARY, EOS = 1000, 0
+BLOCK_TOKENS = 16
+PIECE = 16
+"""Tokens that one hash gives."""
+
+KEY_PREFIX = f"{PREFIX}-0123456789abcdef"
+
+
+@lru_cache(maxsize=1 << 14)
+def _piece(key: int, digest: str, index: int, mean_tokens: int) -> tuple[int, ...]:
+    raw = blake2b(f"{key}/{digest}/{index}".encode(), digest_size=4 * PIECE).digest()
+    drawn = np.frombuffer(raw, np.uint32)
+    return tuple(np.where(drawn % mean_tokens == 0, EOS, 1 + drawn % (VOCABULARY - 1)).tolist())
+
+
+def token_at(key: int, digest: str, position: int, mean_tokens: int) -> int:
+    """Returns the token at a position of the sample `key`, prompt included, under weights of content `digest`."""
+    return _piece(key, digest, position // PIECE, mean_tokens)[position % PIECE]
+
+
+@dataclass
+class RunningChunk:
+    chunk: ChunkRequest
+    content: str
+    cached_tokens: int = 0
+    raises_at: int | None = None  # position whose token no step can make
+    waited_steps: int = 0  # in a row, for the search of a culprit
+    tokens: list[int] = field(default_factory=list)
+
+    def possible(self, step_tokens: int) -> int:
+        """Returns the number of tokens that a step may make."""
+        return min(step_tokens, self.chunk.max_tokens - len(self.tokens))
+
+    def is_fatal(self, mean_tokens: int, step_tokens: int) -> bool:
+        """Returns whether the next step raises because of this chunk."""
+        if self.raises_at is None:
+            return False
+        start = len(self.chunk.token_ids) + len(self.tokens)
+        if self.raises_at >= start + self.possible(step_tokens):
+            return False
+        before = range(start, self.raises_at)
+        return EOS not in (token_at(self.chunk.sample_key, self.content, place, mean_tokens) for place in before)
+
+
+class Blocks:
+    """Names of the KV blocks in an engine, the longest unused first. `capacity`: most of them."""
+
+    def __init__(self, capacity: int):
+        self._names: dict[bytes, None] = {}
+        self._capacity = capacity
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._names
+
+    def keep(self, names: list[bytes]) -> None:
+        """Keep the blocks of a context, over those that were used before all others."""
+        for name in names:
+            self._names.pop(name, None)
+            self._names[name] = None
+        for name in list(self._names)[: max(0, len(self._names) - self._capacity)]:
+            del self._names[name]
+
+    def clear(self) -> None:
+        self._names.clear()
+
+
+def prompt_logprobs(chunk: ChunkRequest) -> PromptLogprobs:
+    count = len(chunk.token_ids) - 1
+    return PromptLogprobs(logprobs=range(-1, -1 - count, -1), ranks=range(1, 1 + count), top=((),) * count)
+
+
+def block_names(chunk: ChunkRequest, token_ids: np.ndarray) -> list[bytes]:
+    """Names of the whole blocks of a context, as vLLM's hashes give them: each covers all tokens up to its end."""
+    kv = chunk.kv or KvPlan(chunk.weights_version, digest=chunk.weights_digest)
+    salt = cache_salt(kv.version, kv.digest, digest_of_adapter(chunk.adapter))
+    covered, names = blake2b(salt.encode(), digest_size=32), []
+    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
+        covered.update(token_ids[end - BLOCK_TOKENS : end].tobytes())
+        names.append(block_name(kv.version, covered.digest()))
+    return names
+
+
+def pool_key(name: bytes) -> str:
+    return f"{KEY_PREFIX}@{name.hex()}"

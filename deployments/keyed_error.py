@@ -1,0 +1,9 @@
+"""An error of a value inside another one, with the rest of its dotted key."""
+
+
+class KeyedError(ValueError):
+    """`key`: dotted, from the value that is being checked."""
+
+    def __init__(self, key: str, message: str):
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
