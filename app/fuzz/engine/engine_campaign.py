@@ -129,11 +129,9 @@ def engine_campaign(
             suspects = requests if place is None else [requests[place], *requests[:place], *requests[place + 1 :]]
             _find(report, engine, kind, text, suspects, heard, began_s + seconds)
         report.starts = engine.starts
-        fates, seconds = (
-            ", ".join(f"{n} {state}" for state, n in report.fates.most_common()),
-            time.monotonic() - began_s,
-        )
-        progress(f"{seconds:.0f} s, {report.rounds} rounds, {len(report.findings)} problems: {fates}")
+        fates = ", ".join(f"{count} {state}" for state, count in report.fates.most_common())
+        passed_s = time.monotonic() - began_s
+        progress(f"{passed_s:.0f} s, {report.rounds} rounds, {len(report.findings)} problems: {fates}")
         if result["rss_mb"]:
             report.rss_mb.append(result["rss_mb"])
         if starts != engine.starts or result["rss_mb"] == 0 or base_mb is None or engine.rounds_of_this <= WARM_ROUNDS:

@@ -46,15 +46,18 @@ def _broken(sample: OddSample, decode: Decode, encode: Encode, context_tokens: i
 
 
 def _numbers(sample: OddSample) -> Iterator[str]:
-    """Numbers of every piece: as many logprobs as tokens, finite, not above 0 but for rounding."""
-    sampling = sample.chunk.sampling
+    """Numbers of every piece: as many logprobs as tokens, not above 0 but for rounding.
+
+    A drawn token's are finite; a replayed one may be a token that its rules exclude.
+    """
+    sampling, is_drawn = sample.chunk.sampling, sample.chunk.forced is None
     for result in sample.results:
         tokens = result.token_ids
         for name in ("logprobs", "raw_logprobs"):
             values = getattr(result, name)
             if len(values) != len(tokens):
                 yield f"{name}: {len(values)} for {len(tokens)} tokens"
-            elif not np.isfinite(values).all() or (values > 1e-4).any():
+            elif np.isnan(values).any() or (values > 1e-4).any() or (is_drawn and np.isinf(values).any()):
                 yield f"{name}: {values.tolist()} of tokens {tokens.tolist()}"
         if (outside := [token for token in tokens.tolist() if not 0 <= token < VOCABULARY]) != []:
             yield f"token {outside[0]} is not in the vocabulary"
