@@ -23,8 +23,7 @@ from tailrace.app.fuzz.replica import DAMAGES, SimulatedReplica
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
-OVERWRITTEN = "overwritten-"
-"""The content of a weights folder that another process has written to begins with this."""
+OVERWRITTEN = "overwritten-"  # so begins the content of a weights folder that another process has written to
 
 
 class Fault(NamedTuple):
