@@ -1,0 +1,77 @@
+"""vLLM's own tests of its OpenAI server, against the gateway and against `vllm serve` with the same model.
+
+    python integrations/suites/suite.py PATH-OF-VLLM [--server ours|stock] [--out FOLDER] [--only WORDS] [--url ADDRESS]
+
+Each server runs alone; its outcomes go to FOLDER/ours.json and FOLDER/stock.json, and the table compares the two files
+that are there. Exit code: 0 if no test passes on `vllm serve` alone that `known.toml` does not explain, 1 if one does, 2 for bad input.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import comparison  # noqa: E402 - from this folder
+import workspace  # noqa: E402
+
+SUITE = tomllib.loads((HERE / "suite.toml").read_text())
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="vLLM at v0.32.0: a checkout, or its unpacked source archive")
+    parser.add_argument("--server", choices=("ours", "stock"), help="one of the two alone")
+    parser.add_argument("--out", type=Path, default=Path("out/suites"), help="folder of the outcomes")
+    parser.add_argument("--only", default="", help="tests whose names have these words (pytest's -k)")
+    parser.add_argument("--url", help="of a server of the demo model that runs already; needs --server")
+    found = parser.parse_args(words)
+    if found.url and not found.server:
+        parser.error("--url needs --server, which names the file of outcomes")
+    return found
+
+
+def play(address: str, model: Path, asked: argparse.Namespace, report: Path) -> None:
+    """Runs the tests against one server. The outcomes of tests that ran replace those in the report."""
+    with tempfile.TemporaryDirectory(prefix="suite-") as folder:
+        workspace.make(Path(folder), asked.checkout, SUITE["models"], model)
+        command = [
+            *(sys.executable, "-m", "pytest", "-p", "attached", "-p", "tests.entrypoints.conftest"),
+            *("-p", "tests.tool_use.conftest", "--tb=short", "--url", address, "--model-name", model.name),
+            *("--report", str(report.resolve()), "-k", asked.only, *(f"tests/{name}" for name in SUITE["files"])),
+        ]
+        settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE)}
+        with report.with_suffix(".log").open("wb") as log:
+            subprocess.run(command, cwd=folder, env=os.environ | settings, stdout=log, stderr=log, check=False)
+
+
+def main(words: list[str]) -> int:
+    asked = arguments(words)
+    try:
+        workspace.check(asked.checkout, SUITE["files"])
+    except workspace.NoCheckout as error:
+        print(error, file=sys.stderr)
+        return 2
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for server in (asked.server,) if asked.server else ("ours", "stock"):
+        report = asked.out / f"{server}.json"
+        if asked.url:
+            from tailrace.app.model import resolve_model
+
+            play(asked.url, resolve_model("demo"), asked, report)
+            continue
+        from servers import running
+
+        with running(server, asked.out, SUITE["stock_flags"]) as (address, model):
+            play(address, model, asked, report)
+    return comparison.main(asked.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
