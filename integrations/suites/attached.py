@@ -13,6 +13,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import tests.tool_use.utils as tool_configs
+import tests.utils
+import vllm.transformers_utils.repo_utils as hub
+from server_flags import missing
 
 SUITE = tomllib.loads((Path(__file__).parent / "suite.toml").read_text())
 TEST_S = 180
@@ -28,30 +32,16 @@ def pytest_addoption(parser):
     group.addoption("--report", help="file for the outcomes, as JSON")
 
 
-def missing(flags: list[str]) -> list[str]:
-    """The flags that the server under test was not started with and that matter."""
-    found, values = [], iter([*flags, ""])
-    value = next(values)
-    while value:
-        flag, value = value, next(values)
-        has_value = bool(value) and not value.startswith("--")
-        whole = f"{flag}={value}" if has_value else flag
-        if has_value:
-            value = next(values)
-        if flag.partition("=")[0] not in SUITE["neutral"] and not {flag, whole} & set(SUITE["given"]):
-            found.append(whole)
-    return found
-
-
 class AttachedServer:
     """In place of vLLM's RemoteOpenAIServer: the address of the server under test."""
 
     DUMMY_API_KEY = "token-abc123"
     url_root = ""
+    uds = None
     show_hidden_metrics = False
 
     def __init__(self, model: str, vllm_serve_args: list[str] = (), **settings):
-        if lacking := missing(list(vllm_serve_args)):
+        if lacking := missing(list(vllm_serve_args), SUITE):
             pytest.skip(f"needs a server with {' '.join(lacking)}")
         if changes := settings.get("override_hf_configs") or settings.get("env_dict"):
             pytest.skip(f"needs a server with {changes}")
@@ -85,6 +75,14 @@ class NoHub:
         return repo_id
 
 
+# As this plugin is imported, and so before a test's module is.
+tests.utils.RemoteOpenAIServer = AttachedServer
+hub.hf_api = NoHub
+for other in set(tool_configs.CONFIGS) - {"hermes"}:
+    del tool_configs.CONFIGS[other]
+tool_configs.CONFIGS["hermes"]["arguments"] = []
+
+
 @pytest.fixture(scope="session")
 def qwen3_lora_files() -> str:
     return "qwen3-lora"
@@ -93,34 +91,24 @@ def qwen3_lora_files() -> str:
 def pytest_configure(config):
     if not config.getoption("--url"):
         raise pytest.UsageError("--url: give the address of a server, such as http://127.0.0.1:8000")
-    import tests.tool_use.utils
-    import tests.utils
-    import vllm.transformers_utils.repo_utils
-
     AttachedServer.url_root = config.getoption("--url").rstrip("/")
-    tests.utils.RemoteOpenAIServer = AttachedServer
-    vllm.transformers_utils.repo_utils.hf_api = NoHub
-    kept = tests.tool_use.utils.CONFIGS["hermes"] | {"model": config.getoption("--model-name"), "arguments": []}
-    tests.tool_use.utils.CONFIGS.clear()
-    tests.tool_use.utils.CONFIGS["hermes"] = kept
+    tool_configs.CONFIGS["hermes"]["model"] = config.getoption("--model-name")
     config.pluginmanager.register(Outcomes(config), "outcomes")
 
 
-def reason_of(item) -> str | None:
-    """Why the test does not run, or None if it does."""
-    for words, reason in SUITE["skipped"].items():
-        if words in item.nodeid:
-            return reason
-    fixtures = {"server", "client", "server_fixture", "remote_server"}
-    if not fixtures & set(item.fixturenames) and "RemoteOpenAIServer" not in inspect.getsource(item.function):
-        return "asks no server: a test of vLLM's own objects"
-    return None
+def asks_server(item) -> bool:
+    """Whether the test uses a server; the others are of vLLM's own objects, which are the same for both servers."""
+    used = any(word in name for name in item.fixturenames for word in ("server", "client"))
+    return used or "RemoteOpenAIServer" in inspect.getsource(item.function)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    config.hook.pytest_deselected(items=[item for item in items if not asks_server(item)])
+    items[:] = [item for item in items if asks_server(item)]
     for item in items:
-        if reason := reason_of(item):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for words, reason in SUITE["skipped"].items():
+            if words in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 class TookTooLong(BaseException):

@@ -1,6 +1,6 @@
 """The two servers that a suite runs against, one after the other: the gateway, and `vllm serve` with the same model.
 
-Invariant: the same model, length, dtype and blocks on both; what was started is stopped. Used by `suite.py` and `schema.py`.
+Invariant: the same model, length, dtype and blocks on both; what was started is stopped. For `suite.py`, `schema.py`.
 """
 
 from collections.abc import Iterator

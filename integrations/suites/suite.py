@@ -3,7 +3,8 @@
     python integrations/suites/suite.py PATH-OF-VLLM [--server ours|stock] [--out FOLDER] [--only WORDS] [--url ADDRESS]
 
 Each server runs alone; its outcomes go to FOLDER/ours.json and FOLDER/stock.json, and the table compares the two files
-that are there. Exit code: 0 if no test passes on `vllm serve` alone that `known.toml` does not explain, 1 if one does, 2 for bad input.
+that are there. Exit code: 0 if `known.toml` explains each test that passes on `vllm serve` alone, 1 if not, 2 for
+bad input.
 """
 
 import argparse
