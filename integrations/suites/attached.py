@@ -1,16 +1,13 @@
 """A pytest plugin: vLLM's tests of its OpenAI server against a server that runs already.
 
-Invariant: no test starts a server or asks a hub; each has an outcome, and if it is skipped a reason. Run by `suite.py`,
-in a folder that `workspace.py` has made, with `--report FILE` for the outcomes.
+Invariant: no test starts a server or asks a hub; one whose server needs flags that neither server has is skipped. For
+`suite.py`, with the plugin `outcomes`, in a folder that `workspace.py` has made.
 """
 
 import inspect
-import json
-import signal
 import tomllib
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 import tests.tool_use.utils as tool_configs
@@ -18,18 +15,9 @@ import tests.utils
 import vllm.transformers_utils.repo_utils as hub
 from server_flags import missing
 
-SUITE = tomllib.loads((Path(__file__).parent / "suite.toml").read_text())
-TEST_S = 180
-"""A test that takes longer has failed. The slowest one that passes takes about 20 s on one core."""
-
-REQUEST_S = 60.0
-
-
-def pytest_addoption(parser):
-    group = parser.getgroup("attached")
-    group.addoption("--url", help="address of the server under test")
-    group.addoption("--model-name", help="its model")
-    group.addoption("--report", help="file for the outcomes, as JSON")
+SUITE = tomllib.loads((Path(__file__).parent / "vllm.toml").read_text())
+REQUEST_S = 30.0
+"""Chats without max_tokens talk up to the context, for minutes on a CPU; the slowest other request takes 10 s."""
 
 
 class AttachedServer:
@@ -89,11 +77,8 @@ def qwen3_lora_files() -> str:
 
 
 def pytest_configure(config):
-    if not config.getoption("--url"):
-        raise pytest.UsageError("--url: give the address of a server, such as http://127.0.0.1:8000")
     AttachedServer.url_root = config.getoption("--url").rstrip("/")
     tool_configs.CONFIGS["hermes"]["model"] = config.getoption("--model-name")
-    config.pluginmanager.register(Outcomes(config), "outcomes")
 
 
 def asks_server(item) -> bool:
@@ -105,68 +90,3 @@ def asks_server(item) -> bool:
 def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if not asks_server(item)])
     items[:] = [item for item in items if asks_server(item)]
-    for item in items:
-        for words, reason in SUITE["skipped"].items():
-            if words in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
-class TookTooLong(BaseException):
-    """The time of a test is up. No `except Exception` of a test takes it."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    def end(*_):
-        raise TookTooLong(f"more than {TEST_S} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(TEST_S)
-    try:
-        return (yield)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-class Outcomes:
-    """One outcome of each test: passed, failed or skipped, and whether the server works after a failure."""
-
-    def __init__(self, config):
-        self.file, self.model = config.getoption("--report"), config.getoption("--model-name")
-        self.found, self.lost = {}, False
-
-    def works(self) -> bool:
-        body = {"model": self.model, "prompt": [5, 6], "max_tokens": 1}
-        try:
-            return httpx.post(f"{AttachedServer.url_root}/v1/completions", json=body, timeout=30).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def pytest_runtest_logreport(self, report):
-        known = self.found.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
-        known["seconds"] = round(known["seconds"] + report.duration, 2)
-        if report.outcome != "passed" and known["outcome"] == "passed":
-            known["outcome"] = report.outcome
-            known["reason"] = said(report)
-            if report.failed and not self.works():
-                known["reason"] = f"THE SERVER GIVES NO ANSWER ANY MORE; {known['reason']}"
-                self.lost = True
-        if self.file and report.when == "teardown":
-            Path(self.file).write_text(json.dumps(self.found, indent=1))
-        if self.lost:
-            pytest.exit("the server under test gives no answer any more", 1)
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.found[report.nodeid] = {"outcome": "failed", "reason": f"not collected: {said(report)}", "seconds": 0}
-
-
-def said(report) -> str:
-    """The reason of a skip, or the lines of an error, in one."""
-    if report.skipped and isinstance(report.longrepr, tuple):
-        return report.longrepr[2].removeprefix("Skipped: ")
-    text = getattr(report.longrepr, "reprcrash", None)
-    lines = text.message if text else str(report.longrepr)[-600:]
-    where = "" if not text else f" ({Path(text.path).name}:{text.lineno})"
-    return " ".join(lines.split())[:600] + where

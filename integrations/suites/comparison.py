@@ -4,6 +4,7 @@ Invariant: every test of either file is in one row. A difference that `known.tom
 """
 
 import json
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -26,8 +27,8 @@ def rows(found: dict[str, dict[str, dict]]) -> list[tuple[str, dict, dict]]:
 
 
 def known_reason(name: str, known: dict[str, str]) -> str | None:
-    """Why a test may pass on `vllm serve` alone: the reason of the first entry whose words are in its name."""
-    return next((reason for words, reason in known.items() if words in name), None)
+    """Why a test may pass on `vllm serve` alone: the reason of the first entry whose pattern is found in its name."""
+    return next((reason for pattern, reason in known.items() if re.search(pattern, name)), None)
 
 
 def differences(table: list[tuple[str, dict, dict]]) -> list[tuple[str, dict, dict]]:
@@ -49,9 +50,20 @@ def summary(table: list[tuple[str, dict, dict]]) -> str:
     return f"{'; '.join(said)}; {both} failed on both"
 
 
+def skips(table: list[tuple[str, dict, dict]]) -> list[str]:
+    """A line for each reason of tests that both servers skip, with their number."""
+    reasons = Counter(ours["reason"] for _, ours, stock in table if ours["outcome"] == stock["outcome"] == "skipped")
+    return [f"{count} skipped: {reason}" for reason, count in sorted(reasons.items())]
+
+
 def lines_of(table: list[tuple[str, dict, dict]], known: dict[str, str]) -> list[str]:
-    """The printed table, then each difference with its error, then the summary."""
-    said = [f"{ours['outcome']:8}{stock['outcome']:8}{short(name)}" for name, ours, stock in table]
+    """The printed table, then skips by reason, then each difference with its error, then the summary."""
+    said = [
+        f"{ours['outcome']:8}{stock['outcome']:8}{short(name)}"
+        for name, ours, stock in table
+        if not ours["outcome"] == stock["outcome"] == "skipped"
+    ]
+    said += skips(table)
     for name, ours, stock in differences(table):
         failed = ours if ours["outcome"] == "failed" else stock
         where = "gateway" if failed is ours else "vllm serve"

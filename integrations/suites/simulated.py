@@ -7,7 +7,9 @@ lost. A trainer's token is TOKEN.
 
 import asyncio
 import json
+import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -28,6 +30,12 @@ from tailrace.deployments.batches.prompts import Prompts
 
 TOKEN = "trainer-" + "t" * 16
 MAX_MODEL_LEN = 256
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which leaves signals alone: its own handler ends the process before the last line is printed."""
+
+    capture_signals = nullcontext
 
 
 def of_processes(loop: asyncio.AbstractEventLoop, coroutine, context=None, **settings) -> asyncio.Task:
@@ -55,7 +63,9 @@ async def serve(port: int, model: Path, folder: Path) -> None:
     parser = ToolParser(config.tool_parser, prompts.tokenizer)
     service._model = ServedModel(model.name, str(model), MAX_MODEL_LEN, prompts, parser)
     app = make_app(service, config)
-    await uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")).serve()
+    server = Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
+    await server.serve()
     print(json.dumps({"engines_lost": len(cluster.gone), "defects": cluster.defects}), flush=True)
 
 

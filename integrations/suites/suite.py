@@ -1,6 +1,6 @@
-"""vLLM's own tests of its OpenAI server, against the gateway and against `vllm serve` with the same model.
+"""Other people's tests of an OpenAI server, against the gateway and against `vllm serve` with the same model.
 
-    python integrations/suites/suite.py PATH-OF-VLLM [--server ours|stock] [--out FOLDER] [--only WORDS] [--url ADDRESS]
+    python integrations/suites/suite.py CHECKOUT [--suite vllm|openai] [--server ours|stock] [--out FOLDER]
 
 Each server runs alone; its outcomes go to FOLDER/ours.json and FOLDER/stock.json, and the table compares the two files
 that are there. Exit code: 0 if `known.toml` explains each test that passes on `vllm serve` alone, 1 if not, 2 for
@@ -22,12 +22,13 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import comparison  # noqa: E402 - from this folder
 import workspace  # noqa: E402
 
-SUITE = tomllib.loads((HERE / "suite.toml").read_text())
+SUITES = ("vllm", "openai")
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="vLLM at v0.32.0: a checkout, or its unpacked source archive")
+    parser.add_argument("checkout", type=Path, help="of the tested package: a checkout, or its unpacked source archive")
+    parser.add_argument("--suite", choices=SUITES, default="vllm", help="whose tests: vLLM's, or those of the client")
     parser.add_argument("--server", choices=("ours", "stock"), help="one of the two alone")
     parser.add_argument("--out", type=Path, default=Path("out/suites"), help="folder of the outcomes")
     parser.add_argument("--only", default="", help="tests whose names have these words (pytest's -k)")
@@ -38,24 +39,27 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return found
 
 
-def play(address: str, model: Path, asked: argparse.Namespace, report: Path) -> None:
-    """Runs the tests against one server. The outcomes of tests that ran replace those in the report."""
+def play(address: str, model: Path, asked: argparse.Namespace, suite: dict, report: Path) -> None:
+    """Runs the tests against one server, whose outcomes go to the report."""
     with tempfile.TemporaryDirectory(prefix="suite-") as folder:
-        workspace.make(Path(folder), asked.checkout, SUITE["models"], model)
+        workspace.make(Path(folder), asked.checkout, suite, model)
         command = [
-            *(sys.executable, "-m", "pytest", "-p", "attached", "-p", "tests.entrypoints.conftest"),
-            *("-p", "tests.tool_use.conftest", "--tb=short", "--url", address, "--model-name", model.name),
-            *("--report", str(report.resolve()), "-k", asked.only, *(f"tests/{name}" for name in SUITE["files"])),
+            *(sys.executable, "-m", "pytest", "--tb=short", *suite["options"]),
+            *(word for plugin in ("outcomes", *suite["plugins"]) for word in ("-p", plugin)),
+            *("--url", address, "--model-name", model.name, "--suite", str(HERE / f"{asked.suite}.toml")),
+            *("--report", str(report.resolve()), "-k", asked.only, *(f"tests/{name}" for name in suite["files"])),
         ]
         settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE)}
+        settings["TEST_API_BASE_URL"] = f"{address}/v1"  # where the tests of `openai` look
         with report.with_suffix(".log").open("wb") as log:
             subprocess.run(command, cwd=folder, env=os.environ | settings, stdout=log, stderr=log, check=False)
 
 
 def main(words: list[str]) -> int:
     asked = arguments(words)
+    suite = tomllib.loads((HERE / f"{asked.suite}.toml").read_text())
     try:
-        workspace.check(asked.checkout, SUITE["files"])
+        workspace.check(asked.checkout, suite)
     except workspace.NoCheckout as error:
         print(error, file=sys.stderr)
         return 2
@@ -65,12 +69,12 @@ def main(words: list[str]) -> int:
         if asked.url:
             from tailrace.app.model import resolve_model
 
-            play(asked.url, resolve_model("demo"), asked, report)
+            play(asked.url, resolve_model("demo"), asked, suite, report)
             continue
         from servers import running
 
-        with running(server, asked.out, SUITE["stock_flags"]) as (address, model):
-            play(address, model, asked, report)
+        with running(server, asked.out, suite["stock_flags"], suite["max_model_len"]) as (address, model):
+            play(address, model, asked, suite, report)
     return comparison.main(asked.out)
 
 
