@@ -6,6 +6,7 @@ Invariant: no test starts a server or asks a hub; one whose server needs flags t
 
 import inspect
 import tomllib
+from functools import wraps
 from pathlib import Path
 
 import openai
@@ -13,11 +14,13 @@ import pytest
 import tests.tool_use.utils as tool_configs
 import tests.utils
 import vllm.transformers_utils.repo_utils as hub
+from openai.resources.chat.completions import AsyncCompletions, Completions
 from server_flags import missing
 
 SUITE = tomllib.loads((Path(__file__).parent / "vllm.toml").read_text())
-REQUEST_S = 30.0
-"""Chats without max_tokens talk up to the context, for minutes on a CPU; the slowest other request takes 10 s."""
+REQUEST_S = 120.0
+CHAT_TOKENS = 256
+"""Of a chat that names no limit: the demo model talks up to its context, for minutes on a CPU."""
 
 
 class AttachedServer:
@@ -56,6 +59,18 @@ class AttachedServer:
         return openai.AsyncOpenAI(**self.settings(given))
 
 
+def limited(create):
+    """The client's call, whose answer has at most CHAT_TOKENS tokens if the test names no limit."""
+
+    @wraps(create)
+    def call(self, **given):
+        if given.get("max_tokens") is None and given.get("max_completion_tokens") is None:
+            given["max_completion_tokens"] = CHAT_TOKENS
+        return create(self, **given)
+
+    return call
+
+
 class NoHub:
     """In place of the hub's API: an adapter's folder is only named to a server, and none is started."""
 
@@ -66,6 +81,8 @@ class NoHub:
 # As this plugin is imported, and so before a test's module is.
 tests.utils.RemoteOpenAIServer = AttachedServer
 hub.hf_api = NoHub
+for chats in (Completions, AsyncCompletions):
+    chats.create = limited(chats.create)
 for other in set(tool_configs.CONFIGS) - {"hermes"}:
     del tool_configs.CONFIGS[other]
 tool_configs.CONFIGS["hermes"]["arguments"] = []
