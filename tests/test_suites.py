@@ -135,3 +135,15 @@ def test_engines_that_a_run_lost_are_told(tmp_path, text, lost):
     (tmp_path / "gateway.log").write_text(text)
     assert losses(tmp_path / "gateway.log") == lost
     assert losses(tmp_path / "none.log") == []
+
+
+def test_answers_are_counted_by_status_over_all_routes():
+    from schema import statuses
+
+    from tailrace.app.gateway.metrics import GatewayMetrics
+
+    metrics = GatewayMetrics()
+    for route, status in (("/v1/models", 200), ("/tokenize", 200), ("/tokenize", 400)):
+        metrics.begin()
+        metrics.end(route, status, 0.1)
+    assert statuses(metrics.page().decode()) == "answers by status: 200: 2, 400: 1"

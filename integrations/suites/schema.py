@@ -10,6 +10,7 @@ ones, engines are not. `--engine` tries a gateway of the demo model on one engin
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +126,24 @@ def command(address: str, token: str, asked: argparse.Namespace) -> list[str]:
     ]
 
 
+def statuses(page: str) -> str:
+    """Answers by status, from the gateway's own figures at /metrics."""
+    counts = Counter()
+    for status, count in re.findall(
+        r'^tailrace_gateway_requests_total\{[^}\n]*status="(\d+)"[^}\n]*\} ([0-9.]+)', page, re.M
+    ):
+        counts[status] += int(float(count))
+    return "answers by status: " + ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
+
+
+def page_of(address: str, token: str) -> str:
+    request = urllib.request.Request(
+        f"{address}/metrics", headers={"Authorization": f"Bearer {token}"} if token else {}
+    )
+    with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+        return answer.read().decode()
+
+
 def losses(said: Path) -> list[str]:
     """What the simulated cluster lost, from its last line; empty if nothing, or if it was not used."""
     lines = said.read_text(errors="replace").splitlines() if said.exists() else []
@@ -156,6 +176,7 @@ def main(words: list[str]) -> int:
     said = asked.out / "schemathesis.txt"
     with tempfile.TemporaryDirectory(prefix="schema-") as folder, gateway(asked, Path(folder)) as found:
         subprocess.run(command(*found, asked), stdout=said.open("wb"), stderr=subprocess.STDOUT, check=False)
+        answers = statuses(page_of(*found))
     reports = sorted(asked.out.glob("json-*.json"))
     if not reports:
         print(f"schemathesis made no report; see {said}", file=sys.stderr)
@@ -163,7 +184,7 @@ def main(words: list[str]) -> int:
     report = json.loads(reports[0].read_text())
     lines, passed = summary(report)
     lost = losses(asked.out / "gateway.log")
-    print("\n".join([*lines, *lost, f"details: {said}"]))
+    print("\n".join([*lines, answers, *lost, f"details: {said}"]))
     return 0 if passed and not lost and report["test_cases"]["generated"] >= asked.cases else 1
 
 
