@@ -33,7 +33,7 @@ class AttachedServer:
 
     def __init__(self, model: str, vllm_serve_args: list[str] = (), **settings):
         if lacking := missing(list(vllm_serve_args), SUITE):
-            pytest.skip(f"needs a server with {' '.join(lacking)}")
+            pytest.skip(f"needs a server with {' '.join(lacking).replace(f'{Path.cwd()}/', '')}")
         if changes := settings.get("override_hf_configs") or settings.get("env_dict"):
             pytest.skip(f"needs a server with {changes}")
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")

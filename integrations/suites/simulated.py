@@ -63,7 +63,7 @@ async def serve(port: int, model: Path, folder: Path) -> None:
     parser = ToolParser(config.tool_parser, prompts.tokenizer)
     service._model = ServedModel(model.name, str(model), MAX_MODEL_LEN, prompts, parser)
     app = make_app(service, config)
-    server = Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    server = Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     await server.serve()
     print(json.dumps({"engines_lost": len(cluster.gone), "defects": cluster.defects}), flush=True)
