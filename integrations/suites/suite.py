@@ -8,6 +8,7 @@ bad input.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import comparison  # noqa: E402 - from this folder
 import workspace  # noqa: E402
 
 SUITES = ("vllm", "openai")
+ENDED = (0, 1)
+"""pytest's exit codes of a run that came to its end."""
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -40,11 +43,13 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def play(address: str, model: Path, asked: argparse.Namespace, suite: dict, report: Path) -> None:
-    """Runs the tests against one server, whose outcomes go to the report."""
+    """Runs the tests against one server, whose outcomes go to the report; with `--only` the others' are kept. Raises
+    SystemExit if pytest itself failed."""
+    before = json.loads(report.read_text()) if asked.only and report.exists() else {}
     with tempfile.TemporaryDirectory(prefix="suite-") as folder:
         workspace.make(Path(folder), asked.checkout, suite, model)
         command = [
-            *(sys.executable, "-m", "pytest", "--tb=short", *suite["options"]),
+            *(sys.executable, "-m", "pytest", "--tb=native", *suite["options"]),
             *(word for plugin in ("outcomes", *suite["plugins"]) for word in ("-p", plugin)),
             *("--url", address, "--model-name", model.name, "--suite", str(HERE / f"{asked.suite}.toml")),
             *("--report", str(report.resolve()), "-k", asked.only, *(f"tests/{name}" for name in suite["files"])),
@@ -52,7 +57,10 @@ def play(address: str, model: Path, asked: argparse.Namespace, suite: dict, repo
         settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE)}
         settings["TEST_API_BASE_URL"] = f"{address}/v1"  # where the tests of `openai` look
         with report.with_suffix(".log").open("wb") as log:
-            subprocess.run(command, cwd=folder, env=os.environ | settings, stdout=log, stderr=log, check=False)
+            ran = subprocess.run(command, cwd=folder, env=os.environ | settings, stdout=log, stderr=log, check=False)
+    if ran.returncode not in ENDED:
+        raise SystemExit(f"pytest has ended with exit code {ran.returncode}; see {report.with_suffix('.log')}")
+    report.write_text(json.dumps(before | json.loads(report.read_text()), indent=1))
 
 
 def main(words: list[str]) -> int:
