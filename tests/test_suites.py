@@ -14,7 +14,7 @@ FOLDER = ROOT / "integrations" / "suites"
 def suites_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("comparison", "schema", "server_flags", "workspace"):
+    for name in ("comparison", "fields", "schema", "server_flags", "workspace"):
         sys.modules.pop(name, None)
 
 
@@ -147,3 +147,35 @@ def test_answers_are_counted_by_status_over_all_routes():
         metrics.begin()
         metrics.end(route, status, 0.1)
     assert statuses(metrics.page().decode()) == "answers by status: 200: 2, 400: 1"
+
+
+def differing(**changes):
+    from fields import Difference
+
+    usual = {"route": "/v1/completions", "field": "stop", "value": "", "vllm": "refused: empty", "gateway": "taken"}
+    return Difference(**(usual | changes))
+
+
+def test_a_difference_without_a_reason_is_counted():
+    from fields import report
+
+    known = {"null": "null is not given", "refused_here": {"echo": "the caller's"}, "taken_here": {"user": "no effect"}}
+    found = [
+        differing(),
+        differing(value=None),
+        differing(field="user", value=3),
+        differing(field="user", vllm="taken", gateway="refused: a number"),
+        differing(field="echo", vllm="taken", gateway="refused: remove it"),
+        differing(field="echo", vllm="taken", gateway="status 500: broken"),
+    ]
+    lines, open_ones = report(found, known)
+    assert open_ones == 3
+    assert lines[:2] == ['stop: vLLM refused, gateway taken: ""', "    refused: empty"]
+    assert "    known: the caller's" in lines and "    status 500: broken" in lines
+
+
+def test_the_reasons_are_of_fields_that_the_page_of_http_has():
+    known = tomllib.loads((FOLDER / "fields.toml").read_text())
+    page = (ROOT / "docs/http.md").read_text()  # whose table a test holds against vLLM
+    fields = {*known["refused_here"], *known["taken_here"]}
+    assert not [field for field in fields if f"`{field}`" not in page]
