@@ -170,7 +170,7 @@ def test_a_difference_without_a_reason_is_counted():
     ]
     lines, open_ones = report(found, known)
     assert open_ones == 3
-    assert lines[:2] == ['stop: vLLM refused, gateway taken: ""', "    refused: empty"]
+    assert lines[:2] == ['/v1/completions stop: vLLM refused, gateway taken: ""', "    refused: empty"]
     assert "    known: the caller's" in lines and "    status 500: broken" in lines
 
 

@@ -11,8 +11,9 @@ import json
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ VALUES = (
 )  # fmt: skip
 """Usual values of each type, and those at the edges of numbers and of the demo model's vocabulary."""
 
+USER = {"role": "user", "content": "hi"}
 NOT_VARIED = {"model", "prompt", "messages", "stream"}
 BY_THE_ENGINE = {"max_tokens", "max_completion_tokens", "allowed_token_ids"}
 """vLLM's parser takes any number of these, and its engine refuses what it cannot do."""
@@ -45,21 +47,41 @@ class Difference(NamedTuple):
         return self.field, self.vllm.partition(":")[0], self.gateway.partition(":")[0]
 
 
-def routes() -> list[tuple[str, type, dict]]:
-    """(path, vLLM's model of its requests, a request that both take)."""
+class Route(NamedTuple):
+    """`fields`: the varied ones. `body`: of a request with a value of one. `parse`: vLLM's own, which raises."""
+
+    path: str
+    fields: list[str]
+    body: Callable[[str, Any], dict]
+    parse: Callable[[dict], object]
+
+
+def routes() -> list[Route]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+    from vllm.sampling_params import SamplingParams
 
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    def of(path: str, model: type, base: dict) -> Route:
+        def parse(body: dict) -> object:
+            return model.model_validate(body).to_sampling_params(20, {})
+
+        return Route(path, sorted(model.model_fields), lambda field, value: base | {field: value}, parse)
+
+    def sampling(field: str, value: Any) -> dict:
+        return {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2} | {field: value}}
+
+    names = sorted(name for name in SamplingParams.__annotations__ if not name.startswith("_"))
     return [
-        ("/v1/completions", CompletionRequest, {"prompt": [5, 6], "max_tokens": 2}),
-        ("/v1/chat/completions", ChatCompletionRequest, chat),
+        of("/v1/completions", CompletionRequest, {"prompt": [5, 6], "max_tokens": 2}),
+        of("/v1/chat/completions", ChatCompletionRequest, {"messages": [USER], "max_tokens": 2}),
+        Route("/inference/v1/generate", names, sampling, GenerateRequest.model_validate),
     ]
 
 
-def said_by_vllm(model: type, body: dict) -> str:
+def said_by_vllm(route: Route, body: dict) -> str:
     try:
-        model.model_validate(body).to_sampling_params(20, {})
+        route.parse(deepcopy(body))
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises is its refusal
         return f"refused: {' '.join(str(error).split())[:120]}"
     return "taken"
@@ -76,13 +98,13 @@ def said_by_gateway(http, path: str, body: dict) -> str:
 
 def differences(http, wanted: str | None) -> Iterator[Difference | None]:
     """A difference, or None, for each request."""
-    for path, model, base in routes():
-        for field in sorted(set(model.model_fields) - NOT_VARIED - BY_THE_ENGINE):
+    for route in routes():
+        for field in sorted({*route.fields} - NOT_VARIED - BY_THE_ENGINE):
             for value in VALUES if wanted in (None, field) else ():
-                body = base | {field: value}
-                vllm, gateway = said_by_vllm(model, dict(body)), said_by_gateway(http, path, body)
+                body = route.body(field, value)
+                vllm, gateway = said_by_vllm(route, body), said_by_gateway(http, route.path, body)
                 same = vllm.partition(":")[0] == gateway.partition(":")[0]
-                yield None if same else Difference(path, field, value, vllm, gateway)
+                yield None if same else Difference(route.path, field, value, vllm, gateway)
 
 
 def known_reason(found: Difference, known: dict) -> str | None:
@@ -99,12 +121,12 @@ def report(found: list[Difference], known: dict) -> tuple[list[str], int]:
     """Lines about differences by field and kind, and the number of those without a reason."""
     groups: dict[tuple, list[Difference]] = {}
     for one in found:
-        groups.setdefault((*one.kind(), known_reason(one, known)), []).append(one)
+        groups.setdefault((one.route, *one.kind(), known_reason(one, known)), []).append(one)
     said, open_ones = [], 0
-    for (field, vllm, gateway, reason), ones in groups.items():
+    for (route, field, vllm, gateway, reason), ones in groups.items():
         values = ", ".join(dict.fromkeys(json.dumps(one.value) for one in ones))
         words = next((text for text in (ones[0].gateway, ones[0].vllm) if ":" in text), "")
-        said.append(f"{field}: vLLM {vllm}, gateway {gateway}: {values[:150]}")
+        said.append(f"{route} {field}: vLLM {vllm}, gateway {gateway}: {values[:150]}")
         said.append(f"    {f'known: {reason}' if reason else words}")
         open_ones += 0 if reason else len(ones)
     return said, open_ones
