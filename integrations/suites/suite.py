@@ -46,13 +46,14 @@ def play(address: str, model: Path, asked: argparse.Namespace, suite: dict, repo
     """Runs the tests against one server, whose outcomes go to the report; with `--only` the others' are kept. Raises
     SystemExit if pytest itself failed."""
     before = json.loads(report.read_text()) if asked.only and report.exists() else {}
+    made = report.with_suffix(".part")
     with tempfile.TemporaryDirectory(prefix="suite-") as folder:
         workspace.make(Path(folder), asked.checkout, suite, model)
         command = [
             *(sys.executable, "-m", "pytest", "--tb=native", *suite["options"]),
             *(word for plugin in ("outcomes", *suite["plugins"]) for word in ("-p", plugin)),
             *("--url", address, "--model-name", model.name, "--suite", str(HERE / f"{asked.suite}.toml")),
-            *("--report", str(report.resolve()), "-k", asked.only, *(f"tests/{name}" for name in suite["files"])),
+            *("--report", str(made.resolve()), "-k", asked.only, *(f"tests/{name}" for name in suite["files"])),
         ]
         settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE)}
         settings["TEST_API_BASE_URL"] = f"{address}/v1"  # where the tests of `openai` look
@@ -60,7 +61,8 @@ def play(address: str, model: Path, asked: argparse.Namespace, suite: dict, repo
             ran = subprocess.run(command, cwd=folder, env=os.environ | settings, stdout=log, stderr=log, check=False)
     if ran.returncode not in ENDED:
         raise SystemExit(f"pytest has ended with exit code {ran.returncode}; see {report.with_suffix('.log')}")
-    report.write_text(json.dumps(before | json.loads(report.read_text()), indent=1))
+    report.write_text(json.dumps(before | json.loads(made.read_text()), indent=1))
+    made.unlink()
 
 
 def main(words: list[str]) -> int:
