@@ -32,7 +32,7 @@ MATE_TOKENS_FIRST = 3
 Problem = tuple[str, str, int | None]
 """Its kind, in words, and the place of the request that shows it, where that is known."""
 
-STATES_OF_REPLICA = "weights version", "already running", "asleep"
+STATES_OF_REPLICA = "wants weights", "already running", "asleep"
 """Words of refusals that another replica may not give."""
 
 
