@@ -101,7 +101,7 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
     if early and early[0] != len(tokens) - 1:
         yield f"stop_token_ids: token {tokens[early[0]]} at {early[0]} of {len(tokens)} did not end it"
     for stop in sampling.stop or ():
-        if "\ufffd" not in stop and stop in decode(tokens[sampling.min_tokens : -1]):
+        if stop and "\ufffd" not in stop and stop in decode(tokens[sampling.min_tokens : -1]):
             yield f"stop: {stop!r} is in the text before its last token"
     is_stop = bool(early) or any(stop in decode(tokens) for stop in sampling.stop or ())
     if end is ChunkEnd.STOP and not is_stop:
