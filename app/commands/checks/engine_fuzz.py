@@ -1,6 +1,7 @@
 """`tailrace fuzz --engine`: a real engine under odd requests among healthy ones; exit 1 if it does not hold."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
@@ -28,8 +29,9 @@ def fuzz_engine(seed: int, minutes: float, given: tuple[str, ...], as_json: bool
             if result["problems"]:
                 raise Failed(f"{len(result['problems'])} problems of {len(requests)} requests")
             return
+        heard = partial(console.print, soft_wrap=True, highlight=False, markup=False)
         with Status("odd requests", console=console) as status:
-            report = engine_campaign(engine, seed, 60 * minutes, console.print, status.update)
+            report = engine_campaign(engine, seed, 60 * minutes, heard, status.update)
     finally:
         engine.close()
     values = report.values()

@@ -23,6 +23,9 @@ DOORS_PER_ROUND = 60
 MOST_TRIES = 40
 """To make one problem small; a try that ends an engine takes its start, some 8 s."""
 
+SPARE_S = 60.0
+"""A problem that was found in time may still be made small for so long."""
+
 MAX_SHORTENED = 12
 """Problems that are made small in one run."""
 
@@ -63,7 +66,8 @@ class EngineReport:
     tokens: int = 0
     mates: int = 0
     starts: int = 0
-    rss_mb: list[float] = field(default_factory=list)
+    rss_mb: float = 0.0
+    base_mb: float = 0.0
     grown_mb: float = 0.0
 
     def take(self, report: dict) -> None:
@@ -77,6 +81,26 @@ class EngineReport:
             kind = "refusal" if fate["state"].startswith("refused") else fate["state"]
             if fate["seconds"] > self.slowest.get(kind, (0.0, ""))[0]:
                 self.slowest[kind] = round(fate["seconds"], 2), fate["reason"][:120]
+
+    def remember(self, rss_mb: float, rounds: int) -> str | None:
+        """Takes the memory of an engine after that many rounds. Returns a line if it grows without bound, or None."""
+        if not rss_mb:
+            return None
+        self.rss_mb = rss_mb
+        if rounds <= WARM_ROUNDS:
+            self.base_mb = rss_mb
+        self.grown_mb = max(self.grown_mb, rss_mb - self.base_mb)
+        is_much = rss_mb - self.base_mb > GROWTH_MB
+        return f"{self.base_mb:.0f} MB after {WARM_ROUNDS} rounds, {rss_mb:.0f} MB now" if is_much else None
+
+    def note(self, kind: str, text: str) -> Finding | None:
+        """Counts a problem. Returns it if it is new, still without requests."""
+        known = self.findings.get(name := signature(kind, text))
+        if known is not None:
+            known.count += 1
+            return None
+        self.findings[name] = Finding(kind, text, self.rounds - 1, [])
+        return self.findings[name]
 
     def values(self) -> dict:
         """Returns it as plain values."""
@@ -95,7 +119,7 @@ class EngineReport:
             "logprob_noise": self.noise,
             "engine_starts": self.starts,
             "grown_mb": round(self.grown_mb, 1),
-            "rss_mb": round(self.rss_mb[-1], 1) if self.rss_mb else 0.0,
+            "rss_mb": round(self.rss_mb, 1),
             "findings": [
                 {"kind": one.kind, "problem": one.text, "count": one.count, "round": one.round, "command": one.command}
                 for one in self.findings.values()
@@ -120,56 +144,44 @@ def engine_campaign(
     engine: HostedEngine, seed: int, seconds: float, heard: Callable[[str], None], progress: Callable[[str], None]
 ) -> EngineReport:
     """Runs rounds until the time is up, one at least. `heard`: gets each new problem; `progress`: a line a round."""
-    report, began_s, base_mb = EngineReport(seed), time.monotonic(), None
+    report, began_s = EngineReport(seed), time.monotonic()
     while report.rounds == 0 or time.monotonic() - began_s < seconds:
         requests = requests_of(seed, report.rounds)
-        result, starts = engine.run(requests), engine.starts
+        result = engine.run(requests)
         report.take(result)
-        for kind, text, place in result["problems"]:
-            suspects = requests if place is None else [requests[place], *requests[:place], *requests[place + 1 :]]
-            _find(report, engine, kind, text, suspects, heard, began_s + seconds)
+        problems = result["problems"]
+        if (grown := report.remember(result["rss_mb"], engine.rounds_of_this)) is not None:
+            problems = [*problems, (GROWTH, grown, None)]
+        for kind, text, place in problems:
+            suspects = requests if place is None else [requests[place]]
+            one = report.note(kind, text)
+            if one is not None:
+                one.requests = _small(engine, one, suspects, requests, began_s + seconds, report)
+                heard(f"{kind}: {text}\n  {one.command}")
         report.starts = engine.starts
-        fates, seconds = (
-            ", ".join(f"{n} {state}" for state, n in report.fates.most_common()),
-            time.monotonic() - began_s,
-        )
-        progress(f"{seconds:.0f} s, {report.rounds} rounds, {len(report.findings)} problems: {fates}")
-        if result["rss_mb"]:
-            report.rss_mb.append(result["rss_mb"])
-        if starts != engine.starts or result["rss_mb"] == 0 or base_mb is None or engine.rounds_of_this <= WARM_ROUNDS:
-            base_mb = result["rss_mb"] or None
-        elif result["rss_mb"] - base_mb > report.grown_mb:
-            report.grown_mb = result["rss_mb"] - base_mb
-            if report.grown_mb > GROWTH_MB and (GROWTH, "") not in report.findings:
-                text = f"{base_mb:.0f} MB after {WARM_ROUNDS} rounds, {result['rss_mb']:.0f} MB now"
-                report.findings[GROWTH, ""] = Finding(GROWTH, text, report.rounds, requests)
+        fates = ", ".join(f"{count} {state}" for state, count in report.fates.most_common())
+        passed_s = time.monotonic() - began_s
+        progress(f"{passed_s:.0f} s, {report.rounds} rounds, {len(report.findings)} problems: {fates}")
     return report
 
 
-def _find(
-    report: EngineReport,
+def _small(
     engine: HostedEngine,
-    kind: str,
-    text: str,
+    one: Finding,
+    suspects: list[dict],
     requests: list[dict],
-    heard: Callable[[str], None],
     until_s: float,
-) -> None:
-    """Notes a problem; a new one is made small, as long as there is time. The first request is the likeliest."""
-    name = signature(kind, text)
-    if (known := report.findings.get(name)) is not None:
-        known.count += 1
-        return
-    small = requests
-    if len(report.findings) < MAX_SHORTENED and time.monotonic() < until_s:
-        small = requests[:1] if _shows(engine, requests[:1], name, until_s) else requests
-        small = shortened(small, lambda some: _shows(engine, some, name, until_s), MOST_TRIES)
-    one = report.findings[name] = Finding(kind, text, report.rounds - 1, small)
-    heard(f"{kind}: {text}\n  {one.command}")
+    report: EngineReport,
+) -> list[dict]:
+    """Returns the smallest requests that show a problem, as long as there is time; else the suspects."""
+    if one.kind == GROWTH or len(report.findings) > MAX_SHORTENED or time.monotonic() > until_s:
+        return suspects
+    name = signature(one.kind, one.text)
 
+    def shows(some: list[dict]) -> bool:
+        problems = engine.run(some)["problems"] if time.monotonic() < until_s + SPARE_S else ()
+        return any(signature(kind, text) == name for kind, text, _ in problems)
 
-def _shows(engine: HostedEngine, requests: list[dict], name: tuple[str, str], until_s: float) -> bool:
-    """Returns whether these requests show the problem again; False once the time is up."""
-    if time.monotonic() > until_s + 60:
-        return False
-    return any(signature(kind, text) == name for kind, text, _ in engine.run(requests)["problems"])
+    if len(suspects) < len(requests) and not shows(suspects):
+        suspects = requests  # it takes others, too
+    return shortened(suspects, shows, MOST_TRIES)

@@ -8,6 +8,11 @@ OTHER_NAMES = "prompt", "context", "answer", "weights version", "already running
 """Words that name the input where no single field is at fault."""
 
 
+def printable(text: str) -> str:
+    """Returns the text with half surrogate pairs written out: no stream takes them."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def fault(text: str) -> str | None:
     """Returns in one line why a refusal is not fit to be read, or None."""
     if not text.strip() or len(text.splitlines()) != 1:

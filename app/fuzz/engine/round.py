@@ -11,7 +11,7 @@ from tailrace.app.fuzz.engine.door import MOST_TOKENS, OddSample, RequestDoor
 from tailrace.app.fuzz.engine.fair_clock import Since
 from tailrace.app.fuzz.engine.mates import MATES, difference, logprob_noise, mate
 from tailrace.app.fuzz.engine.problems import LATE, LOST, MATE, RAISED, RETRIED, RULE, WORDS
-from tailrace.app.fuzz.engine.refused_text import fault
+from tailrace.app.fuzz.engine.refused_text import fault, printable
 from tailrace.app.fuzz.engine.rules import broken
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkResult
@@ -32,7 +32,7 @@ MATE_TOKENS_FIRST = 3
 Problem = tuple[str, str, int | None]
 """Its kind, in words, and the place of the request that shows it, where that is known."""
 
-STATES_OF_REPLICA = "weights version", "already running", "asleep"
+STATES_OF_REPLICA = "wants weights", "already running", "asleep"
 """Words of refusals that another replica may not give."""
 
 
@@ -80,7 +80,7 @@ class Round:
         self._await(late)
         self._check()
         return {
-            "fates": [asdict(fate) for fate in self.fates],
+            "fates": [asdict(fate) | {"reason": printable(fate.reason)} for fate in self.fates],
             "problems": self.problems,
             "noise": self.noise,
             "mates": len(self._mates),
@@ -226,4 +226,4 @@ class Round:
             self._problem(RULE, rule, place)
 
     def _problem(self, kind: str, text: str, place: int | None = None) -> None:
-        self.problems.append((kind, text[:1_000], place))
+        self.problems.append((kind, printable(text[:1_000]), place))

@@ -46,15 +46,18 @@ def _broken(sample: OddSample, decode: Decode, encode: Encode, context_tokens: i
 
 
 def _numbers(sample: OddSample) -> Iterator[str]:
-    """Numbers of every piece: as many logprobs as tokens, finite, not above 0 but for rounding."""
-    sampling = sample.chunk.sampling
+    """Numbers of every piece: as many logprobs as tokens, not above 0 but for rounding.
+
+    A drawn token's are finite; a replayed one may be a token that its rules exclude.
+    """
+    sampling, is_drawn = sample.chunk.sampling, sample.chunk.forced is None
     for result in sample.results:
         tokens = result.token_ids
         for name in ("logprobs", "raw_logprobs"):
             values = getattr(result, name)
             if len(values) != len(tokens):
                 yield f"{name}: {len(values)} for {len(tokens)} tokens"
-            elif not np.isfinite(values).all() or (values > 1e-4).any():
+            elif np.isnan(values).any() or (values > 1e-4).any() or (is_drawn and np.isinf(values).any()):
                 yield f"{name}: {values.tolist()} of tokens {tokens.tolist()}"
         if (outside := [token for token in tokens.tolist() if not 0 <= token < VOCABULARY]) != []:
             yield f"token {outside[0]} is not in the vocabulary"
@@ -98,7 +101,7 @@ def _ends(sample: OddSample, end: ChunkEnd, decode: Decode) -> Iterator[str]:
     if early and early[0] != len(tokens) - 1:
         yield f"stop_token_ids: token {tokens[early[0]]} at {early[0]} of {len(tokens)} did not end it"
     for stop in sampling.stop or ():
-        if "\ufffd" not in stop and stop in decode(tokens[sampling.min_tokens : -1]):
+        if stop and "\ufffd" not in stop and stop in decode(tokens[sampling.min_tokens : -1]):
             yield f"stop: {stop!r} is in the text before its last token"
     is_stop = bool(early) or any(stop in decode(tokens) for stop in sampling.stop or ())
     if end is ChunkEnd.STOP and not is_stop:

@@ -1,7 +1,7 @@
 """Samples that no engine can run: some are refused, under others a step raises. Chosen by their keys.
 
-Invariant: the behaviour of a sample depends on its key and on positions alone, so it is the same on every engine. `problem`
-says how a result breaks the laws of such samples: it ends as failed with the reason, after one offer to an engine.
+Invariant: the behaviour of a sample depends on its key and on positions alone, so it is the same on every engine.
+`problem` says how a result breaks the laws of such samples: it ends as failed with the reason, after one offer.
 """
 
 from collections import Counter
