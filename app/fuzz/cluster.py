@@ -14,7 +14,7 @@ from tailrace.app.fuzz.disk import Disk, digest_of
 from tailrace.app.fuzz.handles import ActorHandle, EngineHandle, IngressHandle
 from tailrace.app.fuzz.lines import SimulatedLines
 from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.odd.culprits import Culprits
+from tailrace.app.fuzz.odd.culprits import MAX_WAIT_STEPS, Culprits
 from tailrace.app.fuzz.replica import ILLEGAL_ACCESS, SimulatedReplica
 from tailrace.app.fuzz.shards import SimulatedShards, config_of
 from tailrace.app.fuzz.stepper import VOCABULARY, SimulatedStepper
@@ -256,6 +256,8 @@ class SimulatedCluster:
             problem = replica.loop.problem or ""
             if "a step failed" in problem and not replica.stepper.broken and ILLEGAL_ACCESS not in problem:
                 self.defects.append(f"{replica.name} ended under a sample: {problem}")
+            if replica.stepper.longest_wait_steps > MAX_WAIT_STEPS and not self.culprits.company:
+                self.defects.append(f"a chunk on {replica.name} waited {replica.stepper.longest_wait_steps} steps")
             if replica.failed_checks >= FAILED_CHECKS:
                 self.kill(replica.name)
         if self._up.is_set():

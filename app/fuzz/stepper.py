@@ -82,7 +82,7 @@ class SimulatedStepper:
         self._suspects = Suspects()
         self.broken = False  # every step raises
         self.hiccup = False  # the next step raises
-        self.longest_wait_steps = 0  # of a chunk, in a row, for the search of a culprit
+        self.longest_wait_steps = 0  # of a chunk, for the search of a culprit
 
     @property
     def busy(self) -> bool:
@@ -159,7 +159,8 @@ class SimulatedStepper:
         names = self._suspects.running()
         for chunk_id, running in self._running.items():
             running.waited_steps = 0 if chunk_id in names else running.waited_steps + 1
-            self.longest_wait_steps = max(self.longest_wait_steps, running.waited_steps)
+            wait_steps = 0 if self._swallowed else running.waited_steps  # a chunk on trial that hangs holds all others
+            self.longest_wait_steps = max(self.longest_wait_steps, wait_steps)
         return names
 
     def _raises(self, going: dict[str, RunningChunk]) -> bool:

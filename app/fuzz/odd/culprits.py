@@ -22,6 +22,10 @@ REFUSED, RAISED = "no engine takes this request", "this request made the step ra
 HEAVY_SHARE = 0.2
 """Of samples, in runs in which two heavy ones in one step make it raise."""
 
+MAX_WAIT_STEPS = 32
+"""Steps for which a chunk may wait while a culprit is searched, unless company is to blame: searches follow each other
+if there are several culprits. 60 seeds showed up to 7."""
+
 POSITIONS = (1, 120)
 """Of the whole sequence: prompts have up to 39 tokens."""
 
@@ -37,7 +41,7 @@ class Culprits:
     """`refused`, `raising`: shares of samples. `company`: whether two heavy samples in one step make it raise."""
 
     def __init__(self, refused: float = 0.0, raising: float = 0.0, company: bool = False):
-        self._shares, self._company = {"refused": refused, "raises": raising}, company
+        self._shares, self.company = {"refused": refused, "raises": raising}, company
         self._ends: Counter[tuple[int, bytes]] = Counter()  # by an engine, with the reason, by sample key and prompt
         self._asks: Counter[tuple[int, bytes]] = Counter()  # likewise, beyond the first
         self.excuses = 0  # events of the run that may have cost an engine's answer
@@ -52,7 +56,7 @@ class Culprits:
         return None
 
     def _weigh(self, key: int) -> bool:
-        return self._company and Random(f"heavy/{key}").random() < HEAVY_SHARE
+        return self.company and Random(f"heavy/{key}").random() < HEAVY_SHARE
 
     def refuses(self, key: int, position: int) -> bool:
         """Returns whether engines refuse a chunk of the sample whose context ends at this position."""
