@@ -1,4 +1,4 @@
-"""Checks of every result that a simulated driver gets, and what they have seen so far.
+"""Checks of every result that a simulated driver gets, and their counts so far.
 
 Invariant: a result that no run may give raises `Wrong`, one line. Called by `drivers`.
 """
@@ -34,7 +34,7 @@ class Ledger:
     policies_failed: bool = False  # a policy was in trouble: it may have ended batches
 
 
-class Checks:
+class ResultChecks:
     """Of the results of one run."""
 
     def __init__(self, cluster: SimulatedCluster, ledger: Ledger):

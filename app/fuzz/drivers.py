@@ -16,7 +16,7 @@ from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRej
 from tailrace.app.calls.refused import AdapterRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
-from tailrace.app.fuzz.checks import Checks, Ledger, Wrong
+from tailrace.app.fuzz.checks import ResultChecks, Ledger, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.fuzz.odd.hasty import HastySession, give_up
@@ -56,7 +56,7 @@ class DriverPlan:
     priority: int = 0
     share: float = 1.0
     singles: bool = False  # asks for its samples one by one, in an open session
-    impossible: bool = False  # asks also for what no service can do
+    impossible: bool = False  # asks also for the impossible
     hasty: bool = False  # gives calls up and makes them again at once
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 
@@ -119,7 +119,7 @@ class SimulatedDriver:
         self.plan, self._cluster, self._ledger = plan, cluster, ledger
         self.done = 0
         self.ended = False
-        self._checks = Checks(cluster, ledger)
+        self._checks = ResultChecks(cluster, ledger)
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -138,7 +138,7 @@ class SimulatedDriver:
         self.ended = True
 
     async def _rolled(self, client: RolloutClient, batch: RolloutBatch) -> dict[str, GroupResult]:
-        """All groups of a batch, while the driver may also ask for what no service can do."""
+        """All groups of a batch, while the driver may also ask for the impossible."""
         roll = self._roll_singles if self.plan.singles else self._roll
         if not self.plan.impossible:
             return await roll(client, batch)

@@ -1,6 +1,6 @@
 """Requests that no service can run, as batches and as calls of sessions, by a driver that has good ones, too.
 
-Law: each is refused with one line, at once while nothing is wrong with the service, and leaves nothing there. What is
+Law: each is refused with one line, at once while nothing is wrong with the service, and leaves nothing there. All
 around it is checked as ever: the driver's good batches, under the same names, and those of others. Called by `drivers`.
 """
 
@@ -51,7 +51,7 @@ GOOD = PromptGroup(prompt_id="odd", token_ids=(1, 2), samples=1, max_tokens=4)
 
 
 class ImpossibleAsks:
-    """Of one driver. What breaks the law is a defect of the run. `rng`: of its own."""
+    """Of one driver. A breach of the law is a defect of the run. `rng`: of its own."""
 
     def __init__(self, cluster: SimulatedCluster, client: RolloutClient, rng: Random):
         self._cluster, self._client, self._rng = cluster, client, rng
