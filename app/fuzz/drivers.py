@@ -16,7 +16,7 @@ from tailrace.app.calls.client import RolloutClient, RolloutRejected, WeightsRej
 from tailrace.app.calls.refused import AdapterRejected
 from tailrace.app.calls.resume import Heartbeat
 from tailrace.app.calls.session import groups_of_answers
-from tailrace.app.fuzz.checks import ResultChecks, Ledger, Wrong
+from tailrace.app.fuzz.checks import Ledger, ResultChecks, Wrong
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import digest_of
 from tailrace.app.fuzz.odd.hasty import HastySession, give_up
