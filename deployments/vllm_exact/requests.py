@@ -21,7 +21,7 @@ from tailrace.kvpool.keys import cache_salt
 NUMBERS = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-CONVERSIONS = ValueError, TypeError, OverflowError, ArithmeticError, LookupError, RecursionError, AssertionError
+CONVERSIONS = ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError
 """Kinds of errors of values that cannot become a request."""
 
 MAX_TRIED = 4_096
