@@ -20,7 +20,7 @@ from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
-CONVERSIONS = ValueError, TypeError, OverflowError, ArithmeticError, LookupError, RecursionError, AssertionError
+CONVERSIONS = ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError
 """Kinds of errors of values that cannot become a request."""
 
 MAX_TRIED = 4_096
