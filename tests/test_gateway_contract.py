@@ -128,7 +128,7 @@ def refused(route: str, name: str) -> bool:
 
 def test_nothing_is_ignored_without_being_listed():
     everywhere = {name for route in REQUESTS for name in listed(route)}
-    openai_s = {"service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key"}
+    openai_s = {"service_tier", "store", "metadata", "safety_identifier", "prompt_cache_key", "early_stopping"}
     assert everywhere >= IGNORED - openai_s
     assert everywhere >= set(NEUTRAL) - {"best_of"}, "an older vLLM's"
 

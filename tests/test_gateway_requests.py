@@ -6,13 +6,18 @@ from base64 import b64encode
 import pytest
 from pydantic import ValidationError
 
+from tailrace.app.gateway.answer_text import text_of
+from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayApplication, GatewayConfig, HttpOptions, check_doors
 from tailrace.app.gateway.doors import Doors, read_tokens
+from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.naming import Naming, index_of
 from tailrace.app.gateway.requests import CompletionRequest, Sampled, TokensRequest
 from tailrace.deployments.messages.roles import Role
+from tailrace.deployments.messages.rollout import SampleResult
 from tailrace.deployments.messages.session import MAX_INDEX
+from tailrace.policies.protocol.actions import SampleEnd
 
 TOKEN = "a-token-of-24-characters"
 
@@ -59,11 +64,13 @@ def test_rules_for_tokens_are_a_group_s():
     tags = {"type": "structural_tag", "format": {"type": "any_text"}}
     form = CompletionRequest(prompt="a", response_format=tags).sampling().structured_outputs
     assert form.structural_tag == '{"type": "structural_tag", "format": {"type": "any_text"}}'
-    for wrong in ({"type": "grammar"}, {"type": "text", "schema": {}}):
+    for wrong in ({"type": "grammar"}, {"type": "json_schema"}):
         with pytest.raises(ValidationError, match="response_format"):
             CompletionRequest(prompt="a", response_format=wrong)
+    for loose in ({"type": "text", "schema": {}}, {"type": "json_object", "x": 1}):
+        CompletionRequest(prompt="a", response_format=loose)
     with pytest.raises(ValueError, match="schema is not there"):
-        CompletionRequest(prompt="a", response_format={"type": "json_schema"}).sampling()
+        CompletionRequest(prompt="a", response_format={"type": "json_schema", "json_schema": {"name": "n"}}).sampling()
     with pytest.raises(ValueError, match="remove ignore_eos and min_tokens"):
         Sampled(structured_outputs={"regex": "a"}, min_tokens=2).sampling()
 
@@ -81,6 +88,10 @@ def test_a_completion_s_prompt_is_one_or_several(prompt, prompts):
     assert CompletionRequest(prompt=prompt).prompts(None) == prompts
 
 
+def line(**message) -> dict:
+    return RequestedMessage(**message).for_template()
+
+
 def test_messages_are_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (message,) = ChatRequest(messages=[{"role": "user", "content": parts}]).messages
@@ -90,12 +101,115 @@ def test_messages_are_text():
         message.for_template()
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ("", ""),
+        ([], ""),
+        ([{"type": "text", "text": None}, {"type": "text", "text": "b"}], "b"),
+        ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "a"),
+        ([{"type": "refusal", "refusal": "no"}, "b"], "no\nb"),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "output_text", "text": "a"}], "hm\na"),
+    ],
+)
+def test_contents_are_taken_as_vllm_takes_them(content, text):
+    assert line(role="assistant", content=content) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": 1, "a": 2}', {"a": 2}),
+        *((bad, {}) for bad in (
+            '{"city": "Par', '{"city": "the "old" town"}', "[1]", "42", "", "null", None, [1], {}, '{"a": "\\ud800"}',
+            '{"a":' * 2_000 + "1" + "}" * 2_000, '{"a": ' + "9" * 5_000 + "}",
+        )),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_call_are_an_object_for_the_template(arguments, rendered):
+    """As vLLM 0.32: a conversation must not be lost because a model wrote no JSON."""
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": arguments}}
+    (found,) = line(role="assistant", tool_calls=[call])["tool_calls"]
+    assert found == {"id": "1", "function": {"arguments": rendered, "name": "w"}, "type": "function"}
+    assert list(found) == ["id", "function", "type"] and list(found["function"]) == ["arguments", "name"]
+
+
+def test_a_message_means_the_same_in_each_form_in_which_it_is_sent_back():
+    def call(**fields) -> dict:
+        return {"id": "1", "function": {"name": "w", "arguments": '{"a": 1, "b": [2]}'}} | fields
+
+    def normal(**message) -> dict:
+        return RequestedMessage(**{"role": "assistant", "content": "", "tool_calls": [call()]} | message).normal()
+
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "reasoning_content": None}
+    arguments = {"name": "w", "arguments": {"b": [2], "a": 1}}
+    for same in (
+        {"content": None}, {"content": []}, empty, {"tool_calls": [call(index=0, type="function")]},
+        {"tool_calls": [call(function=arguments)]}, {"tool_calls": [call(function=arguments | {"x": 1})]},
+    ):  # fmt: skip
+        assert normal(**same) == normal()
+    for other in (
+        {"content": "x"}, {"role": "user"}, {"tool_calls": [call(), call()]}, {"reasoning": "x"}, {"tool_calls": []},
+        {"tool_calls": [call(function=arguments | {"arguments": '{"a": 1, "b": [2'})]},
+    ):  # fmt: skip
+        assert normal(**other) != normal()
+
+
+def test_thoughts_tasks_and_names_reach_the_template_as_vllm_hands_them_on():
+    assert line(role="assistant", content="a", reasoning_content="r", name="bob")["reasoning"] == "r"
+    assert line(role="assistant", content="a", reasoning="r")["reasoning_content"] == "r"
+    assert "reasoning" not in line(role="user", content="a", reasoning="r")
+    assert "tool_call_id" not in line(role="user", content="a", tool_call_id="1")
+    assert line(role="tool", content="a", tool_call_id="1")["tool_call_id"] == "1"
+
+
+def test_a_developer_is_the_system_of_a_template_without_that_role():
+    lines = [line(role=role, content=role[0]) for role in ("system", "user", "developer", "assistant")]
+    assert fitting(lines, "{% if role == 'developer' %}") == lines
+    assert [(one["role"], one["content"]) for one in fitting(lines, "")] == [
+        ("system", "s\n\nd"), ("user", "u"), ("assistant", "a")
+    ]  # fmt: skip
+    assert fitting(lines[2:], None)[0] == {"role": "system", "content": "d"}
+    assert fitting(lines[:2], "") == lines[:2]
+
+
+def test_the_text_of_an_answer_has_the_stop_if_it_is_asked_for():
+    prompts = SimulatedText()
+    ended = {"sample_index": 0, "logprobs": (0.0,) * 3, "raw_logprobs": (0.0,) * 3, "finish_reason": SampleEnd.STOP}
+    by_text = SampleResult(token_ids=(1, 2, 3), text="1 ", stop_reason="2 3", **ended)
+    by_token = SampleResult(token_ids=(1, 2, 3), text="1 2", stop_reason=3, **ended)
+    for special in (False, True):
+        assert [text_of(one, prompts, special) for one in (by_text, by_token)] == ["1 ", "1 2"]
+        assert [text_of(one, prompts, special, True) for one in (by_text, by_token)] == ["1 2 3", "1 2 3"]
+
+
+class SimulatedText:
+    """A tokenizer whose text is its token ids."""
+
+    def decode(self, token_ids, special: bool = False) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def test_errors_are_one_line_of_text_and_name_the_field():
+    for message, param in (
+        ("top_p: too large", "top_p"), ("sampling_params: watermarking: no", "sampling_params.watermarking"),
+        ("messages.0.role: Field required", "messages.0.role"), ("the body is not JSON: at 5", None),
+    ):  # fmt: skip
+        assert error_body(400, message)["error"]["param"] == param
+    found = error_body(400, "a\nb \ud83d" + "c" * 10_000)["error"]["message"]
+    assert found.encode() and found.startswith("a b \\ud83d") and len(found) < 2_000
+
+
 def test_names_come_from_headers_then_from_the_seed_then_by_chance():
     headers = {"x-tailrace-seed": "3", "x-tailrace-step": "4", "x-tailrace-group": "g", "x-tailrace-index": "5"}
     assert Naming.of(headers, 9) == (3, 4, "g", 5, 0, 0)
     assert Naming.of(headers | {"x-tailrace-turn": "2", "x-tailrace-hold": "60"}, 9)[3:] == (5, 2, 60)
     assert Naming.of({}, 9) == (0, 0, None, 9, 0, 0)
-    assert Naming.of({}, None).index != Naming.of({}, None).index
+    for drawn in (None, -1):
+        assert Naming.of({}, drawn).index != Naming.of({}, drawn).index
     prompt = {"token_ids": (1, 2)}
     assert Naming.of({}, 9).group_of(prompt) == Naming.of({}, 8).group_of({"token_ids": [1, 2]})
     assert Naming.of({}, 9).group_of(prompt) != Naming.of({}, 9).group_of({"token_ids": (1, 3)})
@@ -105,6 +219,7 @@ def test_names_come_from_headers_then_from_the_seed_then_by_chance():
 
 def test_great_seeds_have_an_index_too():
     assert index_of(7) == 7
+    assert 0 <= index_of(-5) < MAX_INDEX and index_of(-5) != index_of(-6)
     assert 0 <= index_of(2**63) < MAX_INDEX and index_of(2**63) != index_of(2**63 + 1)
 
 

@@ -10,7 +10,7 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.train.possible_answers import check_rewards, is_possible
 from tailrace.app.train.rewards import RewardPool, answer_in, score
-from tailrace.app.train.task import Question, TaskConfig, read_task
+from tailrace.app.train.task import Question, Task, TaskConfig, read_task
 
 
 @pytest.mark.parametrize(
@@ -184,3 +184,16 @@ def test_some_answers_that_are_never_given_are_counted(tmp_path):
     path.write_text("".join(json.dumps({"prompt": str(n), "answer": n if n else "none"}) + "\n" for n in range(4)))
     config = TaskConfig(prompts=path, held_out=1, answer_pattern=r"\d+")
     assert "1 of 4 answers are never given" in check_rewards(config, read_task(config))
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("reward", "write package.module:function"),
+        ("a.b:", "write package"),
+        ("no_such_one:f", "there is no package no_s"),
+    ],
+)
+def test_a_reward_that_is_no_function_is_named(reward, said):
+    with pytest.raises(BadInput, match=f"task.reward: {reward}.*{said}"):
+        check_rewards(TaskConfig(name="gcd", reward=reward), Task((), ()))

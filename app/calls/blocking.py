@@ -5,6 +5,7 @@ running (which it then blocks). Called by `app.calls.client` alone.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import wraps
@@ -73,12 +74,21 @@ def _drained(stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(task), daemon=True, name="stream")
     task = loop.create_task(pump())
     thread.start()
+    made_in = os.getpid()
     try:
-        while (item := items.get()) is not done:
+        while (item := _next_of(items, made_in)) is not done:
             if isinstance(item, BaseException):
                 raise item
             yield item
     finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        loop.close()
+        if os.getpid() == made_in:  # a forked process shares the loop's sockets, and has no such thread
+            loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+            loop.close()
+
+
+def _next_of(items: Queue, made_in: int):
+    """The next item. Raises RuntimeError in a forked process, which would wait for ever."""
+    if os.getpid() != made_in:
+        raise RuntimeError("the iterator is of the process that this one was forked from; make one here")
+    return items.get()

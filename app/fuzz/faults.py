@@ -23,8 +23,7 @@ from tailrace.app.fuzz.replica import DAMAGES, SimulatedReplica
 from tailrace.deployments.messages.roles import Role
 from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RolloutBatch
 
-OVERWRITTEN = "overwritten-"
-"""The content of a weights folder that another process has written to begins with this."""
+OVERWRITTEN = "overwritten-"  # so begins the content of a weights folder that another process has written to
 
 
 class Fault(NamedTuple):
@@ -176,10 +175,10 @@ async def _strange_batch(site: FaultSite, fault: Fault) -> None:
         {"min_weights_version": 10**6}, {"weights_version": 10**6},
     )  # fmt: skip
     of_group = (
-        {"samples": 0}, {"samples": "eight"}, {"samples": 10**6}, {"max_tokens": -5}, {"max_tokens": None},
+        {"samples": 0}, {"samples": "eight"}, {"samples": 10**6}, {"max_tokens": -5}, {"max_tokens": "few"},
         {"token_ids": ()}, {"token_ids": ("x",)}, {"token_ids": (1, 10**9)}, {"token_ids": (1,) * 5000},
         {"token_ids": (-1,)}, {"prompt_id": ""}, {"prompt_id": None}, {"text": "1"}, {"token_ids": None, "text": "odd"},
-        {"sampling": None}, {"forced_token_ids": ((1,), (2,))}, {"forced_token_ids": ((10**9,),)},
+        {"sampling": "greedy"}, {"forced_token_ids": ((1,), (2,))}, {"forced_token_ids": ((10**9,),)},
     )  # fmt: skip
     strange = [batch.model_copy(update=update) for update in values]
     strange += [batch.model_copy(update={"groups": (good.model_copy(update=update),)}) for update in of_group]

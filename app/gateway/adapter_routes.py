@@ -6,28 +6,27 @@ Source of forms and texts: vLLM's `entrypoints/serve/lora`, `entrypoints/openai/
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from tailrace.app.gateway.doors import error_body
+from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.edge.fields import RequestBody
 from tailrace.app.gateway.service import GatewayService
 from tailrace.deployments.messages.roles import Role
 
 IN_PLACE = ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
 
 
-class AdapterLoad(BaseModel):
+class AdapterLoad(RequestBody):
     """`lora_path`: an absolute folder of PEFT's form that every replica can read. `load_inplace`: a name that is loaded
     may get another content, as its next version."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
 
-class AdapterUnload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class AdapterUnload(RequestBody):
     lora_name: str = Field(min_length=1)
     lora_int_id: int | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from secrets import token_hex
 
-from tailrace.app.gateway.answer_text import text_of
+from tailrace.app.gateway.answer_text import text_for, text_of
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
@@ -19,6 +19,9 @@ from tailrace.deployments.messages.rollout import SampleResult, Top
 from tailrace.deployments.messages.session import SampleAnswer, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
 
+NULLS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+"""Keys of vLLM's messages whose values are not known here: clients read them without asking whether they are there."""
+
 FINISH = {SampleEnd.STOP: "stop", SampleEnd.LENGTH: "length", SampleEnd.CANCELLED: "abort"}
 
 
@@ -27,7 +30,7 @@ def completion(
 ) -> dict:
     choices = []
     for answer in (one for of_prompt in answers for one in of_prompt):
-        text = text_of(answer.sample, model.prompts, not request.skip_special_tokens)
+        text = text_for(request, answer.sample, model.prompts)
         choice = {"index": len(choices), "text": text, "logprobs": None} | end(naming, answer)
         if request.logprobs is not None:
             choice["logprobs"], _ = completion_logprobs(
@@ -42,12 +45,13 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
     request, choices = chat.request, []
     for answer in answers[0]:
         sample = answer.sample
-        special = not request.skip_special_tokens if chat.calls is None else chat.calls.special
-        message = {"role": "assistant", "content": text_of(sample, model.prompts, special)}
-        if chat.calls is not None:
+        if chat.calls is None:
+            message = {"role": "assistant", "content": text_for(request, sample, model.prompts)}
+        else:
             name = naming.sample({"token_ids": chat.token_ids}, len(choices))
-            message = chat.calls.message(message["content"], sample.token_ids, name)
-        choice = {"index": len(choices), "message": message, "logprobs": None} | end(naming, answer)
+            text = text_of(sample, model.prompts, chat.calls.special, request.include_stop_str_in_output)
+            message = chat.calls.message(text, sample.token_ids, name)
+        choice = {"index": len(choices), "message": message | NULLS, "logprobs": None} | end(naming, answer)
         if message.get("tool_calls"):
             choice["finish_reason"] = with_calls(choice["finish_reason"], chat)
         if request.logprobs:
@@ -56,8 +60,7 @@ def chat_completion(chat: Chat, model: ServedModel, naming: Naming, answers: lis
         chat.keep(message, answer.prompt_token_ids, sample)
         choices.append(choice | _ids(request.return_token_ids, answer))
     found = _answer("chatcmpl", "chat.completion", model, choices, answers)
-    if request.return_token_ids:
-        found["prompt_token_ids"] = list(answers[0][0].prompt_token_ids)
+    found["prompt_token_ids"] = list(answers[0][0].prompt_token_ids) if request.return_token_ids else None
     return found | {"prompt_logprobs": prompt_logprobs(answers[0][0], model)}
 
 
@@ -158,7 +161,7 @@ def weight_versions(sample: SampleResult) -> list[dict]:
 
 def _ids(wanted: bool | None, answer: SampleAnswer) -> dict:
     if not wanted:
-        return {}
+        return {"token_ids": None, "prompt_token_ids": None}
     return {"token_ids": list(answer.sample.token_ids), "prompt_token_ids": list(answer.prompt_token_ids)}
 
 
@@ -170,9 +173,9 @@ def completion_logprobs(
     offsets = list(accumulate(map(len, names), initial=offset))
     found = {
         "tokens": names,
-        "token_logprobs": list(piece.logprobs),
+        "token_logprobs": list(map(finite, piece.logprobs)),
         "top_logprobs": [
-            {name: logprob} | {_name(token, model, as_ids): finite(other) for token, other in top}
+            {name: finite(logprob)} | {_name(token, model, as_ids): finite(other) for token, other in top}
             for name, logprob, top in zip(names, piece.logprobs, _tops(piece), strict=True)
         ],
         "text_offset": offsets[:-1],

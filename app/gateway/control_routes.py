@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Query, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
-from tailrace.app.gateway.doors import error_body
+from tailrace.app.gateway.edge.errors import error_body
+from tailrace.app.gateway.edge.fields import RequestBody
 from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.vllm_config import vllm_config
 from tailrace.deployments.coordinator.pause import PauseMode
@@ -28,14 +29,13 @@ REFUSED = {
 }
 
 
-class WeightsUpdate(BaseModel):
+class WeightsUpdate(RequestBody):
     """prime-rl's form: `weight_dir`, a folder of safetensors or `memory:...`, and `version`, by default the next one.
 
     vLLM's form: `update_info`, of the trainer's transfer engine, between `/start_weight_update` and
     `/finish_weight_update`.
     """
 
-    model_config = ConfigDict(extra="forbid")
     weight_dir: str | None = None
     version: int | None = None
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
@@ -49,8 +49,7 @@ class WeightsUpdate(BaseModel):
         return self
 
 
-class UpdateStart(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class UpdateStart(RequestBody):
     is_checkpoint_format: bool = True
 
     @model_validator(mode="after")
@@ -60,10 +59,9 @@ class UpdateStart(BaseModel):
         return self
 
 
-class UpdateFinish(BaseModel):
+class UpdateFinish(RequestBody):
     """`weight_version`: a number above the present one; by default the next one."""
 
-    model_config = ConfigDict(extra="forbid")
     weight_version: str | None = None
 
 
@@ -106,6 +104,7 @@ def _add_pauses(app: FastAPI, service: GatewayService) -> None:
     async def is_paused():
         return {"is_paused": (await service.client(Role.OBSERVER).status()).paused}
 
+    @app.post("/inference/v1/abort_requests")
     @app.post("/abort_requests")
     async def abort_requests(http: Request, request_ids: Annotated[list[str] | None, Body(embed=True)] = None):
         if request_ids:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.edge.errors import error_body
 from tailrace.deployments.messages.roles import Role
 
 OPEN_PATHS = ("/health", "/liveness")
@@ -122,14 +123,6 @@ def _is_foreign(scope) -> bool:
 def _length(scope) -> int:
     text = _header(scope, b"content-length")
     return int(text) if text.isdigit() else 0
-
-
-def error_body(status: int, message: str, kind: str | None = None) -> dict:
-    """vLLM's form of an error. `kind`: its type, or None for that of the status."""
-    kinds = {400: "BadRequestError", 404: "NotFoundError", 401: "AuthenticationError", 403: "PermissionError"}
-    return {
-        "error": {"message": message, "type": kind or kinds.get(status, "ServiceError"), "param": None, "code": status}
-    }
 
 
 async def _refuse(send, status: int, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:

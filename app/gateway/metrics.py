@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from secrets import token_hex
 
 from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tailrace.deployments.metrics.export import doors_of
@@ -102,7 +103,7 @@ def add_metrics(app: FastAPI) -> None:
     metrics = app.state.metrics = GatewayMetrics()
     app.add_middleware(Metered, metrics=metrics)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Figures of this replica, in Prometheus's text format."""
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)

@@ -19,6 +19,10 @@ from tailrace.deployments.messages.session import MAX_INDEX
 HEADERS = {name: f"x-tailrace-{name}" for name in ("seed", "step", "group", "index", "turn", "hold")}
 
 
+DRAWN = -1
+"""A seed that is none, in vLLM. Other seeds below 0 are seeds."""
+
+
 class Naming(NamedTuple):
     """`index`: of the first sample of the request."""
 
@@ -34,7 +38,8 @@ class Naming(NamedTuple):
         """Raises ValueError that names the header."""
         index = _number(headers, "index")
         if index is None:
-            index = secrets.randbelow(MAX_INDEX // 2) if request_seed is None else index_of(request_seed)
+            drawn = request_seed in (None, DRAWN)
+            index = secrets.randbelow(MAX_INDEX // 2) if drawn else index_of(request_seed)
         seed, step, turn, hold_s = (_number(headers, name) or 0 for name in ("seed", "step", "turn", "hold"))
         return cls(seed, step, _text(headers, "group"), index, turn, hold_s)
 
@@ -51,8 +56,8 @@ class Naming(NamedTuple):
 
 
 def index_of(seed: int) -> int:
-    """The index of a sample by the seed of its request: the seed itself, unless it is too great for an index."""
-    if seed <= MAX_INDEX // 2:
+    """The index of a sample by the seed of its request: the seed itself, unless no index is as great, or below 0."""
+    if 0 <= seed <= MAX_INDEX // 2:
         return seed
     return int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest()) % (MAX_INDEX // 2)
 

@@ -4,10 +4,14 @@ Invariant: no field is ignored that could change a token. Source of names and de
 `entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/scale_out/token_in_token_out/protocol.py`.
 """
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from tailrace.app.gateway.edge.errors import FieldRefused
+from tailrace.app.gateway.edge.fields import Ids, Listed, RequestObject, Texts
+from tailrace.app.gateway.edge.forms import RequestedForm, ResponseFormat
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.refusals import REFUSED
@@ -15,23 +19,44 @@ from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 
+MAX_BIAS = 100.0
+"""vLLM cuts a greater one to it."""
+
+INT64 = 2**63
+
 IGNORED = {
     "user", "request_id", "detokenize", "cache_salt", "service_tier", "store",
     "metadata", "safety_identifier", "prompt_cache_key", "routed_experts_prompt_start", "session_id", "mm_payload",
     "spaces_between_special_tokens", "output_kind", "skip_clone", "skip_reading_prefix_cache",
-    "return_mm_kwargs", "return_token_offsets", "truncation_side",
+    "return_mm_kwargs", "return_token_offsets", "truncation_side", "token_offsets",
+    "length_penalty", "early_stopping",
 }  # fmt: skip
 """Fields that change no token, and whose answer is the same here."""
 
 NEUTRAL = {
-    "best_of": (1,), "echo": (False,), "length_penalty": (1,), "use_beam_search": (False,), "suffix": ("",),
-    "include_stop_str_in_output": (False,), "priority": (0,), "top_logprobs": (0, 1),
-    "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,),
-    "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "documents": ([],),
+    "best_of": (1,), "echo": (False,), "use_beam_search": (False,),
+    "suffix": ("",), "include_stop_str_in_output": (True, False), "priority": (0,), "top_logprobs": (0, 1),
+    "truncate_prompt_tokens": (-1,), "thinking_token_budget": (-1,), "logprob_token_ids": ([],),
+    "flat_logprobs": (False,), "include_reasoning": (True, False), "watermarking": (False,), "chat_template": ("",),
     "skip_special_tokens": (True, False), "output_mode": ("tokens",), "return_prompt_text": (False,),
-    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "vllm_xargs": ({},),
+    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "vllm_xargs": ({},), "extra_args": ({},),
+    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "repetition_detection": ({},), "content_parts": ([],),
+    "reasoning_ended": (True,), "output_text_buffer_length": (0,), "prompt_logprob_start": (0,),
 }  # fmt: skip
 """Values that ask for nothing, besides null."""
+
+
+def biases(given: Any) -> Any:
+    """`logit_bias` by token id, cut as vLLM does. Raises ValueError at the first key or value that is none."""
+    if not isinstance(given, Mapping):
+        return given
+    found = {}
+    for token, bias in given.items():
+        try:
+            found[int(token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"{str(token)[:30]!r}: {str(bias)[:30]!r} is not a token id and a number") from error
+    return found
 
 
 def unknown_field(given: dict[str, Any]) -> str | None:
@@ -44,54 +69,39 @@ def unknown_field(given: dict[str, Any]) -> str | None:
     return None
 
 
-class ResponseFormat(BaseModel):
-    """OpenAI's form of an answer, or vLLM's structural tags, which have fields of their own."""
-
-    model_config = ConfigDict(extra="allow")
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _known(self):
-        if self.type != "structural_tag" and self.model_extra:
-            raise ValueError(f"{min(self.model_extra)}: not honoured here; remove it")
-        return self
-
-    def form(self) -> dict | None:
-        """The form as StructuredOutputs has it. Raises ValueError if there is no schema."""
-        if self.type == "structural_tag":
-            return {"structural_tag": self.model_dump(exclude_none=True)}
-        if self.type == "json_schema":
-            if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
-                raise ValueError("response_format: json_schema.schema is not there; give one")
-            return {"json": schema}
-        return {"json_object": True} if self.type == "json_object" else None
-
-
-class Sampled(BaseModel):
-    """Sampling parameters of one request. `seed`: the index of the sample among those of its prompt, see `naming`."""
+class Sampled(RequestObject):
+    """Sampling parameters of one request. `seed`: the index of the sample among those of its prompt, see `naming`;
+    -1 is none, as in vLLM."""
 
     model_config = ConfigDict(extra="allow")
     n: int = Field(1, ge=1, le=1_024)
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    stop_token_ids: list[int] | None = None
-    stop: str | list[str] | None = None
+    stop_token_ids: Ids | None = None
+    stop: str | Texts | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[int, float] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(biases)] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: RequestedForm | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream_interval: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(given, dict) and isinstance(given.get(name), str):
+                raise FieldRefused(f"`{name}` must be an integer.", name)
+        return given
 
     @model_validator(mode="after")
     def _honoured(self):
@@ -103,11 +113,11 @@ class Sampled(BaseModel):
         """Raises ValueError for values that no distribution has."""
         given = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
         given |= {"structured_outputs": self.form(), "top_logprobs": self.likeliest()}
-        return SamplingParams(**{name: value for name, value in given.items() if value not in (None, "", [])})
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def form(self) -> dict[str, Any] | None:
         """The form that the answer must have."""
-        return self.structured_outputs
+        return None if self.structured_outputs is None else self.structured_outputs.form()
 
     def likeliest(self) -> int:
         """Number of tokens of each position whose logprobs are asked for, besides that of the sampled one."""
@@ -115,15 +125,15 @@ class Sampled(BaseModel):
         return asked if asked > 1 else 0  # trainers send 1 for that of the sampled token
 
 
-class StreamOptions(BaseModel):
-    """`include_usage`: a last event with the tokens of all choices; `continuous_usage_stats`: in every event."""
+class StreamOptions(RequestObject):
+    """`include_usage`: a last event with the tokens of all choices; `continuous_usage_stats`: with
+    it, in every event, too."""
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Streamable(BaseModel):
+class Streamable(RequestObject):
     """A request whose answer may be a stream."""
 
     model: str | None = None
@@ -133,8 +143,6 @@ class Streamable(BaseModel):
 
     @model_validator(mode="after")
     def _streamed(self):
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream; remove it or set stream")
         if self.stream and self.sampled().prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: not with stream; remove one")
         return self
@@ -150,7 +158,7 @@ class Streamable(BaseModel):
     def wants_usage(self, always: bool) -> bool:
         """Whether a stream's events have the usage: each of them (`always`), or the last."""
         options = self.stream_options or StreamOptions()
-        return bool(options.continuous_usage_stats if always else options.include_usage)
+        return bool(options.include_usage and (options.continuous_usage_stats or not always))
 
 
 class Answered(Sampled, Streamable):
@@ -158,6 +166,7 @@ class Answered(Sampled, Streamable):
 
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     response_format: ResponseFormat | None = None
 
     def sampled(self) -> Sampled:
@@ -165,7 +174,14 @@ class Answered(Sampled, Streamable):
 
     def form(self) -> dict[str, Any] | None:
         asked = None if self.response_format is None else self.response_format.form()
-        return asked or self.structured_outputs
+        return asked or super().form()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stream_options_of_a_stream(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("stream_options") and not given.get("stream"):
+            raise FieldRefused("Stream options can only be defined when `stream=True`.", "stream_options")
+        return given
 
     @model_validator(mode="after")
     def _fitting_stops(self):
@@ -177,15 +193,20 @@ class Answered(Sampled, Streamable):
 class CompletionRequest(Answered):
     """`/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | Ids | Texts | Annotated[list[Ids], Listed], Field(union_mode="left_to_right")]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _some_prompt(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("prompt") in (None, "", []):
+            raise FieldRefused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        return given
+
     def prompts(self, tokenizer: Prompts) -> list[dict]:
         """The prompts as a PromptGroup takes them."""
-        if not self.prompt:
-            raise ValueError("prompt is empty; give one token or more")
         several = self.prompt if isinstance(self.prompt, list) and not _is_ids(self.prompt) else [self.prompt]
         if not self.add_special_tokens:
             several = [tokenizer.encode(one) if isinstance(one, str) else one for one in several]
@@ -193,7 +214,8 @@ class CompletionRequest(Answered):
 
 
 class TokensSampled(Sampled):
-    """`sampling_mask`: ours; vLLM gives the answer's field of that name to all requests, by a flag of the server."""
+    """`max_tokens`: None for as many as the context has room for, as in vLLM. `sampling_mask`: ours; vLLM gives the
+    answer's field of that name to all requests, by a flag of the server."""
 
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     sampling_mask: bool | None = None
@@ -204,7 +226,7 @@ class TokensRequest(Streamable):
 
     model_config = ConfigDict(extra="allow")
     request_id: str | None = None
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1)]
     sampling_params: TokensSampled = TokensSampled()
     features: Features | None = None
 

@@ -11,25 +11,23 @@ from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
 from tailrace.app.board.routes import add_board
 from tailrace.app.board.watcher import Watcher
-from tailrace.app.calls.client import QuotaExceeded
-from tailrace.app.calls.refused import TooLargeForQuota, UnknownAdapter
-from tailrace.app.calls.resume import lost_service
 from tailrace.app.gateway import answers
 from tailrace.app.gateway.adapter_routes import add_adapters
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.context_bound import check_bound, check_known, check_length, check_prompts
 from tailrace.app.gateway.control_routes import add_control
-from tailrace.app.gateway.doors import Doors, error_body
+from tailrace.app.gateway.doors import Doors
+from tailrace.app.gateway.edge.errors import ErrorAnswer, UnknownModel, add_errors, error_body, error_of
+from tailrace.app.gateway.edge.json_body import StrictRoute
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, TokensRequest
-from tailrace.app.gateway.service import GatewayService, UnknownModel, Wanted, first_cause
+from tailrace.app.gateway.service import GatewayService, Wanted
 from tailrace.app.gateway.stream_answers import AnswerStream, ChatStream, CompletionStream, TokensStream
 from tailrace.app.gateway.tokenizing import add_tokenizing
 from tailrace.app.http.event_stream import EventStream, left
@@ -37,16 +35,18 @@ from tailrace.deployments.messages.roles import Role
 
 VERSION = version("tailrace")
 
+ERRORS = {kind: {"model": ErrorAnswer, "description": "an error, in vLLM's form"} for kind in ("4XX", "5XX")}
+STREAM = {200: {"description": "the answer, whole or as events", "content": {"text/event-stream": {}}}}
+"""Of a route with `stream`."""
+
 
 def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable | None = None) -> FastAPI:
     """`lifespan`: see FastAPI."""
     about = "vLLM's routes, over open sessions of Tailrace"
-    app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan)
+    app = FastAPI(title="Tailrace", version=VERSION, description=about, lifespan=lifespan, responses=ERRORS)
+    app.router.route_class = StrictRoute
     app.add_middleware(Doors, config=config)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(StarletteHTTPException, _other)
-    for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service()):
-        app.add_exception_handler(kind, _failed)
+    add_errors(app)
     _add_generation(app, service, config)
     _add_model(app, service)
     add_tokenizing(app, service)
@@ -58,21 +58,25 @@ def make_app(service: GatewayService, config: GatewayConfig, lifespan: Callable 
 
 
 def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAM)
     async def completions(request: CompletionRequest, http: Request):
         model = await service.model(request.model)
+        bound, context = request.max_tokens, model.max_model_len
+        check_bound("max_tokens", bound, context)
         prompts = request.prompts(model.prompts)
-        bound = request.max_tokens
+        await check_prompts(prompts, model.prompts, context)
         wanted = Wanted(prompts, request.n, bound, request.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)
         if request.stream:
             return await _streamed(service, http, CompletionStream(request, model, naming, wanted))
         return await _made(service, http, wanted, naming, partial(answers.completion, request, model, naming))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAM)
     async def chat_completions(request: ChatRequest, http: Request):
-        model, chat = await service.model(request.model), await service.chat(request)
-        bound = request.max_completion_tokens or request.max_tokens
+        model, (name, bound) = await service.model(request.model), request.bound
+        check_bound(name, bound, model.max_model_len)
+        chat = await service.chat(request)
+        check_length(len(chat.token_ids), model.max_model_len)
         prompts = [{"token_ids": chat.token_ids}]
         wanted = Wanted(prompts, request.n, bound, chat.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, request.seed)
@@ -80,11 +84,13 @@ def _add_generation(app: FastAPI, service: GatewayService, config: GatewayConfig
             return await _streamed(service, http, ChatStream(chat, request, model, naming, wanted))
         return await _made(service, http, wanted, naming, partial(answers.chat_completion, chat, model, naming))
 
-    @app.post("/inference/v1/generate")
+    @app.post("/inference/v1/generate", responses=STREAM)
     async def generate(request: TokensRequest, http: Request):
         model, sampled = await service.model(request.model), request.sampling_params
         sampled.sampling_mask = sampled.sampling_mask or config.return_sampling_mask
-        prompt, bound = request.prompt(), sampled.max_tokens or 16  # vLLM's default
+        prompt, bound = request.prompt(), sampled.max_tokens
+        check_length(len(request.token_ids), model.max_model_len)
+        check_known("token_ids", request.token_ids, model.prompts)
         wanted = Wanted([prompt], sampled.n, bound, sampled.sampling(), request.chunk_tokens(), adapter=model.adapter)
         naming = Naming.of(http.headers, sampled.seed)
         naming = naming._replace(group=await asyncio.to_thread(naming.group_of, prompt))  # once: features are large
@@ -121,7 +127,7 @@ async def _streamed(service: GatewayService, http: Request, stream: AnswerStream
             for event in stream.last():
                 yield event
 
-    return EventStream(events(), lambda error: _error_of(error)[0])
+    return EventStream(events(), lambda error: error_of(error)[0])
 
 
 async def _unless_gone(http: Request, work: Awaitable):
@@ -141,6 +147,17 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     async def models():
         return answers.models(await service.model(), await service.client(Role.OBSERVER).adapters())
 
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str):
+        for card in (await models())["data"]:
+            if card["id"] == name:
+                return card
+        raise UnknownModel(f"The model `{name}` does not exist; GET /v1/models lists those that do")
+
+    @app.get("/version")
+    async def show_version():
+        return {"version": app.version}
+
     @app.get("/liveness")
     async def liveness():
         return {}
@@ -148,49 +165,12 @@ def _add_model(app: FastAPI, service: GatewayService) -> None:
     @app.get("/health")
     async def health():
         status = await service.client(Role.OBSERVER).status()
-        return JSONResponse({}, 200 if status.paused or any(one.ready for one in status.replicas) else 503)
+        if status.paused or any(one.ready for one in status.replicas):
+            return {}
+        return JSONResponse(error_body(503, "no replica is ready"), 503)
 
 
 def _add_board(app: FastAPI, service: GatewayService, config: GatewayConfig) -> None:
     """The page of a running service, for any role; texts of samples for those that may roll out."""
     watcher = Watcher(lambda: service.client(Role.OBSERVER))
     add_board(app, watcher, lambda http: service.client(http.scope["role"]), any_host=config.tokens_file is not None)
-
-
-async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:])
-    message = first["msg"].removeprefix("Value error, ")
-    return JSONResponse(error_body(400, f"{place}: {message}" if place else message), 400)
-
-
-async def _other(_: Request, error: StarletteHTTPException) -> JSONResponse:
-    return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code)
-
-
-async def _failed(_: Request, error: Exception) -> JSONResponse:
-    body, status = _error_of(error)
-    return JSONResponse(body, status, {"retry-after": "1"} if status in (429, 503) else None)
-
-
-def _error_of(error: Exception) -> tuple[dict, int]:
-    """An exception in vLLM's form, and its status."""
-    cause = first_cause(error)
-    status = status_of(cause)
-    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    if isinstance(cause, ValidationError):
-        text = cause.errors()[0]["msg"].removeprefix("Value error, ")
-    kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None
-    return error_body(status, text, kind), status
-
-
-def status_of(error: BaseException) -> int:
-    """The HTTP status of an error of the client."""
-    kinds = (
-        ((UnknownModel, UnknownAdapter), 404),
-        (QuotaExceeded, 429),
-        (PermissionError, 403),
-        (ValueError, 400),
-        (lost_service(), 503),
-    )
-    return next((status for kind, status in kinds if isinstance(error, kind)), 500)

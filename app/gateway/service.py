@@ -17,6 +17,7 @@ from tailrace.app.gateway.chat.conversations import Conversations
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import ToolParser
 from tailrace.app.gateway.config import GatewayConfig
+from tailrace.app.gateway.edge.errors import UnknownModel
 from tailrace.app.gateway.naming import Naming
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.liveness import RENEW_S
@@ -51,10 +52,6 @@ class Wanted(NamedTuple):
     adapter: str | None = None
 
 
-class UnknownModel(ValueError):
-    """A request names a model that is not served."""
-
-
 class GatewayService:
     """`client_of`: makes the client of a role."""
 
@@ -86,7 +83,8 @@ class GatewayService:
             self._adapters = {one.name for one in await self.client(Role.OBSERVER).adapters()}
         if wanted not in self._adapters:
             names = ", ".join(map(repr, (self._model.name, *sorted(self._adapters))))
-            raise UnknownModel(f"model {wanted!r} is not served; {names} {'are' if self._adapters else 'is'}")
+            served = f"{names} {'are' if self._adapters else 'is'} served"
+            raise UnknownModel(f"The model `{wanted}` does not exist; {served}")
         return self._model._replace(name=wanted, adapter=wanted)
 
     async def _load(self) -> None:
@@ -200,10 +198,3 @@ class GatewayService:
         if version is None:
             version = (await client.status()).weights_version + 1
         return (await client.update_weights(version, folder)).version
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first error inside of a group of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from secrets import token_hex
 
 from tailrace.app.gateway import answers
-from tailrace.app.gateway.answer_text import stream_text, text_of
+from tailrace.app.gateway.answer_text import stream_text, text_for
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.deltas import CallDeltas, TextDeltas
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, Streamable, TokensRequest
 from tailrace.app.gateway.service import ServedModel, Wanted
 from tailrace.app.gateway.stream_text import StreamText
-from tailrace.deployments.messages.session import SampleTokens
+from tailrace.deployments.messages.session import COLUMNS, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
 
 
@@ -39,17 +39,33 @@ class AnswerStream:
         }
         self._prompts: dict[int, Sequence[int]] = {}  # token ids by choice
         self._made: Counter[int] = Counter()  # tokens by choice
+        self._waiting: dict[int, SampleTokens] = {}  # the last token of each choice
 
     def events(self, number: int, part: SampleTokens) -> Iterator[dict]:
         """The events of one part of a choice. Raises SampleFailed."""
         if part.answer is not None and part.answer.sample.finish_reason is SampleEnd.FAILED:
             raise SampleFailed(part.answer.sample.error or "the sample has failed")
-        self._made[number] += len(part.token_ids)
-        is_first = part.prompt_token_ids is not None
-        if is_first:
+        if part.prompt_token_ids is not None:
             self._prompts[number] = part.prompt_token_ids
-        for choice in self._begin(number) if is_first else self._choices(number, part):
+            choices = self._begin(number)
+        else:
+            due = self._due(number, part)
+            self._made[number] += len(due.token_ids)
+            choices = self._choices(number, part, due)
+        for choice in choices:
             yield self._event({"index": number} | choice)
+
+    def _due(self, number: int, part: SampleTokens) -> SampleTokens:
+        """The tokens that the next event has: those whose text is known, so all but the last until the answer ends."""
+        known = self._waiting.get(number, part)
+        if known is not part:
+            columns = {name: (*getattr(known, name), *getattr(part, name)) for name in COLUMNS}
+            known = known.model_copy(update=columns)
+        if part.answer is not None:
+            return known
+        count = max(0, len(known.token_ids) - 1)
+        self._waiting[number] = known.beyond(known.start + count)
+        return known.model_copy(update={name: getattr(known, name)[:count] for name in COLUMNS})
 
     def last(self) -> Iterator[dict]:
         if self.request.wants_usage(always=False):
@@ -66,7 +82,7 @@ class AnswerStream:
     def _begin(self, number: int) -> Iterator[dict]:
         raise NotImplementedError
 
-    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+    def _choices(self, number: int, part: SampleTokens, due: SampleTokens) -> Iterator[dict]:
         raise NotImplementedError
 
 
@@ -89,21 +105,22 @@ class CompletionStream(AnswerStream):
             prompt = list(self._prompts[number])
             yield {"text": "", "logprobs": None, "finish_reason": None, "prompt_token_ids": prompt, "token_ids": []}
 
-    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+    def _choices(self, number: int, part: SampleTokens, due: SampleTokens) -> Iterator[dict]:
         text, request = self._texts[number], self.request
-        if part.answer is not None:
-            whole = text_of(part.answer.sample, self.model.prompts, not request.skip_special_tokens)
-            yield {"text": text.end(whole), "logprobs": None} | answers.end(self.naming, part.answer)
-            return
-        choice = {"text": text.more(part.token_ids), "logprobs": None, "finish_reason": None}
-        if request.logprobs is not None:
+        choice = {"text": "", "logprobs": None, "finish_reason": None}
+        if request.logprobs is not None and due.token_ids:
             choice["logprobs"], self._offsets[number] = answers.completion_logprobs(
-                part, self.model, bool(request.return_tokens_as_token_ids), self._offsets[number]
+                due, self.model, bool(request.return_tokens_as_token_ids), self._offsets[number]
             )
         if request.return_token_ids:
-            choice["token_ids"] = list(part.token_ids)
-        if choice["text"] or request.logprobs is not None or request.return_token_ids:
-            yield choice
+            choice["token_ids"] = list(due.token_ids)
+        if part.answer is None:
+            choice["text"] = text.more(part.token_ids)
+            if choice["text"] or choice["logprobs"] or choice.get("token_ids"):
+                yield choice
+            return
+        whole = text_for(request, part.answer.sample, self.model.prompts)
+        yield choice | {"text": text.end(whole)} | answers.end(self.naming, part.answer)
 
 
 class PromptedStream(AnswerStream):
@@ -127,25 +144,25 @@ class ChatStream(PromptedStream):
     def _begin(self, number: int) -> Iterator[dict]:
         prompts, sampling, calls = self.model.prompts, self.wanted.sampling, self._chat.calls
         if calls is None:
-            self._deltas[number] = TextDeltas(prompts, sampling, not self.request.skip_special_tokens)
+            self._deltas[number] = TextDeltas(prompts, sampling, self.request)
         else:
             name = self.naming.sample(self.wanted.prompts[0], number)
             self._deltas[number] = CallDeltas(prompts, sampling, calls, self._prompts[number], name)
         prompt = {"prompt_token_ids": list(self._prompts[number])} if self.request.return_token_ids else {}
         yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None} | prompt
 
-    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
-        deltas = self._deltas[number]
+    def _choices(self, number: int, part: SampleTokens, due: SampleTokens) -> Iterator[dict]:
+        deltas, last = self._deltas[number], {}
+        if self.request.logprobs and due.token_ids:
+            content = answers.chat_logprobs(due, self.model, bool(self.request.return_tokens_as_token_ids))
+            last["logprobs"] = {"content": content}
+        if self.request.return_token_ids and due.token_ids:
+            last["token_ids"] = list(due.token_ids)
         if part.answer is None:
-            found, last = list(joined(deltas.more(part.token_ids))), {}
-            if self.request.logprobs:
-                content = answers.chat_logprobs(part, self.model, bool(self.request.return_tokens_as_token_ids))
-                last["logprobs"] = {"content": content}
-            if self.request.return_token_ids:
-                last["token_ids"] = list(part.token_ids)
+            found = list(joined(deltas.more(part.token_ids)))
         else:
             found = list(joined(deltas.end(part.answer.sample)))
-            last = answers.end(self.naming, part.answer)
+            last |= answers.end(self.naming, part.answer)
             if deltas.calls_tools:
                 last["finish_reason"] = answers.with_calls(last["finish_reason"], self._chat)
             self._chat.keep(deltas.message, self._prompts[number], part.answer.sample)
@@ -171,7 +188,10 @@ class TokensStream(PromptedStream):
             prompt = {"prompt_token_ids": list(self._prompts[number])} | answers.placeholders(self.request)
             yield {"token_ids": [], "logprobs": None, "finish_reason": None} | prompt
 
-    def _choices(self, number: int, part: SampleTokens) -> Iterator[dict]:
+    def _due(self, number: int, part: SampleTokens) -> SampleTokens:
+        return part
+
+    def _choices(self, number: int, part: SampleTokens, due: SampleTokens) -> Iterator[dict]:
         choice = {"token_ids": list(part.token_ids), "logprobs": None, "finish_reason": None}
         if self.request.sampling_params.logprobs is not None:
             choice["logprobs"] = {"content": answers.chat_logprobs(part, self.model, True)}

@@ -1,50 +1,63 @@
 """`/tokenize` and `/detokenize`, in vLLM's forms: texts and chats to token ids, as generation makes them."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from tailrace.app.gateway.chat.requests import ChatRequest, RequestedMessage, Tool
+from tailrace.app.gateway.chat.requests import ChatRequest, Templated
+from tailrace.app.gateway.edge.fields import Ids, RequestObject
+from tailrace.app.gateway.requests import unknown_field
 from tailrace.app.gateway.service import GatewayService
 
 
-class Tokenized(BaseModel):
+class TokenizerBody(RequestObject):
+    """A body for the tokenizer alone."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _honoured(self):
+        if (reason := unknown_field(self.model_extra or {})) is not None:
+            raise ValueError(reason)
+        return self
+
+
+class Tokenized(TokenizerBody):
     """A text."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
 
-class TokenizedChat(BaseModel):
+class TokenizedChat(TokenizerBody, Templated):
     """A chat, with arguments of the chat template as in `/v1/chat/completions`."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    messages: list[RequestedMessage]
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     def chat(self) -> ChatRequest:
-        return ChatRequest(**self.model_dump(exclude={"return_token_strs"}), tool_choice="none")
+        given = {name: getattr(self, name) for name in ("model", *Templated.model_fields)}
+        return ChatRequest(**given, tool_choice="none")
 
 
-class Detokenized(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    tokens: list[int]
+class Detokenized(TokenizerBody):
+    tokens: Ids
+
+
+def _kind(body: Any) -> str:
+    return "Chat" if isinstance(body, dict) and body.get("messages") is not None else "Text"
+
+
+Given = Annotated[
+    Annotated[TokenizedChat, Tag("Chat")] | Annotated[Tokenized, Tag("Text")], Field(discriminator=Discriminator(_kind))
+]
 
 
 def add_tokenizing(app: FastAPI, service: GatewayService) -> None:
     @app.post("/tokenize")
-    async def tokenize(request: TokenizedChat | Tokenized):
+    async def tokenize(request: Given):
         model = await service.model(request.model)
         if isinstance(request, Tokenized):
             tokens = model.prompts.encode(request.prompt, request.add_special_tokens)

@@ -24,7 +24,7 @@ from tailrace.app.calls.session_calls import SessionCalls
 from tailrace.app.http import bodies
 from tailrace.app.http.adapters import HttpAdapterCalls
 from tailrace.app.http.connections import Connections
-from tailrace.app.http.refused import LOST, GivenUp, error_of, lost
+from tailrace.app.http.refused import LOST, BeyondContext, GivenUp, error_of, lost
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.rollout import BatchSettings, GroupResult, PromptGroup, RolloutBatch, WeightsLoaded
 from tailrace.deployments.messages.session import SampleAnswer, SampleRequest
@@ -65,6 +65,7 @@ class Client(SessionCalls, HttpAdapterCalls):
 
     `resume_s`: seconds for which a call waits for a service that is away or full. `max_open`: requests at once; a group
     of a batch is one. `transport`: httpx's, for other ways than sockets. Use it from any thread; `close()` it, or not.
+    A forked process may use it too, and it may be pickled, with its token; each process makes connections of its own.
     """
 
     def __init__(
@@ -160,6 +161,13 @@ class Client(SessionCalls, HttpAdapterCalls):
         headers = bodies.named(settings, group.prompt_id, index, turn, hold_s)
         try:
             found = await self._once("POST", path, body, headers)
+        except BeyondContext:
+            context = ServerInfo.model_validate(await self._once("GET", "/server_info", None, {})).max_model_len
+            if group.max_tokens <= context:
+                raise
+            return await self._answers(
+                settings, group.model_copy(update={"max_tokens": context}), index, count, turn, hold_s
+            )
         except UnknownAdapter as error:
             raise Interrupted(error) if await self._load_again([group.adapter]) else error from None
         answers = bodies.answers_of(found, settings, group.prompt_id)

@@ -1,10 +1,12 @@
 """Connections to one gateway, shared by calls from any thread and any event loop.
 
 They belong to an event loop on a thread of its own, so a caller may use an event loop for each call, or block one.
-Called by `app.http.client`.
+A process that was forked, or that got them by a pickle, makes its
+own. Called by `app.http.client`.
 """
 
 import asyncio
+import os
 import socket
 import ssl
 import threading
@@ -28,18 +30,70 @@ class Connections:
     """
 
     def __init__(self, url: str, token: str | None, max_open: int, transport: httpx.AsyncBaseTransport | None = None):
-        self._pool = Pool(url, token, max_open, transport)
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run, args=(self._loop,), daemon=True, name="http")
-        thread.start()
-        self.close = weakref.finalize(self, _close, self._loop, self._pool, thread)
+        self._given = url, token, max_open, transport
+        self._lock, self._made, self._is_closed = threading.Lock(), None, False
+        self._running()
+        LIVING.add(self)
+
+    def __reduce__(self):
+        return type(self), self._given
+
+    def close(self) -> None:
+        """End all connections, and the requests on them."""
+        with self._lock:
+            self._is_closed = True
+            if self._made is not None:
+                self._made.end()
+
+    def after_fork(self) -> None:
+        """Forget the parent's, whose thread is not here; its sockets are left to it as they are."""
+        if self._made is not None:
+            self._made.end.detach()
+            OF_PARENTS.append(self._made)
+        self._lock, self._made = threading.Lock(), None
+
+    def _running(self) -> "Running":
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the client is closed; make another")
+            if self._made is None:
+                self._made = Running(*self._given)
+                self._made.end = weakref.finalize(self, _close, self._made)
+            return self._made
 
     async def ask(self, method: str, path: str, body: dict | None, headers: dict) -> httpx.Response:
         """The answer, of any status. Raises httpx.TransportError. A call that is cancelled closes its connection."""
-        if not self.close.alive:
-            raise RuntimeError("the client is closed; make another")
-        asked = self._pool.ask(method, path, body, headers)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+        made = self._running()
+        asked = made.pool.ask(method, path, body, headers)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, made.loop))
+
+
+LIVING: "weakref.WeakSet[Connections]" = weakref.WeakSet()
+"""Of this process."""
+
+OF_PARENTS: list["Running"] = []
+"""Of a process that this one was forked from: never collected, since that would close shared sockets."""
+
+
+def _forget_parents() -> None:
+    for one in list(LIVING):
+        one.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)
+
+
+class Running:
+    """Connections on a thread of this process. `end`: closes them, once."""
+
+    end: weakref.finalize
+
+    def __init__(self, url: str, token: str | None, max_open: int, transport: httpx.AsyncBaseTransport | None):
+        self.pool = Pool(url, token, max_open, transport)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=_run, args=(self.loop,), daemon=True, name="http")
+        self.thread.start()
 
 
 class Pool:
@@ -90,15 +144,15 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _close(loop: asyncio.AbstractEventLoop, pool: Pool, thread: threading.Thread) -> None:
+def _close(made: Running) -> None:
     async def end() -> None:
         open_calls = asyncio.all_tasks() - {asyncio.current_task()}
         for call in open_calls:
             call.cancel()
         await asyncio.gather(*open_calls, return_exceptions=True)
-        await pool.close()
-        loop.stop()
+        await made.pool.close()
+        made.loop.stop()
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
-    if thread is not threading.current_thread():  # the garbage collector runs on any
-        thread.join()
+    asyncio.run_coroutine_threadsafe(end(), made.loop)
+    if made.thread is not threading.current_thread():  # the garbage collector runs on any
+        made.thread.join()

@@ -18,6 +18,10 @@ LOST = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError, h
 """Errors of a connection. Other errors of httpx are of the request, and come again."""
 
 
+class BeyondContext(RolloutRejected):
+    """The bound of an answer is greater than the model's context, which a batch by Ray may ask for: it is cut."""
+
+
 class GivenUp(RuntimeError):
     """The service has given up a sample of the request. The text says why."""
 
@@ -39,6 +43,8 @@ def error_of(answer: httpx.Response) -> Exception:
         return Interrupted(ConnectionError(reason), pause_s=_pause_s(answer))
     if answer.json()["error"].get("type") == TooLargeForQuota.__name__:
         return TooLargeForQuota(reason)
+    if status == 400 and answer.json()["error"].get("param") == "max_tokens":
+        return BeyondContext(reason)
     kinds = {401: PermissionError, 403: PermissionError, 404: UnknownAdapter, 500: GivenUp}
     return kinds.get(status, RolloutRejected)(reason)
 

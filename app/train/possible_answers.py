@@ -6,18 +6,22 @@ An answer is possible unless the pattern surely never gives it. Patterns that lo
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from tailrace.app.errors import BadInput
 from tailrace.app.train.task import Question, Task, TaskConfig
 
 LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!]|P=|\()|\\[1-9bB]")
-"""Look-ahead, look-behind, references to groups, conditions, and edges of words."""
+"""Looks ahead and back, references to groups, conditions, and edges of words."""
 
 
 def check_rewards(config: TaskConfig, task: Task) -> str | None:
     """Returns a warning if some answers can never be given, or None. Raises BadInput if none can be."""
     questions = [*task.train, *task.held_out]
-    if config.reward != "task" or config.prompts is None:
+    if config.reward != "task":
+        _check_function(config.reward)
+        return None
+    if config.prompts is None:
         return None
     wrong = [question for question in questions if not is_possible(question.answer or "", config.answer_pattern)]
     if len(wrong) == len(questions):
@@ -26,6 +30,15 @@ def check_rewards(config: TaskConfig, task: Task) -> str | None:
             f"rewards would be 0; {_mend(config.answer_pattern)}"
         )
     return _warning(wrong, len(questions)) if wrong else None
+
+
+def _check_function(path: str) -> None:
+    """Raises BadInput if a path cannot be that of a function. Imports nothing: torch comes after Ray."""
+    package = re.split("[.:]", path)[0]
+    if ":" not in path or not path.partition(":")[2] or not package.isidentifier():
+        raise BadInput(f"task.reward: {path} is no function; write package.module:function")
+    if find_spec(package) is None:
+        raise BadInput(f"task.reward: {path}: there is no package {package}; is its folder in PYTHONPATH?")
 
 
 def is_possible(answer: str, pattern: str | None) -> bool:

@@ -75,7 +75,7 @@ def test_the_light_client_gets_the_same_tokens_and_refusals(served):
     light = Client(url, TOKENS["trainer"])
     assert tokens_of(light.rollout_blocking(batch("light"))) == expected
     assert light.adapters_blocking() == client.adapters_blocking()
-    with pytest.raises(UnknownAdapter, match="'judge' is not served"):
+    with pytest.raises(UnknownAdapter, match="The model `judge` does not exist"):
         light.open().generate_blocking((5, 6), adapter="judge")
     with pytest.raises(AdapterRejected, match="rank 16 is greater than max_lora_rank 8"):
         light.load_adapter_blocking("judge", str(make_adapter(root / "judge", 9, rank=16)))

@@ -51,7 +51,7 @@ def chat(prompts):
 def ended(token_ids, end=SampleEnd.STOP, **fields) -> SampleResult:
     logprobs = (-1.0,) * len(token_ids)
     same = {"sample_index": 0, "text": "", "logprobs": logprobs, "raw_logprobs": logprobs, "finish_reason": end}
-    return SampleResult(token_ids=tuple(token_ids), **same, **fields)
+    return SampleResult(token_ids=tuple(token_ids), **same | fields)
 
 
 def test_a_prompt_is_that_of_the_template(chat, prompts):
@@ -146,6 +146,42 @@ def test_one_call_at_most_without_parallel_calls(chat, parser, prompts):
     assert len(asked.calls.message(CALLS, tokens, "s")["tool_calls"]) == len(deltas.message["tool_calls"]) == 1
 
 
+def test_an_answer_whose_arguments_are_no_json_is_taken_back_with_its_tokens(chat, parser, prompts):
+    """In each form in which clients send it: the conversation goes on."""
+    cut = '<tool_call>\n{"name": "look", "arguments": {"a": 1'
+    for text, end in ((CALLS, SampleEnd.STOP), (cut, SampleEnd.LENGTH), ("", SampleEnd.LENGTH)):
+        asked = chat(parser, messages=[USER], tools=TOOLS)
+        tokens = [*prompts.encode(text), *([prompts.tokenizer.eos_token_id] if end is SampleEnd.STOP else [])]
+        deltas = CallDeltas(prompts, SamplingParams(), asked.calls, asked.token_ids, "sample")
+        list(deltas.more(tokens)), list(deltas.end(ended(tokens, end, text=text)))
+        whole = asked.calls.message(text, tokens, "sample")
+        if not tokens:
+            assert chat(parser, messages=[USER, whole, USER], tools=TOOLS).token_ids
+            continue
+        asked.keep(whole, asked.token_ids, ended(tokens, end))
+        for message in (whole, deltas.message, numbered(whole), whole | {"content": whole["content"] or None}):
+            later = chat(parser, messages=[USER, message, USER], tools=TOOLS)
+            assert later.token_ids
+            if message is not deltas.message:  # a cut call is content there, and a call here
+                assert later.token_ids[: len(asked.token_ids) + len(tokens)] == (*asked.token_ids, *tokens), message
+
+
+def numbered(message: dict) -> dict:
+    """With an index in each call, and the fields of answers that are empty."""
+    calls = [call | {"index": number} for number, call in enumerate(message.get("tool_calls", ()))]
+    return message | {"refusal": None, "annotations": [], "tool_calls": calls or None}
+
+
+@pytest.mark.parametrize("text", ["The answer is ", "The answer is\n", "", "What"])
+def test_an_answer_that_is_begun_goes_on_as_it_was_given(chat, prompts, text):
+    begun = [USER, {"role": "assistant", "content": text}]
+    for message in (begun[1], begun[1] | {"content": [{"type": "text", "text": text}]}):
+        more = chat(messages=[USER, message], add_generation_prompt=False, continue_final_message=True)
+        whole = prompts.decode(list(more.token_ids), special=True)
+        expected = prompts.tokenizer.apply_chat_template(begun, continue_final_message=True, tokenize=False)
+        assert whole == expected and whole.endswith(f"assistant\n{text}")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
 def test_a_required_call_is_a_form_of_the_answer(chat, parser, prompts, choice):
     asked = chat(parser, messages=[USER], tools=TOOLS, tool_choice=choice, temperature=0.5)
@@ -169,13 +205,12 @@ def test_a_conversation_with_calls_goes_to_the_template_as_objects(chat):
     ("request_of", "reason"),
     [
         ({"tools": TOOLS}, "no tool_parser is set"),
-        ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "'other' is not in tools"),
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "does not match any"),
+        ({"tool_choice": "required"}, "`tools` must be set"),
         ({"continue_final_message": True}, "set add_generation_prompt to false"),
         ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template is not the template's"),
-        ({"messages": [USER | {"tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}, "not a JSON object"),
-        ({"messages": [USER | {"audio": {"id": "x"}}]}, "audio: not honoured in a message"),
-        ({"messages": [{"role": "user"}]}, "content is not there"),
+        ({"tools": []}, "must not be an empty array"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "another type than text"),
     ],
 )
 def test_a_chat_that_cannot_be_met_is_refused_in_one_line(chat, request_of, reason):

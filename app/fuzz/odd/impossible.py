@@ -28,8 +28,8 @@ OF_GROUP = (
     {"token_ids": (1.5,)}, {"token_ids": None}, {"token_ids": None, "text": "words"}, {"token_ids": None, "text": ""},
     {"token_ids": None, "text": HALF}, {"text": "1"}, {"token_ids": None, "text": str(VOCABULARY)},
     {"prompt_id": ""}, {"prompt_id": HALF}, {"prompt_id": None}, {"samples": 0}, {"samples": -1}, {"samples": 2**63},
-    {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": nan}, {"max_tokens": None}, {"adapter": "nobody"},
-    {"adapter": HALF}, {"sampling": None}, {"sampling": "greedy"}, {"forced_token_ids": ((VOCABULARY,),)},
+    {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": nan}, {"max_tokens": "many"}, {"adapter": "nobody"},
+    {"adapter": HALF}, {"sampling": 7}, {"sampling": "greedy"}, {"forced_token_ids": ((VOCABULARY,),)},
 )  # fmt: skip
 
 OF_SAMPLING = (

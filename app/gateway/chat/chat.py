@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from jinja2 import TemplateError
 
 from tailrace.app.gateway.chat.conversations import AnsweredTurn, Conversations, digest_after, digest_of
-from tailrace.app.gateway.chat.requests import ChatRequest, RequestedMessage
+from tailrace.app.gateway.chat.messages import RequestedMessage, fitting
+from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.chat.tool_calls import RequestedCalls, ToolParser
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
@@ -32,8 +32,8 @@ class Chat:
         self._digests = list(accumulate(normal, digest_after, initial=digest_of(request.template())))
         try:
             self.token_ids = self._encoded()
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+        except Exception as error:  # a template is a program, and fails as such
+            raise ValueError(f"messages: the chat template refuses them: {error or type(error).__name__}") from error
 
     def _calls(self, tool_parser: ToolParser | None) -> RequestedCalls | None:
         if not self.request.may_call:
@@ -69,7 +69,8 @@ class Chat:
     def _text(self, count: int, generates: bool, continues: bool = False) -> str:
         """The first messages, as the template joins them."""
         template = self.request.template() | ({"continue_final_message": True} if continues else {})
-        return self._prompts.chat(self._messages[:count], generates, **template)
+        messages = fitting(self._messages[:count], getattr(self._prompts.tokenizer, "chat_template", ""))
+        return self._prompts.chat(messages, generates, **template)
 
     def _after(self, answered: int, turn: AnsweredTurn, text: str) -> list[int] | None:
         """The tokens of the text that follows a turn in `text`; None if that does not begin with the conversation, or

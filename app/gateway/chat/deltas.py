@@ -5,18 +5,19 @@ Called by `stream_answers`, one object for each choice.
 
 from collections.abc import Iterator, Sequence
 
-from tailrace.app.gateway.answer_text import stream_text, text_of
+from tailrace.app.gateway.answer_text import stream_text, text_for, text_of
 from tailrace.app.gateway.chat.tool_calls import RequestedCalls
+from tailrace.app.gateway.requests import Answered
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.messages.rollout import SampleResult, SamplingParams
 
 
 class TextDeltas:
-    """An answer without tools. `special`: with special tokens in its text."""
+    """An answer without tools."""
 
-    def __init__(self, prompts: Prompts, sampling: SamplingParams, special: bool):
-        self._text = stream_text(prompts, sampling, special)
-        self._prompts, self._special = prompts, special
+    def __init__(self, prompts: Prompts, sampling: SamplingParams, request: Answered):
+        self._text = stream_text(prompts, sampling, not request.skip_special_tokens)
+        self._prompts, self._request = prompts, request
         self.message: dict = {"role": "assistant", "content": ""}
         self.calls_tools = False
 
@@ -24,7 +25,7 @@ class TextDeltas:
         yield from self._content(self._text.more(token_ids))
 
     def end(self, sample: SampleResult) -> Iterator[dict]:
-        yield from self._content(self._text.end(text_of(sample, self._prompts, self._special)))
+        yield from self._content(self._text.end(text_for(self._request, sample, self._prompts)))
 
     def _content(self, text: str) -> Iterator[dict]:
         if text:
@@ -56,7 +57,8 @@ class CallDeltas:
             self._last = [token]
 
     def end(self, sample: SampleResult) -> Iterator[dict]:
-        rest = self._text.end(text_of(sample, self._prompts, self._calls.special))
+        whole = text_of(sample, self._prompts, self._calls.special, self._calls.with_stop)
+        rest = self._text.end(whole)
         yield from self._parsed(rest, self._last, ended=True)
 
     def _parsed(self, text: str, token_ids: Sequence[int], ended: bool = False) -> Iterator[dict]:

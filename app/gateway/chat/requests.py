@@ -4,11 +4,13 @@ Source of names, defaults and forms: vLLM 0.32, `entrypoints/openai/chat_complet
 `entrypoints/generate/base/protocol.py` and `renderers/chat_utils.py`.
 """
 
-import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from tailrace.app.gateway.chat.messages import RequestedMessage
+from tailrace.app.gateway.edge.errors import FieldRefused
+from tailrace.app.gateway.edge.fields import Listed, RequestObject
 from tailrace.app.gateway.requests import Answered
 from tailrace.deployments.messages.sampling import MAX_LOGPROBS
 
@@ -20,141 +22,108 @@ TEMPLATE_OWN = {
 """Arguments of transformers' `apply_chat_template` that are not the template's: a request cannot give them."""
 
 
-class TextPart(BaseModel):
-    """A piece of a message's content; only text has a meaning here."""
+class ToolFunction(RequestObject):
+    """`parameters`: a JSON schema. Other keys have no place in vLLM's prompts either."""
 
-    type: str
-    text: str | None = None
-
-
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: str
-    arguments: str = "{}"
-
-
-class RequestedCall(BaseModel):
-    """A call of a tool that an earlier answer made."""
-
-    model_config = ConfigDict(extra="forbid")
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def for_template(self) -> dict:
-        """As templates take it: arguments as an object. Raises ValueError if they are none."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"messages: arguments of a call of {self.function.name!r} are not a JSON object")
-        called = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": called}
-
-
-class RequestedMessage(BaseModel):
-    """One message. Other fields of an answer, as clients send them back, may be there if they are empty."""
-
-    model_config = ConfigDict(extra="allow")
-    role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[RequestedCall] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _honoured(self):
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, [], {}, ""):
-                raise ValueError(f"{name}: not honoured in a message; remove it")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is not there; give a text")
-        return self
-
-    def text(self) -> str:
-        """Raises ValueError if its content is not text alone."""
-        if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
-        if any(part.type != "text" or part.text is None for part in self.content):
-            raise ValueError("messages: content of another type than text is not honoured here")
-        return "\n".join(part.text for part in self.content)
-
-    def normal(self) -> dict[str, Any]:
-        """The same for messages that mean the same."""
-        found = {"role": self.role, "content": self.text(), "name": self.name, "tool_call_id": self.tool_call_id}
-        found["tool_calls"] = [call.model_dump() for call in self.tool_calls or ()]
-        return {name: value for name, value in found.items() if value not in (None, [])}
-
-    def for_template(self) -> dict[str, Any]:
-        """As templates take it."""
-        calls = [call.for_template() for call in self.tool_calls or ()]
-        return self.normal() | ({"tool_calls": calls} if calls else {})
-
-
-class ToolFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid")
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Tool(RequestObject):
     type: Literal["function"] = "function"
     function: ToolFunction
+    defer_loading: bool | None = None
 
     def for_template(self) -> dict:
+        """As templates take it: `strict` and `defer_loading` only if they are given."""
         function = self.function.model_dump()
-        if function["strict"] is None:
-            del function["strict"]
-        return {"type": self.type, "function": function}
+        if function["defer_loading"] is None:
+            function["defer_loading"] = self.defer_loading
+        for name in ("strict", "defer_loading"):
+            if function[name] is None:
+                del function[name]
+        more = {} if self.defer_loading is None else {"defer_loading": self.defer_loading}
+        return {"type": self.type, "function": function} | more
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class NamedFunction(RequestObject):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(RequestObject):
     """The choice of one tool."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class ChatRequest(Answered):
-    """`/v1/chat/completions`."""
+class Templated(RequestObject):
+    """The chat of a request, and arguments of its template; also of `/tokenize`."""
 
-    messages: list[RequestedMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    messages: Annotated[list[RequestedMessage], Listed, Field(min_length=1)]
+    tools: Annotated[list[Tool], Listed] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _fitting(self):
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: set logprobs to true with it")
+    def _of_a_template(self):
+        if self.tools == []:
+            raise FieldRefused(
+                "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
+                "tools",
+            )
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: set add_generation_prompt to false with it")
-        names = {tool.function.name for tool in self.tools or ()}
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        if chosen is not None and chosen not in names:
-            raise ValueError(f"tool_choice: {chosen!r} is not in tools")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: required, and there are no tools; give some")
         if own := TEMPLATE_OWN & (self.chat_template_kwargs or {}).keys():
             raise ValueError(f"chat_template_kwargs: {min(own)} is not the template's; remove it")
         return self
+
+    def template(self) -> dict[str, Any]:
+        """Arguments of the chat template, besides messages and the generation prompt."""
+        tools = [tool.for_template() for tool in self.tools or ()]
+        return ({"tools": tools} if tools else {}) | (self.chat_template_kwargs or {})
+
+
+class ChatRequest(Answered, Templated):
+    """`/v1/chat/completions`."""
+
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    documents: Annotated[list[dict[str, str]], Listed] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @model_validator(mode="after")
+    def _fitting(self):
+        if self.top_logprobs and not self.logprobs:
+            raise FieldRefused("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise FieldRefused("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        names = {tool.function.name for tool in self.tools or ()}
+        if self.chosen is not None and self.chosen not in names:
+            raise FieldRefused(
+                "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
+            )
+        return self
+
+    @property
+    def chosen(self) -> str | None:
+        """The name of the tool that the answer has to call."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def bound(self) -> tuple[str, int | None]:
+        """The field that bounds the answer, and its tokens."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
 
     def likeliest(self) -> int:
         return self.top_logprobs or 0
@@ -165,6 +134,9 @@ class ChatRequest(Answered):
         return bool(self.tools) and self.tool_choice != "none"
 
     def template(self) -> dict[str, Any]:
-        """Arguments of the chat template, besides messages and the generation prompt."""
-        tools = [tool.for_template() for tool in self.tools or ()]
-        return ({"tools": tools} if tools else {}) | (self.chat_template_kwargs or {})
+        """As vLLM: `reasoning_effort` switches the thoughts of templates that have a switch."""
+        found = super().template() | ({"documents": self.documents} if self.documents else {})
+        if self.reasoning_effort is not None:
+            thinks = {"enable_thinking": self.reasoning_effort != "none"}
+            found = thinks | found | {"reasoning_effort": self.reasoning_effort}
+        return found

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from tailrace.app.gateway.chat.requests import ChatRequest, NamedTool
+from tailrace.app.gateway.chat.requests import ChatRequest
 
 RANDOM_ID = "chatcmpl-tool-"
 """How vLLM's own ids of calls begin, unless the model gives them."""
@@ -38,19 +38,24 @@ class RequestedCalls:
     """How the answers of one request may call tools.
 
     `form`: of the answers, as StructuredOutputs takes it, or None. `special`: whether their text has to show special
-    tokens. `is_named`: whether one tool was chosen.
+    tokens; `with_stop`: the stop. `is_named`: whether one tool was chosen.
     """
 
     def __init__(self, kind: type, tokenizer: Any, request: ChatRequest):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        fields = {"messages", "tools", "tool_choice", "parallel_tool_calls"}
-        body = request.model_dump(include=fields, exclude_none=True)
-        self._asked = ChatCompletionRequest.model_validate({"tool_choice": "auto"} | body)
+        body = {"messages": [{"role": one.role, "content": one.text()} for one in request.messages]}
+        body["tools"] = [tool.for_template() for tool in request.tools]
+        body |= request.model_dump(include={"tool_choice", "parallel_tool_calls"}, exclude_none=True)
         self._kind, self._tokenizer = kind, tokenizer
-        self._asked = self.parser().adjust_request(self._asked)
+        try:
+            self._asked = ChatCompletionRequest.model_validate({"tool_choice": "auto"} | body)
+            self._asked = self.parser().adjust_request(self._asked)
+        except Exception as error:  # vLLM's own kinds, which are no ValueError
+            raise ValueError(f"tools: vLLM's parser refuses them: {error}") from error
         self.special = not self._asked.skip_special_tokens
-        self.is_named = isinstance(request.tool_choice, NamedTool)
+        self.with_stop = request.include_stop_str_in_output
+        self.is_named = request.chosen is not None
         given = self._asked.structured_outputs
         self.form = None
         if given is not None:

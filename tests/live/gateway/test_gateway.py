@@ -58,7 +58,7 @@ def test_openai_s_own_client_gets_completions_and_chats(address):
     (choice,) = chat.choices
     assert choice.finish_reason == "length" and choice.message.role == "assistant"
     assert len(choice.logprobs.content) == 12
-    with pytest.raises(openai.NotFoundError, match="model 'gpt-9' is not served"):
+    with pytest.raises(openai.NotFoundError, match="The model `gpt-9` does not exist"):
         client.completions.create(model="gpt-9", prompt="Hello")
     with pytest.raises(openai.AuthenticationError, match="give one of the gateway's tokens"):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
@@ -155,12 +155,12 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, "greater than 0"),
-        ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options: only with stream"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, "greater than or equal to 0.01"),
+        ("/v1/completions", {"prompt": "a", "stream_options": {"x": 1}}, "Stream options can only be defined"),
         ("/inference/v1/generate", {"token_ids": [1], "output_mode": "text"}, "output_mode: not honoured here"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
-        ("/v1/completions", {"prompt": []}, "prompt is empty"),
-        ("/v1/completions", {"prompt": [600_000]}, "600000 is not in the vocabulary"),
+        ("/v1/completions", {"prompt": []}, "Either prompt or prompt_embeds must be provided"),
+        ("/v1/completions", {"prompt": [600_000]}, "Token id 600000 is out of vocabulary"),
         ("/v1/completions", {"prompt": [5] * 600}, "maximum context length is 512 tokens"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),

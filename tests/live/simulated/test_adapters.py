@@ -267,6 +267,8 @@ def test_an_adapter_streams_and_another_name_is_a_404_before_the_first_event(tmp
             assert digest_of("poet") in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
             other = await completed(trainer, model="judge", stream=True)
             assert other.status_code == 404
-            assert other.json()["error"]["message"] == "model 'judge' is not served; 'simulated', 'poet' are"
+            assert other.json()["error"]["message"] == (
+                "The model `judge` does not exist; 'simulated', 'poet' are served"
+            )
 
     play_gateway(story, tmp_path, **LONG)

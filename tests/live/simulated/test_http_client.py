@@ -1,6 +1,9 @@
 """The HTTP client over real sockets, to a gateway of the simulated cluster: what both carry is equal to the bit."""
 
 import asyncio
+import os
+import pickle
+import signal
 import socket
 import threading
 from dataclasses import replace
@@ -123,3 +126,50 @@ def test_three_clients_at_once_have_the_tokens_of_the_batch(served):
 def test_a_client_that_asked_for_nothing_is_no_proof(served):
     one = BATCH.model_copy(update={"groups": (GROUPS[0].model_copy(update={"samples": 1}),)})
     assert asyncio.run(over_http(served.url, 3, one))[1] == ""
+
+
+def in_child(work) -> str:
+    """The text that a forked process writes, within 20 s."""
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            os.write(writes, str(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_client_works_in_a_forked_process_and_after_a_pickle(served):
+    client = Client(served.url)
+    expected = str(client.weight_info_blocking())
+    begun = client.rollout_blocking(BATCH)
+    next(begun)
+
+    def continued() -> str:
+        try:
+            return str(next(begun))
+        except RuntimeError as error:
+            return str(error)
+
+    assert in_child(client.weight_info_blocking) == expected
+    assert in_child(lambda: in_child(client.weight_info_blocking)) == expected
+    assert "make one here" in in_child(continued)
+    assert facts(client.rollout_blocking(BATCH)) == served.expected, "the parent's connections are as they were"
+    assert len(list(begun)) == len(GROUPS) - 1
+    copy = pickle.loads(pickle.dumps(client))
+    client.close()
+    assert str(copy.weight_info_blocking()) == expected
+    copy.close()
+
+
+def test_a_bound_beyond_the_context_is_cut_as_by_ray(served):
+    client = Client(served.url)
+    groups = (GROUPS[0].model_copy(update={"max_tokens": 10**6, "samples": 2}),)
+    (group,) = client.rollout_blocking(BATCH.model_copy(update={"groups": groups}))
+    assert all(len(sample.token_ids) <= 512 - 2 for sample in group.samples)
+    client.close()

@@ -1,0 +1,152 @@
+"""Messages of a chat, as clients send them back: the forms that vLLM 0.32 takes, and their form for a template.
+
+Invariant: a conversation that was answered here is taken again, whatever its answers have. Arguments of a call that are
+no JSON object are an empty one for the template. Source: `renderers/chat_utils.py`, `renderers/hf.py`.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from tailrace.app.gateway.edge.fields import Listed, RequestObject
+from tailrace.app.gateway.edge.json_body import fault_of
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Types of parts that are text, with the field that has it."""
+
+Lines = list[dict[str, Any]]
+"""Messages as templates take them."""
+
+
+def _part(given: Any) -> Any:
+    return {"type": "text", "text": given} if isinstance(given, str) else given
+
+
+class ContentPart(RequestObject):
+    """A piece of a message's content; only text has a meaning here."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+
+    def content(self) -> str | None:
+        """Its text, or None if it has none. Raises ValueError if it is not text."""
+        if self.type not in TEXTS:
+            raise ValueError(f"messages: content of another type than text is not honoured here: {self.type[:30]!r}")
+        return getattr(self, TEXTS[self.type])
+
+
+class CalledFunction(RequestObject):
+    """`arguments`: JSON, as its caller has it: a text, also one that was cut, or the value itself."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: Any = None
+
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments as an object, or None if they are none, or one that no template can write."""
+        found = self.arguments
+        if isinstance(found, str):
+            try:
+                found = json.loads(found or "{}")
+            except (ValueError, RecursionError):
+                return None
+        return found if isinstance(found, dict) and fault_of(found) is None else None
+
+
+class RequestedCall(RequestObject):
+    """A call of a tool that an earlier answer made."""
+
+    model_config = ConfigDict(extra="allow")
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict:
+        """As templates take it, in vLLM's order of keys."""
+        called = {"arguments": self.function.parsed() or {}, "name": self.function.name}
+        found = {"id": self.id, "function": called | (self.function.model_extra or {}), "type": self.type}
+        return {name: value for name, value in found.items() if value is not None} | (self.model_extra or {})
+
+    def normal(self) -> dict[str, Any]:
+        """The same for calls that mean the same: arguments by their values, unless they are no object."""
+        arguments = self.function.parsed()
+        if arguments is None:
+            arguments = self.function.arguments
+        return {"id": self.id, "name": self.function.name, "arguments": arguments or {}}
+
+
+class RequestedMessage(RequestObject):
+    """One message. Other fields that it has mean nothing, as in vLLM."""
+
+    role: str = Field(min_length=1)
+    content: str | Annotated[list[Annotated[ContentPart, BeforeValidator(_part)]], Listed] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[RequestedCall], Listed] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    task: str | None = None
+
+    @model_validator(mode="after")
+    def _one_name(self):
+        self.reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
+        return self
+
+    def text(self) -> str:
+        """Raises ValueError if its content is not text alone."""
+        if isinstance(self.content, str) or self.content is None:
+            return self.content or ""
+        return "\n".join(text for part in self.content if (text := part.content()) is not None)
+
+    def normal(self) -> dict[str, Any]:
+        """The same for messages that mean the same."""
+        found = self._said()
+        if self.role == "assistant":
+            found["tool_calls"] = [call.normal() for call in self.tool_calls or ()]
+            found["reasoning"] = self.reasoning
+        return {name: value for name, value in found.items() if value not in (None, [])}
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates take it."""
+        found = {name: value for name, value in self._said().items() if value is not None}
+        if self.role == "assistant":
+            calls = [call.for_template() for call in self.tool_calls or ()]
+            found |= {"tool_calls": calls} if calls else {}
+            if self.reasoning is not None:  # templates have it by either name
+                found |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+        return found
+
+    def _said(self) -> dict[str, Any]:
+        found = {"role": self.role, "content": self.text(), "name": self.name, "task": self.task}
+        if self.role == "tool":
+            found["tool_call_id"] = self.tool_call_id
+        if self.role == "developer":
+            found["tools"] = self.tools
+        return found
+
+
+def fitting(lines: Lines, chat_template: object) -> Lines:
+    """The messages for a template: without the role `developer`, if it does not know that, but one system message
+    instead, at the head, as vLLM makes it."""
+    text = str(chat_template)
+    if all(one["role"] != "developer" for one in lines) or "'developer'" in text or '"developer"' in text:
+        return lines
+    named = [_as_system(one) if one["role"] == "developer" else one for one in lines]
+    places = [place for place, one in enumerate(named) if one["role"] == "system"]
+    if places == [0]:
+        return named
+    head = {"role": "system", "content": _joined(named[place]["content"] for place in places)}
+    return [head, *(one for one in named if one["role"] != "system")]
+
+
+def _as_system(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "tools"} | {"role": "system"}
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return "\n\n".join(text for text in texts if text)

@@ -1,0 +1,140 @@
+"""Errors of the gateway in vLLM's form: `{"error": {"message", "type", "param", "code"}}`.
+
+Invariant: a message is one line of Unicode text, whatever it quotes. `param` is the field that the line begins with.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+
+from tailrace.app.calls.refused import QuotaExceeded, TooLargeForQuota, UnknownAdapter
+from tailrace.app.calls.resume import lost_service
+
+KINDS = {
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionError", 404: "NotFoundError",
+    429: "RateLimitError", 500: "InternalServerError", 503: "ServiceUnavailableError",
+}  # fmt: skip
+"""By status; others are a ServiceError."""
+
+MAX_MESSAGE_CHARACTERS = 1_000
+"""A line may quote a request's value, which may have megabytes."""
+
+FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+BEGIN = re.compile(r"(?:[a-z_][\w.]*: )+")
+MADE_NAME = re.compile(r"^prompt 'prompt-[0-9a-f]{16}'(: )?")
+"""Of a group that the request did not name."""
+
+TYPES = {"str", "int", "float", "bool", "bytes", "list", "tuple", "dict", "none"}
+"""Pydantic's names for the branches of a union, in the place of an error."""
+
+
+class FieldRefused(ValueError):
+    """A request's field is refused in the words of vLLM, which do not begin with its name. `param`: the name."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(ValueError):
+    """A request names a model that is not served."""
+
+
+class ErrorInfo(BaseModel):
+    """`code`: the status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """The body of any answer of 400 and above."""
+
+    error: ErrorInfo
+
+
+def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> dict:
+    """vLLM's form of an error. `kind`: its type, or None for that of the status. `param`: the field, or None for
+    the one that the message begins with."""
+    text = " ".join(message.encode(errors="backslashreplace").decode().split())
+    if len(text) > MAX_MESSAGE_CHARACTERS:
+        text = f"{text[:MAX_MESSAGE_CHARACTERS]}..."
+    if param is None and (begin := BEGIN.match(text)) is not None:
+        param = begin[0].removesuffix(": ").replace(": ", ".")
+    return {
+        "error": {"message": text, "type": kind or KINDS.get(status, "ServiceError"), "param": param, "code": status}
+    }
+
+
+def line_of(errors: Sequence[dict[str, Any]]) -> str:
+    """The first of pydantic's errors as one line that begins with the field."""
+    first = errors[0]
+    parts = [part for part in first["loc"] if isinstance(part, int) or (FIELD.fullmatch(part) and part not in TYPES)]
+    place = ".".join(str(part) for part in parts if part != "body")
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside of a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status of an error of the client."""
+    kinds = (
+        ((UnknownModel, UnknownAdapter), 404),
+        (QuotaExceeded, 429),
+        (PermissionError, 403),
+        (ValueError, 400),
+        (lost_service(), 503),
+    )
+    return next((status for kind, status in kinds if isinstance(error, kind)), 500)
+
+
+def error_of(error: BaseException) -> tuple[dict, int]:
+    """An exception in vLLM's form, and its status."""
+    cause = first_cause(error)
+    status, text = status_of(cause), str(cause).strip()
+    text = (
+        MADE_NAME.sub(lambda made: "" if made[1] else "prompt", text.splitlines()[0]) if text else type(cause).__name__
+    )
+    if isinstance(cause, ValidationError):
+        text = line_of(cause.errors(include_input=False, include_url=False))
+    kind = TooLargeForQuota.__name__ if isinstance(cause, TooLargeForQuota) else None
+    param = "model" if isinstance(cause, UnknownModel) else getattr(cause, "param", None)
+    return error_body(status, text, kind, param), status
+
+
+def add_errors(app: FastAPI) -> None:
+    """The answers to exceptions of routes."""
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(StarletteHTTPException, _other)
+    for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service(), Exception):
+        app.add_exception_handler(kind, _failed)
+
+
+async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    if isinstance(error.body, bytes) and error.body:
+        return JSONResponse(error_body(400, "content-type: the body has to be application/json", param="body"), 400)
+    found = error.errors()
+    cause = found[0].get("ctx", {}).get("error")
+    return JSONResponse(error_body(400, line_of(found), param=getattr(cause, "param", None)), 400)
+
+
+async def _other(_: Request, error: StarletteHTTPException) -> JSONResponse:
+    return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    body, status = error_of(error)
+    return JSONResponse(body, status, {"retry-after": "1"} if status in (429, 503) else None)
