@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-browser test-traces tools soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-browser test-traces tools soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -51,6 +51,22 @@ test-renderers: setup ## prime-rl's renderers and verifiers against a gateway, i
 	@[ .venv-renderers/.made -nt integrations/renderers/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-renderers && \
 	.venv-renderers/bin/pip install -q --no-deps -r integrations/renderers/requirements.txt && touch .venv-renderers/.made; }
 	@$(PY) -m pytest --renderers -m renderers tests/live/trainers/test_renderers.py
+
+test-suites: setup ## vLLM's tests of its OpenAI server, on the gateway and on `vllm serve`; give VLLM=a checkout of v0.32.0
+	@[ -n "$(VLLM)" ] || { echo "VLLM: give a checkout of vLLM at v0.32.0, or its unpacked source archive"; exit 2; }
+	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) integrations/suites/suite.py "$(VLLM)" --out out/suites
+
+test-openai: setup ## the API tests of the openai package, on the gateway and on `vllm serve`; give OPENAI=its source archive, 3.52.0
+	@[ -n "$(OPENAI)" ] || { echo "OPENAI: give the unpacked source archive of openai 3.52.0"; exit 2; }
+	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) integrations/suites/suite.py "$(OPENAI)" --suite openai --out out/openai
+
+test-schema: setup ## schemathesis on the gateway's OpenAPI, 2,000 cases or more, in an environment of its own, .venv-suites
+	@[ .venv-suites/.made -nt integrations/suites/requirements.txt ] || { $(PYTHON) -m venv --clear .venv-suites && \
+	.venv-suites/bin/pip install -q --no-deps -r integrations/suites/requirements.txt && touch .venv-suites/.made; }
+	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) integrations/suites/schema.py --out out/schema
+
+test-fields: setup ## each field of vLLM's requests with edge values: taken or refused here, beside vLLM's own parser
+	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) integrations/suites/fields.py
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tailrace.deployments.messages.message import broken_text
+
 CONSTANTS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
 """Not JSON, but written by many tools for rewards."""
 
@@ -48,14 +50,9 @@ def decoded_text(data: bytes) -> str:
         raise ValueError(f"not UTF-8 at byte {error.start + 1}{f': {WIDE}' if wide else ''}") from error
 
 
-def is_broken(text: str) -> bool:
-    """Returns whether a text is no Unicode: it holds half of a surrogate pair."""
-    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def key_of_broken_text(value: Any) -> str | None:
     """Returns the dotted key of the first text that is no Unicode (empty: the value itself), or None."""
-    return next((key for key, text in _texts("", value) if is_broken(text)), None)
+    return next((key for key, text in _texts("", value) if broken_text(text)), None)
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile
 from tailrace.app.errors import Failed
+from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.verification.tokens import with_engine
 
 START_S = 300.0
@@ -63,8 +64,8 @@ def tiny_model(demo: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def ours(file: ServeFile, shape: EngineShape) -> Iterator[str]:
-    """The service of a file with a gateway, on one replica."""
+def ours(file: ServeFile, shape: EngineShape, args: GatewayConfig | None = None) -> Iterator[str]:
+    """The service of a file with a gateway, on one replica. `args`: of the gateway."""
     os.environ.update(NICENESS)
     from tailrace.app.cluster import service
 
@@ -74,7 +75,7 @@ def ours(file: ServeFile, shape: EngineShape) -> Iterator[str]:
     engine = file.application.of("Engine").model_copy(update={"num_replicas": 1})
     others = [one for one in file.application.deployments if one.name != "Engine"]
     application = file.application.model_copy(update={"deployments": (*others, engine)})
-    gateway = GatewayApplication()
+    gateway = GatewayApplication(args=args or GatewayConfig())
     changes = {"applications": (application, gateway), "http_options": HttpOptions(port=port)}
     with service(file.model_copy(update=changes), None):
         address = f"http://127.0.0.1:{port}"
@@ -83,14 +84,15 @@ def ours(file: ServeFile, shape: EngineShape) -> Iterator[str]:
 
 
 @contextmanager
-def vllm(shape: EngineShape, log: Path) -> Iterator[str]:
-    """`vllm serve`, whose output goes to `log`."""
+def vllm(shape: EngineShape, log: Path, flags: tuple[str, ...] = ()) -> Iterator[str]:
+    """`vllm serve`, whose output goes to `log`. `flags`: more of its own."""
     port = free_port()
     command = [
         *(sys.executable, "-m", VLLM_SERVE, "--model", str(shape.model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--served-model-name", shape.model.name, "--max-num-seqs", str(shape.max_running)),
         *("--max-model-len", str(shape.max_model_len), "--block-size", "32", "--disable-uvicorn-access-log"),
+        *flags,
     ]
     settings = {"VLLM_CPU_KVCACHE_SPACE": f"{shape.kv_cache_gib:g}", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     environment = os.environ | settings | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

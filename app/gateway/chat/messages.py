@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, model_validator
 
 from tailrace.app.gateway.edge.fields import Listed, RequestObject
 from tailrace.app.gateway.edge.json_body import fault_of
@@ -82,7 +82,7 @@ class RequestedCall(RequestObject):
 class RequestedMessage(RequestObject):
     """One message. Other fields that it has mean nothing, as in vLLM."""
 
-    role: str = Field(min_length=1)
+    role: str
     content: str | Annotated[list[Annotated[ContentPart, BeforeValidator(_part)]], Listed] | None = None
     name: str | None = None
     tool_calls: Annotated[list[RequestedCall], Listed] | None = None

@@ -77,7 +77,7 @@ def line_of(errors: Sequence[dict[str, Any]]) -> str:
     """The first of pydantic's errors as one line that begins with the field."""
     first = errors[0]
     parts = [part for part in first["loc"] if isinstance(part, int) or (FIELD.fullmatch(part) and part not in TYPES)]
-    place = ".".join(str(part) for part in parts if part != "body")
+    place = ".".join(str(part) for part in parts if part not in ("body", "query", "path"))
     message = first["msg"].removeprefix("Value error, ")
     return f"{place}: {message}" if place else message
 
