@@ -1,4 +1,4 @@
-"""Checks of every result that a simulated driver gets, and their counts so far.
+"""Checks of every result that a simulated driver gets, and the observations of a run.
 
 Invariant: a result that no run may give raises `Wrong`, one line. Called by `drivers`.
 """

@@ -59,7 +59,7 @@ class RunningChunk:
 
 
 class Blocks:
-    """Names of the KV blocks in an engine, the longest unused first. `capacity`: most of them."""
+    """Names of the KV blocks in an engine, the longest unused first. `capacity`: their largest number."""
 
     def __init__(self, capacity: int):
         self._names: dict[bytes, None] = {}

@@ -56,7 +56,7 @@ class DriverPlan:
     priority: int = 0
     share: float = 1.0
     singles: bool = False  # asks for its samples one by one, in an open session
-    impossible: bool = False  # asks also for the impossible
+    impossible: bool = False  # asks also for things that no service can do
     hasty: bool = False  # gives calls up and makes them again at once
     adapted: bool = False  # loads an adapter of its name before each step, and asks some groups of it
 

@@ -91,6 +91,7 @@ class Shell(Engine.func_or_class):
         result, faults = await super().generate_chunk(chunk), self._replica.answer_faults
         kind, _, number = faults.pop(0).partition(":") if faults else ("", "", "")
         if kind == "late":
+            self._replica.late_until_s = max(self._replica.late_until_s, self._replica.now() + float(number))
             await asyncio.sleep(float(number))
         elif kind == "twice":
             result = await super().generate_chunk(chunk)
@@ -123,29 +124,30 @@ class SimulatedReplica(Process):
         self.loop = SteppedLoop(stepper, now, deadly)
         self.shell, self.dial = Shell(self, telemetry, started_at), dial
         self.ways: list = []  # both directions of its line
-        self.stepper, self._step_s, self._now = stepper, step_s, now
+        self.stepper, self._step_s, self.now = stepper, step_s, now
         self.stopping = False  # Serve routes no new call to it
         self.failed_checks = 0
         self.hung_until_s = self.silent_until_s = self.parted_until_s = self.slow_until_s = 0.0
+        self.late_until_s = 0.0  # when the last of its late answers comes, which a driver may have given up
         self.answer_faults: list[str] = []  # faults of its next chunks' ends
         self.hold_errors: asyncio.Queue[int] = asyncio.Queue()  # errors of Ray that its line's call meets
         self.spawn(self._drive())
 
     async def _drive(self) -> None:
         while self.loop.turn(0.0):
-            if self.hung_until_s > self._now():
+            if self.hung_until_s > self.now():
                 self.loop.hang(True)
                 await until(self, "hung_until_s")
                 self.loop.hang(False)
             if self.stepper.busy:
-                await asyncio.sleep(self._step_s * (8 if self.slow_until_s > self._now() else 1))
+                await asyncio.sleep(self._step_s * (8 if self.slow_until_s > self.now() else 1))
             else:
                 await self.loop.idle()
         self.loop.end()
 
     @property
     def reachable(self) -> bool:
-        return max(self.parted_until_s, self.silent_until_s) <= self._now()
+        return max(self.parted_until_s, self.silent_until_s) <= self.now()
 
     async def reached(self) -> None:
         """Returns when a message can pass and the event loop takes it."""

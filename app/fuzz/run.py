@@ -33,6 +33,9 @@ END_S = 4000.0
 SETTLE_S = 80.0
 """Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
 
+LATE_S = 5.0
+"""Seconds after the last late answer of an engine until it is taken, at the longest."""
+
 LOOK_S = 5
 """Seconds between looks at samples that wait."""
 
@@ -204,6 +207,8 @@ async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str
         if all(driver.ended for driver in drivers):
             faults_end_s = max((fault.end_s for fault in plan.all_faults), default=0.0)
             await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
+            late_s = max((replica.late_until_s for replica in cluster.replicas.values()), default=0.0) - now()
+            await asyncio.sleep(late_s + LATE_S if late_s > -LATE_S else 0.0)
             left_over = _left_over(cluster) or (await cluster.shards.left_over() if cluster.shards else None)
             return _problem(cluster, running) or left_over
     late = [driver.plan.name for driver in drivers if not driver.ended]

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 
 import numpy as np
+from pydantic import ValidationError
 
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import form_refusal
@@ -17,6 +18,7 @@ from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused, one_line
+from tailrace.deployments.messages.message import first_line
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
@@ -87,7 +89,11 @@ class Requests:
             # A step would fail with it; vLLM itself checks the largest one of the context only.
             if values is not None and values.size and (values.min() < 0 or values.max() >= self.vocabulary):
                 return f"{name} has a token outside the vocabulary of {self.vocabulary}"
-        return self._sampling_refusal(chunk.sampling)
+        try:
+            sampling = SamplingParams.model_validate(dict(chunk.sampling))
+        except ValidationError as error:
+            return first_line("sampling", error)
+        return self._sampling_refusal(sampling)
 
     def _check_features(self, chunk: ChunkRequest) -> None:
         """Encodes features that are new here, and their prompt's positions: an error in a step would end all chunks.

@@ -1,7 +1,7 @@
 """Samples that no engine can run: some are refused, under others a step raises. Chosen by their keys.
 
-Invariant: a sample's behaviour depends on its key and on positions alone, so it is the same on every engine. `problem`
-says how a result breaks the laws of such samples: it ends as failed with the reason, after one offer to an engine.
+Invariant: the behaviour of a sample depends on its key and on positions alone, so it is the same on every engine.
+`problem` says how a result breaks the laws of such samples: it ends as failed with the reason, after one offer.
 """
 
 from collections import Counter
@@ -85,8 +85,8 @@ class Culprits:
         if culprit is None:
             return f"an innocent sample ended by {error}" if failed and (REFUSED in error or RAISED in error) else None
         name = key, _bytes(prompt)
-        if (ends := self._ends.pop(name, 0)) > (allowed := 1 + self._asks[name] + self.excuses):
-            return f"{ends} engines ended it, asked for {allowed} times or less: {error}"
+        if (ends := self._ends.pop(name, 0)) > (limit := 1 + self._asks[name] + self.excuses):
+            return f"{ends} engines ended it, asked for up to {limit} times: {error}"
         from_start, early = prompt_tokens >= culprit.at, sample.finish_reason is SampleEnd.CANCELLED
         if sample.token_ids and place > culprit.at and (from_start or culprit.kind == "raises"):
             return f"{len(sample.token_ids)} tokens after {prompt_tokens}, though {culprit}"

@@ -14,7 +14,7 @@ async def breaks(site: "FaultSite", fault: "Fault") -> None:
 
 
 async def hiccups(site: "FaultSite", fault: "Fault") -> None:
-    """One step of an engine raises, and none after it: no request is to blame."""
+    """One step of an engine raises, and none after it: no sample is to blame."""
     if replica := site.replica(fault):
         replica.stepper.hiccup = True
 

@@ -20,7 +20,7 @@ MOST = 3
 
 
 class HastySession:
-    """`again`: takes each call that may make a sample again, with its arguments."""
+    """`again`: gets each call that may make a sample again, with its arguments."""
 
     def __init__(self, session: RolloutSession, rng: Random, again: Callable[[dict], None]):
         self._session, self._rng, self._again = session, rng, again

@@ -1,7 +1,7 @@
 """Requests that no service can run, as batches and as calls of sessions, by a driver that has good ones, too.
 
-Law: each is refused with one line, at once while nothing is wrong with the service, and leaves nothing there. All
-around it is checked as ever: the driver's good batches, under the same names, and those of others. Called by `drivers`.
+Law: each is refused with one line, at once while nothing is wrong with the service, and leaves nothing there. The
+rest is checked as ever: the driver's good batches, under the same names, and those of others. Called by `drivers`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ OF_GROUP = (
     {"token_ids": (1.5,)}, {"token_ids": None}, {"token_ids": None, "text": "words"}, {"token_ids": None, "text": ""},
     {"token_ids": None, "text": HALF}, {"text": "1"}, {"token_ids": None, "text": str(VOCABULARY)},
     {"prompt_id": ""}, {"prompt_id": HALF}, {"prompt_id": None}, {"samples": 0}, {"samples": -1}, {"samples": 2**63},
-    {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": nan}, {"max_tokens": "many"}, {"adapter": "nobody"},
+    {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": nan}, {"max_tokens": "many"}, {"adapter": "unknown"},
     {"adapter": HALF}, {"sampling": 7}, {"sampling": "greedy"}, {"forced_token_ids": ((VOCABULARY,),)},
 )  # fmt: skip
 

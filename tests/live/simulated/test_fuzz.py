@@ -329,7 +329,7 @@ def replicas_that_stay_idle(monkeypatch):
         (homes_that_nobody_checks, ("policy",), 3000, "given up"),
         (a_pool_that_nobody_sweeps, ("kill", "coordinator"), 0, "left over in the pool"),
         (errors_that_are_not_contained, ("strange_reserve",), 0, "a loop of the coordinator has ended"),
-        (refusals_that_are_retried, ("refused",), 0, "engines ended it, asked for"),
+        (refusals_that_are_retried, ("refused",), 0, "engines ended it, asked for up to"),
         (steps_that_end_their_engine, ("raises",), 0, "ended under a sample"),
         (any_chunk_is_blamed, ("raises",), 0, "an innocent sample ended"),
         (mates_that_lose_their_place, ("raises",), 0, "are not those of weights"),
