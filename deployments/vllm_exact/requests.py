@@ -89,11 +89,7 @@ class Requests:
             # A step would fail with it; vLLM itself checks the largest one of the context only.
             if values is not None and values.size and (values.min() < 0 or values.max() >= self.vocabulary):
                 return f"{name} has a token outside the vocabulary of {self.vocabulary}"
-        try:
-            sampling = SamplingParams.model_validate(dict(chunk.sampling))
-        except ValidationError as error:
-            return first_line("sampling", error)
-        return self._sampling_refusal(sampling)
+        return self._sampling_refusal(chunk.sampling)
 
     def _check_features(self, chunk: ChunkRequest) -> None:
         """Encodes features that are new here, and their prompt's positions: an error in a step would end all chunks.
@@ -114,6 +110,10 @@ class Requests:
             self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
+        try:
+            sampling = SamplingParams.model_validate(dict(sampling))
+        except ValidationError as error:  # a chunk's sender may have checked nothing
+            return first_line("sampling", error)
         try:
             words = self._bad_words(sampling.bad_words)
         except Exception as error:  # noqa: BLE001 - a tokenizer's refusals have any type
