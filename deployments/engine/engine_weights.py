@@ -29,7 +29,7 @@ class EngineWeights:
         if chunk.weights_version != self.version:
             return f"wants weights version {chunk.weights_version}, this is {self.version}"
         if chunk.weights_digest not in ("", self._digest):
-            return f"wants weights {chunk.weights_digest}, this is {self._digest}"
+            return f"wants weights {ascii(chunk.weights_digest)[1:-1]}, this is {self._digest}"
         return None
 
     def refusal(self, source: str) -> str | None:

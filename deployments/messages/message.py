@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tailrace.deployments.messages.refusals import refusal
 
@@ -39,6 +39,13 @@ Text = Annotated[str, BeforeValidator(_whole)]
 
 Name = Annotated[str, Field(min_length=1), BeforeValidator(_whole)]
 """Text of one character or more."""
+
+
+def first_line(kind: str, error: ValidationError) -> str:
+    """Returns the first fault of a message in one line, which names the field. `kind`: of the message."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = "".join(f".{part}" for part in first["loc"])
+    return f"{kind}{place}: {first['msg'].removeprefix('Value error, ')}"
 
 
 class Message(BaseModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from tailrace.deployments.features.wire import Features
-from tailrace.deployments.messages.message import MAX_NUMBER, Message, Name, RequestMessage, Text
+from tailrace.deployments.messages.message import MAX_NUMBER, Message, Name, RequestMessage, Text, first_line
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.deployments.results.columns import Column, LogprobColumn, TokenColumn, repeated
 from tailrace.deployments.results.later_text import LaterText
@@ -243,9 +243,7 @@ def checked(kind: type[Request], message: object) -> Request | Rejected:
     try:
         return kind.model_validate(message)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = "".join(f".{part}" for part in first["loc"])
-        return Rejected(reason=f"{kind.__name__}{place}: {first['msg'].removeprefix('Value error, ')}")
+        return Rejected(reason=first_line(kind.__name__, error))
 
 
 class WeightsLoaded(Message):

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 
 import numpy as np
+from pydantic import ValidationError
 
 from tailrace.deployments.constraints.bad_words import word_tokens
 from tailrace.deployments.constraints.form_check import form_refusal
@@ -17,10 +18,11 @@ from tailrace.deployments.features.vllm_inputs import prompt_input
 from tailrace.deployments.messages.adapters import Adapter, digest_of
 from tailrace.deployments.messages.chunk import ChunkRequest
 from tailrace.deployments.messages.errors import FeaturesRefused, RequestRefused, one_line
+from tailrace.deployments.messages.message import first_line
 from tailrace.deployments.messages.sampling import SamplingParams
 from tailrace.kvpool.keys import cache_salt
 
-CONVERSIONS = ValueError, TypeError, OverflowError, ArithmeticError, LookupError, RecursionError, AssertionError
+CONVERSIONS = ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError
 """Kinds of errors of values that cannot become a request."""
 
 MAX_TRIED = 4_096
@@ -108,6 +110,10 @@ class Requests:
             self._tried.popitem(last=False)
 
     def _sampling_refusal(self, sampling: SamplingParams) -> str | None:
+        try:
+            sampling = SamplingParams.model_validate(dict(sampling))
+        except ValidationError as error:  # a chunk's sender may have checked nothing
+            return first_line("sampling", error)
         try:
             words = self._bad_words(sampling.bad_words)
         except Exception as error:  # noqa: BLE001 - a tokenizer's refusals have any type

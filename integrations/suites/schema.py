@@ -109,7 +109,7 @@ def gateway(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]
     elif asked.engine:
         from servers import running
 
-        with running("ours", folder, [], max_model_len=128) as (address, _):
+        with running("ours", folder, [], max_model_len=256) as (address, _):
             yield address, ""
     else:
         with simulated(folder, asked.out / "gateway.log") as found:

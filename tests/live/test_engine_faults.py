@@ -192,10 +192,11 @@ def test_a_request_that_raises_anywhere_ends_alone(loop, wanted, monkeypatch, pl
 
 def test_calls_during_a_search_are_answered(loop, wanted, monkeypatch):
     with in_sampler(loop, monkeypatch, {3: 6}):
-        answers = submit(loop, *map(chunk, (*MATES, 3)))
+        answers = submit(loop, *map(chunk, (3, *MATES)))
         suspects = stepper_of(loop)._suspects
         turn_until(loop, lambda: suspects.searching)
-        waiting = next(one for one in map(int, MATES) if f"sample{one}" not in suspects.running())
+        held = [one for one in MATES if f"sample{one}" not in answers]
+        waiting = next(one for one in held if f"sample{one}" not in suspects.running())
         late, peeked = submit(loop, chunk(8)), loop.peek(f"sample{waiting}")
         loaded = loop.load_weights(0, "", "another")
         loop.turn(0.0)
