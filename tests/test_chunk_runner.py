@@ -85,7 +85,11 @@ def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     [
         (ReplicaLost("gone"), ReplicaLeft(NOW_S, "r1", "gone")),
         (ChunkError("refused"), ChunkFailed(NOW_S, START.chunk_id, "refused")),
-        (SampleRefused("bad"), ChunkFailed(NOW_S, START.chunk_id, "bad", of_sample=True)),
+        (SampleRefused("bad"), ChunkFailed(NOW_S, START.chunk_id, "no engine can run it: bad", of_sample=True)),
+        (
+            SampleRefused(f"RequestRefused: chunk {START.chunk_id}: top_k is odd"),
+            ChunkFailed(NOW_S, START.chunk_id, "no engine can run it: top_k is odd", of_sample=True),
+        ),
         (KeyError("a bug"), ChunkFailed(NOW_S, START.chunk_id, "KeyError: 'a bug'")),
         (ZeroDivisionError(), ChunkFailed(NOW_S, START.chunk_id, "ZeroDivisionError: no message")),
     ],

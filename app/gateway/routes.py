@@ -22,7 +22,7 @@ from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.context_bound import check_bound, check_known, check_length, check_prompts
 from tailrace.app.gateway.control_routes import add_control
 from tailrace.app.gateway.doors import Doors
-from tailrace.app.gateway.edge.errors import ErrorAnswer, UnknownModel, add_errors, error_body, error_of
+from tailrace.app.gateway.edge.errors import ErrorAnswer, SampleFailed, UnknownModel, add_errors, error_body, error_of
 from tailrace.app.gateway.edge.json_body import StrictRoute
 from tailrace.app.gateway.metrics import add_metrics
 from tailrace.app.gateway.naming import Naming
@@ -105,7 +105,7 @@ async def _made(service: GatewayService, http: Request, wanted: Wanted, naming: 
     if found is None:
         return JSONResponse(error_body(499, "the client has left"), 499)
     if failed := answers.failures(found):
-        return JSONResponse(error_body(500, failed[0]), 500)
+        raise SampleFailed(failed[0])
     return JSONResponse(body(found))  # FastAPI would walk over every token of a dict
 
 

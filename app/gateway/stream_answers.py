@@ -12,16 +12,13 @@ from tailrace.app.gateway import answers
 from tailrace.app.gateway.answer_text import stream_text, text_for
 from tailrace.app.gateway.chat.chat import Chat
 from tailrace.app.gateway.chat.deltas import CallDeltas, TextDeltas
+from tailrace.app.gateway.edge.errors import SampleFailed
 from tailrace.app.gateway.naming import Naming
 from tailrace.app.gateway.requests import CompletionRequest, Streamable, TokensRequest
 from tailrace.app.gateway.service import ServedModel, Wanted
 from tailrace.app.gateway.stream_text import StreamText
 from tailrace.deployments.messages.session import COLUMNS, SampleTokens
 from tailrace.policies.protocol.actions import SampleEnd
-
-
-class SampleFailed(RuntimeError):
-    """The service has given up a sample."""
 
 
 class AnswerStream:
@@ -44,7 +41,7 @@ class AnswerStream:
     def events(self, number: int, part: SampleTokens) -> Iterator[dict]:
         """The events of one part of a choice. Raises SampleFailed."""
         if part.answer is not None and part.answer.sample.finish_reason is SampleEnd.FAILED:
-            raise SampleFailed(part.answer.sample.error or "the sample has failed")
+            raise SampleFailed(part.answer.sample.error)
         if part.prompt_token_ids is not None:
             self._prompts[number] = part.prompt_token_ids
             choices = self._begin(number)

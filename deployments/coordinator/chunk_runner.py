@@ -20,6 +20,7 @@ from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.messages.errors import (
+    REFUSED,
     ChunkError,
     ChunkNotTaken,
     ReplicaLost,
@@ -73,8 +74,11 @@ class ChunkRunner:
             batch.spans.end_chunk(span, start, request, result)
         except ReplicaLost as error:
             event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
+        except SampleRefused as error:
+            reason = str(error).removeprefix("RequestRefused: ").removeprefix(f"chunk {start.chunk_id}: ")
+            event = ChunkFailed(self._now(), start.chunk_id, f"{REFUSED}{reason}", of_sample=True)
         except ChunkError as error:
-            event = ChunkFailed(self._now(), start.chunk_id, str(error), isinstance(error, SampleRefused))
+            event = ChunkFailed(self._now(), start.chunk_id, str(error))
         except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise

@@ -26,6 +26,10 @@ class SampleRefused(ChunkError):
     """No replica can run the sample of this chunk, so neither this one nor chance is to blame."""
 
 
+REFUSED = "no engine can run it: "
+"""Begin of the error of such a sample, before the engine's reason: its request is to blame, not the service."""
+
+
 class RequestRefused(ValueError):
     """No engine can ever run this chunk's request; one line that names the field. The sample ends, without a retry."""
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from tailrace.app.calls.refused import QuotaExceeded, TooLargeForQuota, UnknownAdapter
 from tailrace.app.calls.resume import lost_service
+from tailrace.deployments.messages.errors import REFUSED
 
 KINDS = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionError", 404: "NotFoundError",
@@ -39,6 +40,14 @@ class FieldRefused(ValueError):
     def __init__(self, message: str, param: str):
         super().__init__(message)
         self.param = param
+
+
+class SampleFailed(RuntimeError):
+    """A sample has ended as failed. `status`: 400 if no engine can run it, so that its request is to blame."""
+
+    def __init__(self, error: str | None):
+        self.status = 400 if (error or "").startswith(REFUSED) else 500
+        super().__init__((error or "the sample has failed").removeprefix(REFUSED))
 
 
 class UnknownModel(ValueError):
@@ -91,6 +100,8 @@ def first_cause(error: BaseException) -> BaseException:
 
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error of the client."""
+    if isinstance(error, SampleFailed):
+        return error.status
     kinds = (
         ((UnknownModel, UnknownAdapter), 404),
         (QuotaExceeded, 429),
@@ -119,7 +130,7 @@ def add_errors(app: FastAPI) -> None:
     """The answers to exceptions of routes."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _other)
-    for kind in (ValueError, PermissionError, ExceptionGroup, *lost_service(), Exception):
+    for kind in (ValueError, PermissionError, ExceptionGroup, SampleFailed, *lost_service(), Exception):
         app.add_exception_handler(kind, _failed)
 
 
