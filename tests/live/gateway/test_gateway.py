@@ -159,7 +159,7 @@ def test_a_request_without_a_seed_says_which_index_was_drawn(http):
         ("/v1/completions", {"prompt": "a", "stream_options": {"x": 1}}, "Stream options can only be defined"),
         ("/inference/v1/generate", {"token_ids": [1], "output_mode": "text"}, "output_mode: not honoured here"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "greater than or equal to 0"),
-        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": r"a[^\s\S]"}}, "position 1: no token is left"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": r"a[^\s\S]"}}, "no token is left"),
         ("/v1/completions", {"prompt": []}, "Either prompt or prompt_embeds must be provided"),
         ("/v1/completions", {"prompt": [600_000]}, "Token id 600000 is out of vocabulary"),
         ("/v1/completions", {"prompt": [5] * 600}, "maximum context length is 512 tokens"),
