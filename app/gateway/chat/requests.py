@@ -74,7 +74,7 @@ class Templated(RequestObject):
     def _of_a_template(self):
         if self.tools == []:
             raise FieldRefused(
-                "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
+                "`tools` must not be an empty array; give a tool or remove it",
                 "tools",
             )
         if self.continue_final_message and self.add_generation_prompt:
@@ -103,14 +103,12 @@ class ChatRequest(Answered, Templated):
     @model_validator(mode="after")
     def _fitting(self):
         if self.top_logprobs and not self.logprobs:
-            raise FieldRefused("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+            raise FieldRefused("`top_logprobs`: set `logprobs` to true with it", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise FieldRefused("When using `tool_choice`, `tools` must be set.", "tool_choice")
         names = {tool.function.name for tool in self.tools or ()}
         if self.chosen is not None and self.chosen not in names:
-            raise FieldRefused(
-                "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
-            )
+            raise FieldRefused(f"`tool_choice`: {self.chosen!r} is none of `tools`", "tool_choice")
         return self
 
     @property
