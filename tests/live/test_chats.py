@@ -205,7 +205,7 @@ def test_a_conversation_with_calls_goes_to_the_template_as_objects(chat):
     ("request_of", "reason"),
     [
         ({"tools": TOOLS}, "no tool_parser is set"),
-        ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "does not match any"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "is none of `tools`"),
         ({"tool_choice": "required"}, "`tools` must be set"),
         ({"continue_final_message": True}, "set add_generation_prompt to false"),
         ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template is not the template's"),
