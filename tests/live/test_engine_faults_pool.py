@@ -1,0 +1,104 @@
+"""Steps that raise on an engine with a KV pool: no KV that was not computed is saved under a name, and none is lost."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
+
+from benchmarks.pool.pool_testbed import running_pool
+from tailrace.deployments.engine.engine_loop import EngineLoop
+from tailrace.deployments.engine.stepper import Stepper
+from tailrace.deployments.messages.chunk import ChunkRequest, KvPlan, sample_key
+from tailrace.deployments.messages.errors import RequestRefused
+from tailrace.deployments.messages.rollout import SamplingParams
+from tailrace.deployments.vllm_exact.engine_config import EngineConfig
+from tailrace.kvpool.config import PoolConfig
+
+FIRST = 70
+"""Tokens of a first chunk: with its prompt three blocks of 32."""
+
+
+def chunk(name: str, sample: int, done=(), max_tokens=FIRST, **changes) -> ChunkRequest:
+    values = {
+        "chunk_id": f"{name}{sample}",
+        "sample_key": sample_key(7, 0, "p", sample),
+        "token_ids": np.concatenate([np.roll(PROMPT, sample), np.asarray(done, np.int32)]),
+        "prompt_tokens": len(PROMPT),
+        "max_tokens": max_tokens,
+        "sampling": SamplingParams(ignore_eos=True),
+        "weights_version": 0,
+        "kv": KvPlan(0),
+    }
+    return ChunkRequest(**values | changes)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    started, ended = Future(), threading.Event()
+
+    async def stay() -> None:
+        async with running_pool(PoolConfig(dram_gib=0.3)) as pool:
+            started.set_result(pool.endpoint)
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(stay()), daemon=True)
+    thread.start()
+    yield started.result(timeout=60)
+    ended.set()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def loop(model_dir, pool):
+    config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25)
+    loop = EngineLoop(Stepper(config, "pooled", 0, 0, pool))
+    yield loop
+    loop.end()
+
+
+@pytest.fixture(scope="module")
+def wanted(loop) -> dict[int, np.ndarray]:
+    """Whole answers without a fault and without the pool, by sample."""
+    asked = [chunk("whole", sample, max_tokens=FIRST + TOKENS, kv=None) for sample in MATES]
+    return {sample: one.token_ids for sample, one in zip(MATES, run(loop, *asked), strict=True)}
+
+
+def assert_continued_from_the_pool(loop, wanted, name: str, results) -> None:
+    """The next chunks read the KV that the first ones saved, and have the tokens of a run without any of it."""
+    for sample, result in zip(MATES, results, strict=True):
+        np.testing.assert_array_equal(result.token_ids, wanted[sample][:FIRST])
+    assert loop._stepper.reset_cache()
+    later = [
+        chunk(f"later {name}", sample, one.token_ids, TOKENS, kv=KvPlan(0, save=False))
+        for sample, one in zip(MATES, results, strict=True)
+    ]
+    for sample, result in zip(MATES, run(loop, *later), strict=True):
+        np.testing.assert_array_equal(result.token_ids, wanted[sample][FIRST:])
+        assert result.pulled_tokens >= 96
+
+
+@pytest.mark.parametrize("at", [0, 1, 30, 61])
+def test_a_request_that_raises_leaves_the_pool_whole(loop, wanted, monkeypatch, at):
+    with in_sampler(loop, monkeypatch, {3: at}) as raises:
+        *results, refused = run(loop, *(chunk(f"at {at}/", sample) for sample in (*MATES, 3)))
+    assert raises and isinstance(refused, RequestRefused) and not loop.stats().running
+    assert_continued_from_the_pool(loop, wanted, f"at {at}/", results)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the pass", "after it"])
+def test_a_pass_that_raises_once_leaves_the_pool_whole(loop, wanted, monkeypatch, after):
+    """The saves of its step are due then: half of the mates have just ended their chunks."""
+    runner, calls = stepper_of(loop)._engine.model_executor.driver_worker.worker.model_runner, []
+
+    def is_due(*_) -> bool:
+        calls.append(None)
+        return len(calls) == FIRST  # the step after the first of them: their saves travel with it
+
+    name = f"once {after}/"
+    with planted(monkeypatch, runner, "execute_model", is_due, after) as raises:
+        results = run(loop, *(chunk(name, sample) for sample in MATES))
+    assert len(raises) == 1
+    assert_continued_from_the_pool(loop, wanted, name, results)
