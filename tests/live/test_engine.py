@@ -209,7 +209,7 @@ REFUSED = {
     "too long": ({"prompt": np.resize(WORDS, 256)}, "max_model_len is 256"),
     "empty": ({"prompt": np.empty(0, np.int32)}, "context of 0 tokens"),
     "other weights": ({"weights_version": 1}, "wants weights version 1, this is 0"),
-    "no such token": ({"prompt": np.array([10**6], np.int32)}, "out of vocabulary"),
+    "no such token": ({"prompt": np.array([10**6], np.int32)}, "outside the vocabulary"),
     "no such forced token": ({"forced": np.array([10**6], np.int32)}, "outside the vocabulary"),
     "no tokens": ({"max_tokens": 0}, "max_tokens is 0"),
     "twice": ({"chunk_id": "1/0"}, "already running"),

@@ -232,7 +232,8 @@ def word(loop) -> tuple[int, str]:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_rules_that_leave_no_token_end_the_request_with_the_position(loop, wanted, temperature):
     token, text = word(loop)
-    at_once = SamplingParams(temperature=temperature, allowed_token_ids=(token,), bad_words=(text,))
+    digits = {"regex": "[0-9]{3}"}
+    at_once = SamplingParams(temperature=temperature, allowed_token_ids=(token,), structured_outputs=digits)
     later = SamplingParams(
         temperature=temperature, allowed_token_ids=(token,), bad_words=(text + text,), ignore_eos=True
     )
