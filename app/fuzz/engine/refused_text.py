@@ -4,7 +4,7 @@ from tailrace.app.fuzz.engine.fields import BATCH_FIELDS, CHUNK, GROUP, SAMPLING
 
 MAX_CHARACTERS = 1_000
 FIELDS = frozenset((*SAMPLING, *GROUP, *SESSION_FIELDS, *BATCH_FIELDS, *CHUNK))
-OTHER_NAMES = "prompt", "context", "answer", "weights version", "already running"
+OTHER_NAMES = "prompt", "context", "answer", "wants weights", "already running"
 """Words that name the input where no single field is at fault."""
 
 

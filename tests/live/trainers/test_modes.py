@@ -7,6 +7,7 @@ import pytest
 import torch
 from live.trainers.stand_in import StandIn
 from live.trainers.test_run import TASK, config_of, run
+from pydantic import ValidationError
 
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.train.certificate.driver import backward_order
@@ -117,7 +118,7 @@ def test_a_sample_without_an_answer_ends_the_run_with_its_reason(small_model, tm
     [({"scale_rewards": "batch"}, "group by group"), ({"num_iterations": 2}, "used once")],
 )
 def test_settings_over_all_groups_are_refused(small_model, tmp_path, settings, fault):
-    with pytest.raises(BadInput, match=fault):
+    with pytest.raises(ValidationError, match=fault):
         trained(small_model, tmp_path / "run", trl=settings)
 
 
@@ -171,7 +172,7 @@ def test_passes_over_parts_of_a_group_give_its_gradient_and_the_same_bits_in_any
     again, _ = trained(small_model, tmp_path / "two", Ordered(small_model, (2, 0, 1)), mode="overlap", trainer=split)
     assert certificate(rows) == certificate(again)
     assert rows[0].grad_norm == pytest.approx(by_turns[0][2], rel=1e-4)
-    with pytest.raises(BadInput, match="samples_per_pass"):
+    with pytest.raises(ValidationError, match="samples_per_pass"):
         trained(small_model, tmp_path / "three", trainer=split, trl={"loss_type": "grpo"})
 
 
