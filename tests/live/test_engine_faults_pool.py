@@ -17,6 +17,10 @@ from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
 
+KEPT = []
+"""Ended engines. Symptom (vLLM 0.32): collected as garbage, an engine with a pool waits for ever for a thread of vLLM's
+that holds a socket of its ZeroMQ context; a replica's process ends with its engine."""
+
 FIRST = 70
 """Tokens of a first chunk: with its prompt three blocks of 32."""
 
@@ -54,7 +58,9 @@ def pool():
 @pytest.fixture(scope="module")
 def loop(model_dir, pool):
     config = EngineConfig(model=str(model_dir), max_model_len=256, max_running=8, kv_cache_gib=0.25)
-    loop = EngineLoop(Stepper(config, "pooled", 0, 0, pool))
+    stepper = Stepper(config, "pooled", 0, 0, pool)
+    KEPT.append((stepper, stepper._engine))
+    loop = EngineLoop(stepper)
     yield loop
     loop.end()
 
