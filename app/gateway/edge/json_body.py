@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 
+from tailrace.deployments.messages.message import broken_text
+
 MAX_DEPTH = 128
 """Of objects and lists in each other. vLLM takes 64 levels of a schema; templates and parsers recurse about 1,000."""
 
@@ -56,9 +58,9 @@ def fault_of(value: Any) -> str | None:
             return f"{path[:100]}: nested deeper than {MAX_DEPTH} levels"
         for name, part in _parts(one):
             place = f"{path}.{name}" if path else name
-            if not _is_text(name):
+            if broken_text(name):
                 return f"{place}: a key has half of a surrogate pair, which is no text"
-            if isinstance(part, str) and not _is_text(part):
+            if isinstance(part, str) and broken_text(part):
                 return f"{place}: half of a surrogate pair is no text"
             if isinstance(part, float) and not math.isfinite(part):
                 return f"{place}: {part} is not a finite number"
@@ -73,14 +75,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list):
         return ((str(place), part) for place, part in enumerate(value))
     return iter((("body", value),))
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
