@@ -18,6 +18,13 @@ def test_the_choice_is_vllms_own_switch_and_v1_by_default():
     assert process_settings(EngineConfig(model="m"), None)[SWITCH] == "0"
 
 
+def test_a_gpu_loads_no_sampler_that_ours_replaces():
+    """V1's own sampler imports FlashInfer, which need not be installed and takes seconds."""
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    assert [process_settings(config(runner), None).get(name) for runner in ("v1", "v2")] == ["0", "0"]
+    assert name not in process_settings(EngineConfig(model="m"), None)
+
+
 def test_v2_verifies_the_drafts_of_groups_by_a_method_that_it_has():
     """vLLM refuses V2 with a proposer of ours: `custom_class` is not among V2's methods."""
     assert engine_arguments(config("v1"))["speculative_config"]["method"] == "custom_class"

@@ -3,7 +3,8 @@
 Invariant: one exchange at a time, each with a deadline; whatever goes wrong costs drafts, is counted by cause, and is
 tried again after a pause. Unsent tokens are bounded, the oldest go first. Sending twice is harmless, so tokens
 that may not have arrived are sent again. A group that has another shard by now is passed to the exchange with that one,
-with how far it was read and its unsent tokens. Made by Routes.
+with how far it was read and its unsent tokens. Ray is imported by the thread: an engine by itself runs without it.
+Made by Routes.
 """
 
 import threading
@@ -13,9 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import ray
-from ray import ObjectRef
-from ray.exceptions import RayActorError
 
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE, Cursor
@@ -26,6 +24,8 @@ from tailrace.deployments.messages.context import Fetched, GroupRef, Piece
 from tailrace.kvpool.counts import Counts
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from tailrace.deployments.context.routes import Routes
 
 IDLE_S = 1.0
@@ -106,6 +106,8 @@ class ShardExchange:
                 self._closed.wait(self._config.retry_s)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
+        from ray.exceptions import RayActorError
+
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: drafts are lost, whatever has happened
@@ -118,6 +120,8 @@ class ShardExchange:
 
     def _find(self) -> None:
         """The shard is gone: ask shard 0 for the present set."""
+        import ray
+
         self._routes.shards.lose(self._index)
         call = self._routes.shards.at(0).learn.remote(self._routes.set)
         self._routes.learn(ray.get(call, timeout=self._config.deadline_s))
@@ -191,6 +195,8 @@ class ShardExchange:
 
     def _exchange(self) -> None:
         """One round with the shard, if there is enough to say, or time to ask."""
+        import ray
+
         began_s = time.monotonic()
         unsent_tokens = sum(len(piece.tokens) for piece in self._unsent)
         early = unsent_tokens < self._config.flush_tokens and began_s < self._due_s
@@ -218,6 +224,9 @@ class ShardExchange:
 
     def _ask_past(self) -> None:
         """Ask for the history of new groups, and deliver those that came; an actor that restarts is asked again."""
+        import ray
+        from ray.exceptions import RayActorError
+
         if self._past is None and self._new_groups:
             groups = self._new_groups
             self._past = self._shard().past.remote(groups), groups

@@ -119,6 +119,7 @@ def process_settings(config: EngineConfig, cores: list[int] | None) -> dict[str,
     }
     if config.device == "gpu":
         settings["VLLM_BATCH_INVARIANT"] = "1"  # logits must not depend on the batch
+        settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # V1 would import FlashInfer for a sampler that ours replaces
     if cores is not None:
         each = max(1, len(cores) // config.tensor_parallel)
         ranks = [cores[i : i + each] for i in range(0, len(cores), each)]

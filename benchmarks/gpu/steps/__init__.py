@@ -1,0 +1,1 @@
+"""The steps of `gpu check`, each called in a process of its own."""
