@@ -11,7 +11,7 @@ SEED ?= 0
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-browser test-traces tools soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -111,6 +111,12 @@ lock: setup ## renew requirements/*.txt from pyproject.toml
 
 sbom: ## out/sbom.cdx.json: the locked packages with their hashes, as CycloneDX
 	@$(PYTHON) scripts/sbom.py
+
+gpu-pack: setup ## .gpu: vLLM and the packages that a bare machine with a GPU lacks, at most 56 MiB (a package index, Debian)
+	@PYTHONPATH=scripts $(PY) -m gpu_pack
+
+gpu-check: ## the steps for the first minutes on a GPU, results in out/gpu; docs/measurements/gpu.md
+	@if [ -x $(PY) ]; then $(PY) -m benchmarks.gpu.check; else python3 -m benchmarks.gpu.check --pack .gpu; fi
 
 docs: setup ## renew the generated pages of docs/
 	$(PY) scripts/configuration_reference.py

@@ -19,7 +19,7 @@ from benchmarks.gpu.card import card_name
 from benchmarks.gpu.driver import ENDS_WELL, Ended, Processes, Say, Step, drive, end
 from benchmarks.gpu.place import ROOT, Place, libraries_of
 from benchmarks.gpu.result_lines import ResultLines, ending, table
-from benchmarks.gpu.unpacked import archives_of, unpack
+from benchmarks.gpu.unpacked import PYTHON, archives_of, unpack
 
 TEMPORARY = Path(tempfile.gettempdir())
 DRIVER = "driver"
@@ -51,6 +51,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
             parser.error(f"--only {name}: no step of this name; --list has them")
     if found.pack is not None and not archives_of(found.pack):
         parser.error(f"--pack {found.pack}: no archives there; build it with `make gpu-pack`")
+    if found.pack is not None and sys.version_info[:2] != PYTHON:
+        parser.error(f"--pack {found.pack}: its packages are of Python 3.12; run this with python3.12, or leave it out")
     return found
 
 

@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ENDING = ".tar.xz"
+PYTHON = (3, 12)
+"""Whose compiled packages are in a pack; scripts/gpu_pack/carried.py."""
+
 CUDA_RUNTIME = "libcudart.so.13"
 DONE = "unpacked"
 """A file of the room that says that all archives were unpacked."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.steps.engine import BLOCK_TOKENS, DRAFT_TOKENS, CheckedEngine, config_of, vocabulary_of
+from benchmarks.gpu.steps.engine import DRAFT_TOKENS, CheckedEngine, config_of, vocabulary_of
 from benchmarks.gpu.steps.measurements import Measurements
 from benchmarks.gpu.steps.operators import unlike
 from benchmarks.gpu.steps.ours import started
@@ -68,9 +68,10 @@ class LayerRows:
         self.backend, self._rows = self._group.backend.get_name(), {}
         self.heads = [self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_size]
         self._dtype = self._config.model_config.dtype
-        blocks = self._config.cache_config.num_gpu_blocks
-        self._blocks_of_row = min(256, (blocks - 1) // (DECODING + 2))
-        self._longest = min(self._blocks_of_row * BLOCK_TOKENS, self._config.model_config.max_model_len)
+        cache, longest = self._config.cache_config, self._config.model_config.max_model_len
+        self._block_tokens = cache.block_size
+        self._blocks_of_row = min(longest // self._block_tokens, (cache.num_gpu_blocks - 1) // (DECODING + 2))
+        self._longest = self._blocks_of_row * self._block_tokens
 
     def _tensors(self, row: int) -> list[torch.Tensor]:
         if row not in self._rows:
@@ -119,7 +120,7 @@ class LayerRows:
             max_query_len=max(counts),
             max_seq_len=max(lengths),
             block_table_tensor=torch.tensor(tables, **ints),
-            slot_mapping=torch.from_numpy(first * BLOCK_TOKENS + places).to(self._device),
+            slot_mapping=torch.from_numpy(first * self._block_tokens + places).to(self._device),
             is_prefilling=torch.tensor([start == 0 for _, start, _ in spans]),
             positions=torch.from_numpy(places).to(self._device),
         )

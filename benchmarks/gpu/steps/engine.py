@@ -21,9 +21,6 @@ from tailrace.policies.families.drafting import FixedBudget
 
 CLOCK = "benchmarks.gpu.steps.pass_clock.PassClock"
 DRAFT_TOKENS = 4
-BLOCK_TOKENS = 32
-"""CPUs take no smaller blocks."""
-
 INVARIANT = "VLLM_BATCH_INVARIANT"
 EAGER = os.environ.get("TAILRACE_GPU_EAGER") == "1"
 """A second try, after the first one's engine did not start: no torch.compile, no CUDA graphs."""
@@ -42,7 +39,7 @@ def config_of(place: Place, model: str, eager: bool = False, running: int = 64, 
         device="gpu" if place.card else "cpu",
         dtype=place.dtype,
         model_runner=runner if place.card else "v1",
-        block_tokens=BLOCK_TOKENS,
+        block_tokens=16 if place.card else 32,  # as serve.gpu.yaml and serve.yaml have it
         cores=None if place.card else 1,
         draft=DraftConfig(method=draft, draft_tokens=DRAFT_TOKENS),
         vllm_args={"worker_extension_cls": CLOCK} | vllm_args,

@@ -5,8 +5,8 @@ import torch
 from benchmarks.gpu.steps.measurements import Measurements
 
 LAYERS, BLOCKS = 28, 2048
-BLOCK_BYTES = 32 * 8 * 128 * 2 * 2
-"""Of 32 tokens in a layer of Qwen3-1.7B, keys and values in bfloat16."""
+BLOCK_BYTES = 16 * 8 * 128 * 2 * 2
+"""Of 16 tokens in a layer of Qwen3-1.7B, keys and values in bfloat16."""
 
 
 def kv_copy(step: Measurements) -> None:

@@ -1,0 +1,235 @@
+"""The driver of the steps on a GPU, without one: how steps end, which results stay, and an engine without Ray."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_imports import loaded
+
+from benchmarks.gpu import catalog, check
+from benchmarks.gpu.driver import DONE, FAILED, KILLED, NO_TIME, Ended, Processes, Step, drive
+from benchmarks.gpu.place import ROOT, Place, libraries_of
+from benchmarks.gpu.result_lines import ResultLines, figures, table
+
+WRITES = (
+    "import json,sys; open(sys.argv[1], 'a').write(json.dumps({'step': sys.argv[2], 'what': 'x', 'n': 1}) + '\\n');"
+)
+HANGS = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']);"
+ENDS = {
+    "good": WRITES,
+    "bad": WRITES + "sys.exit(3)",
+    "hangs": WRITES + HANGS + "open(sys.argv[3], 'w').write(str(p.pid)); time.sleep(600)",
+    "mends": "import os, sys; sys.exit(0 if os.environ.get('MENDED') else 1)",
+    "cut": WRITES + 'open(sys.argv[1], \'a\').write(\'{"step": "cut", "wh\'); sys.exit(1)',
+}
+
+
+def step(name: str, expected_s: float = 0, limit_s: float = 60, **more) -> Step:
+    return Step(name, expected_s, limit_s, 1, "", "", **more)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the steps of ENDS by name."""
+    results = ResultLines(tmp_path)
+    with (tmp_path / "log.txt").open("ab") as log:
+
+        def command(one: Step) -> list[str]:
+            return [sys.executable, "-c", ENDS[one.name], str(results.path), one.name, str(tmp_path / "child")]
+
+        def driven(*steps: Step, until_s: float = 600) -> dict[str, str]:
+            processes = Processes(command, lambda _step: dict(os.environ), log)
+            return drive(steps, processes, results, until_s, lambda line: None)
+
+        driven.results = results
+        yield driven
+
+
+def test_a_step_that_fails_costs_itself_alone(run):
+    assert run(step("bad"), step("good")) == {"bad": FAILED, "good": DONE}
+    assert [line["step"] for line in run.results.since(0) if "what" in line] == ["bad", "good"], "results are kept"
+    assert [line["reason"] for line in run.results.since(0) if "end" in line] == ["exit code 3", ""]
+
+
+def test_a_step_that_hangs_is_killed_with_all_that_it_started(run, tmp_path):
+    assert run(step("hangs", limit_s=2), step("good")) == {"hangs": KILLED, "good": DONE}
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child}/stat").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the child still runs"
+        time.sleep(0.05)
+    assert [line["step"] for line in run.results.since(0) if "what" in line] == ["hangs", "good"]
+
+
+def test_a_step_without_time_does_not_begin_and_a_shorter_one_does(run):
+    assert run(step("bad", expected_s=700), step("good", expected_s=1)) == {"bad": NO_TIME, "good": DONE}
+    ends = [line for line in run.results.since(0) if "end" in line]
+    assert ends[0]["reason"].endswith("s left, 700 s expected") and "s" not in ends[0]
+
+
+def test_a_step_is_tried_once_more_with_other_settings(run):
+    second = {"MENDED": "1"}
+    assert run(step("mends", second_try=second), step("bad", second_try=second)) == {"mends": DONE, "bad": FAILED}
+    assert [line["end"] for line in run.results.since(0) if "end" in line] == [FAILED, DONE, FAILED, FAILED]
+
+
+def test_a_second_try_needs_time_too(tmp_path):
+    def fails(_step, _settings, _limit_s):
+        time.sleep(0.3)
+        return Ended(FAILED, "no")
+
+    results, one = ResultLines(tmp_path), step("a", expected_s=9.8, second_try={"MENDED": "1"})
+    assert drive([one], fails, results, 10.0, lambda line: None) == {"a": FAILED}
+    assert [line["end"] for line in results.since(0)] == [FAILED, NO_TIME]
+
+
+def test_a_line_that_is_cut_off_hides_no_other(run):
+    assert run(step("cut"), step("good")) == {"cut": FAILED, "good": DONE}
+    whole = run.results.since(0)
+    assert [line["step"] for line in whole if "what" in line] == ["cut", "good"]
+    later = run.results.size()
+    run.results.add("good", end=DONE, s=1.0)
+    assert [line["end"] for line in run.results.since(later)] == [DONE]
+
+
+def test_the_table_has_each_step_with_its_figures():
+    lines = [
+        {"at": 1, "step": "a", "what": "copy", "s": 0.1, "tb_s": 2.98765, "sizes": {"8": [1, 0.25]}},
+        {"at": 1, "step": "a", "what": "more", "s": 0.1, "error": "ValueError: no"},
+        {"at": 1, "step": "a", "end": FAILED, "s": 3.2, "reason": "exit code 1"},
+    ]
+    wanted = [
+        "  copy: tb_s 2.988, sizes {8: [1, 0.25]}",
+        "  more: error: ValueError: no",
+        "a: failed, 3 s (exit code 1)",
+    ]
+    assert table(lines).splitlines() == wanted
+    assert figures({"step": "a", "what": "x", "skipped": "needs a card"}) == "skipped: needs a card"
+
+
+def test_numbers_of_numpy_are_written_as_numbers(tmp_path):
+    import numpy as np
+
+    results = ResultLines(tmp_path)
+    results.add("a", what="x", one=np.float32(0.5), many=np.arange(2), other=Path("x"))
+    assert results.since(0)[0] | {"at": 0} == {
+        "at": 0,
+        "step": "a",
+        "what": "x",
+        "one": 0.5,
+        "many": [0, 1],
+        "other": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("--only no_such", "--only no_such: no step of this name; --list has them"),
+     ("--pack .", "--pack .: no archives there; build it with `make gpu-pack`")],
+)  # fmt: skip
+def test_bad_input_is_refused(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        check.main(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_without_a_card_it_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(check, "card_name", lambda: None)
+    assert check.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "gpu-check: no CUDA device here; run it on a machine with one, or with --dry\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("ends", "code"), [({"a": DONE, "b": NO_TIME}, 0), ({"a": DONE, "b": KILLED}, 1)])
+def test_the_exit_code_and_the_json_say_how_steps_ended(monkeypatch, capsys, tmp_path, ends, code):
+    monkeypatch.setattr(check, "card_name", lambda: "A card")
+    monkeypatch.setattr(check, "checked", lambda *_given: ends)
+    monkeypatch.chdir(tmp_path)
+    assert check.main(["--out", "results", "--json"]) == code
+    out = json.loads(capsys.readouterr().out)
+    assert (out["card"], out["ends"]) == ("A card", ends) and (tmp_path / "results" / "results.jsonl").exists()
+
+
+def test_steps_are_named_once_and_each_call_fits_its_minutes():
+    names = [one.name for one in catalog.STEPS]
+    assert len(set(names)) == len(names) and not set(names) & set(catalog.CALLS)
+    assert catalog.of([]) == list(catalog.STEPS)
+    assert [one.call for one in catalog.STEPS] == sorted(one.call for one in catalog.STEPS)
+    assert sum(one.expected_s for one in catalog.of(["first"])) <= 270
+    assert sum(one.expected_s for one in catalog.of(["second"])) <= 400
+    assert all(one.expected_s <= one.limit_s for one in catalog.STEPS)
+    assert [one.name for one in catalog.of(["v1", "probe"])] == ["probe", "v1"], "in the catalog's order"
+
+
+def test_every_step_is_in_the_list_and_in_the_documentation(capsys):
+    assert check.main(["--list"]) == 0
+    listed, text = capsys.readouterr().out, (ROOT / "docs" / "measurements" / "gpu.md").read_text()
+    assert [one.name for one in catalog.STEPS if f"  {one.name} " not in listed] == []
+    assert [one.name for one in catalog.STEPS if f"| `{one.name}` |" not in text] == []
+
+
+def test_a_place_crosses_to_its_step_whole(tmp_path):
+    place = Place(tmp_path, tmp_path / "out", card=True, small=False)
+    assert Place.read(place.text()) == place
+    assert place.command("v1")[1:4] == ["-m", "benchmarks.gpu.steps", "v1"]
+    assert str(tmp_path / "site") not in place.environment()["PYTHONPATH"], "no pack was unpacked"
+    assert libraries_of(place.site) == {}
+    (tmp_path / "site" / "system").mkdir(parents=True)
+    assert place.environment()["PYTHONPATH"].split(os.pathsep)[:2] == [str(tmp_path / "site"), str(ROOT)]
+    assert libraries_of(place.site)["LD_LIBRARY_PATH"].startswith(str(tmp_path / "site" / "system"))
+
+
+def test_a_pack_is_unpacked_once(tmp_path):
+    import tarfile
+
+    from benchmarks.gpu.unpacked import unpack
+
+    pack, room = tmp_path / "pack", tmp_path / "room"
+    pack.mkdir()
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(name)
+        with tarfile.open(pack / f"{name}.tar.xz", "w:xz") as tar:
+            tar.add(tmp_path / f"{name}.py", f"site/{name}.py")
+    assert unpack(pack, room) > 0.0
+    assert sorted(path.read_text() for path in (room / "site").iterdir()) == ["one", "two"]
+    (room / "site" / "one.py").unlink()
+    assert unpack(pack, room) is None and not (room / "site" / "one.py").exists()
+
+
+# ---- an engine by itself needs no Ray ------------------------------------------------------------------
+
+ENGINE = (
+    "deployments.engine.stepper",
+    "deployments.engine.engine_loop",
+    "deployments.engine.pool_client",
+    "deployments.context.context_client",
+    "deployments.drafting.drafts",
+    "deployments.staging.slots",
+    "deployments.vllm_exact.launch",
+    "deployments.vllm_exact.proposer",
+    "deployments.vllm_exact.worker",
+    "kvpool.connector",
+    "kvpool.master",
+    "kvpool.store_node",
+)
+"""Loaded by an engine, by its workers, and by a pool without Ray."""
+
+
+def test_no_module_of_an_engine_imports_ray_as_it_is_loaded():
+    """By the source, as vLLM's classes are not there: the machine that a pack is carried to has no Ray."""
+    found = loaded(*(f"tailrace.{name}" for name in ENGINE))
+    assert {name: file for name, file in found.items() if name.partition(".")[0] == "ray"} == {}
+    assert loaded("tailrace.deployments.context.actors")["ray"] == "deployments/context/actors.py", "it can fail"
+
+
+def test_an_engine_is_imported_where_ray_is_not_installed():
+    names = [name for name in ENGINE if name not in ("deployments.vllm_exact.worker", "kvpool.connector")]
+    names = [name for name in names if name != "deployments.engine.pool_client"]  # these three import vLLM
+    code = f"import sys, importlib\nsys.modules['ray'] = sys.modules['vllm'] = None\nfor m in {names}:\n"
+    code += " importlib.import_module(f'tailrace.{m}')\nimport benchmarks.pool.pool_testbed"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
