@@ -144,12 +144,32 @@ def test_without_a_card_it_says_so(monkeypatch, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("out/results.jsonl", "my notes"), ("out/results.jsonl", "[1]\n"), ("out/log.txt", "mine"), ("room/mine", "")],
+)
+def test_files_of_others_stay_byte_for_byte(monkeypatch, capsys, tmp_path, name, text):
+    monkeypatch.setattr(check, "card_name", lambda: "A card")
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text(text)
+    assert check.main(["--out", str(tmp_path / "out"), "--room", str(tmp_path / "room")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert path.read_text() == text and [each.name for each in path.parent.iterdir()] == [path.name]
+
+
 @pytest.mark.parametrize(("ends", "code"), [({"a": DONE, "b": NO_TIME}, 0), ({"a": DONE, "b": KILLED}, 1)])
 def test_the_exit_code_and_the_json_say_how_steps_ended(monkeypatch, capsys, tmp_path, ends, code):
     monkeypatch.setattr(check, "card_name", lambda: "A card")
     monkeypatch.setattr(check, "checked", lambda *_given: ends)
     monkeypatch.chdir(tmp_path)
-    assert check.main(["--out", "results", "--json"]) == code
+    words = ["--out", "results", "--room", "room", "--json"]
+    assert check.main(words) == code
+    monkeypatch.chdir(tmp_path)
+    assert check.main(words) == code, "a second run appends"
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert check.main(words) == code
     out = json.loads(capsys.readouterr().out)
     assert (out["card"], out["ends"]) == ("A card", ends) and (tmp_path / "results" / "results.jsonl").exists()
 
@@ -203,33 +223,32 @@ def test_a_pack_is_unpacked_once(tmp_path):
 # ---- an engine by itself needs no Ray ------------------------------------------------------------------
 
 ENGINE = (
-    "deployments.engine.stepper",
-    "deployments.engine.engine_loop",
-    "deployments.engine.pool_client",
-    "deployments.context.context_client",
-    "deployments.drafting.drafts",
-    "deployments.staging.slots",
-    "deployments.vllm_exact.launch",
-    "deployments.vllm_exact.proposer",
-    "deployments.vllm_exact.worker",
-    "kvpool.connector",
-    "kvpool.master",
-    "kvpool.store_node",
+    "tailrace.deployments.engine.stepper",
+    "tailrace.deployments.engine.engine_loop",
+    "tailrace.deployments.engine.pool_client",
+    "tailrace.deployments.context.context_client",
+    "tailrace.deployments.drafting.drafts",
+    "tailrace.deployments.staging.slots",
+    "tailrace.deployments.vllm_exact.launch",
+    "tailrace.deployments.vllm_exact.proposer",
+    "tailrace.deployments.vllm_exact.worker",
+    "tailrace.kvpool.connector",
+    "tailrace.kvpool.master",
+    "tailrace.kvpool.store_node",
 )
 """Loaded by an engine, by its workers, and by a pool without Ray."""
 
 
 def test_no_module_of_an_engine_imports_ray_as_it_is_loaded():
     """By the source, as vLLM's classes are not there: the machine that a pack is carried to has no Ray."""
-    found = loaded(*(f"tailrace.{name}" for name in ENGINE))
+    found = loaded(*ENGINE)
     assert {name: file for name, file in found.items() if name.partition(".")[0] == "ray"} == {}
     assert loaded("tailrace.deployments.context.actors")["ray"] == "deployments/context/actors.py", "it can fail"
 
 
 def test_an_engine_is_imported_where_ray_is_not_installed():
-    names = [name for name in ENGINE if name not in ("deployments.vllm_exact.worker", "kvpool.connector")]
-    names = [name for name in names if name != "deployments.engine.pool_client"]  # these three import vLLM
-    code = f"import sys, importlib\nsys.modules['ray'] = sys.modules['vllm'] = None\nfor m in {names}:\n"
-    code += " importlib.import_module(f'tailrace.{m}')\nimport benchmarks.pool.pool_testbed"
+    names = [name for name in ENGINE if not name.endswith(("worker", "connector", "pool_client"))]  # these import vLLM
+    code = "import sys, importlib\nsys.modules['ray'] = sys.modules['vllm'] = None\n"
+    code += f"for m in {[*names, 'benchmarks.pool.pool_testbed']}:\n importlib.import_module(m)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

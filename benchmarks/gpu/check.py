@@ -17,13 +17,12 @@ from pathlib import Path
 from benchmarks.gpu import catalog
 from benchmarks.gpu.card import card_name
 from benchmarks.gpu.driver import ENDS_WELL, Ended, Processes, Say, Step, drive, end
-from benchmarks.gpu.place import ROOT, Place, libraries_of
-from benchmarks.gpu.result_lines import ResultLines, ending, table
+from benchmarks.gpu.place import ROOT, Place, claim, libraries_of
+from benchmarks.gpu.result_lines import LOG, ResultLines, ending, foreign, table
 from benchmarks.gpu.unpacked import PYTHON, archives_of, unpack
 
 TEMPORARY = Path(tempfile.gettempdir())
 DRIVER = "driver"
-LOG = "log.txt"
 
 
 def arguments(given: list[str]) -> argparse.Namespace:
@@ -118,6 +117,11 @@ def environment_of(step: Step, place: Place) -> dict[str, str]:
     return place.environment() | (libraries_of(place.site) if step.name == "pool" else {})
 
 
+def _foreign(out: Path) -> str | None:
+    name = foreign(out)
+    return name and f"{name} there is of no check; name another folder"
+
+
 def main(given: list[str]) -> int:
     """Returns 0 if all steps ended well, or had no time left; 1 if one failed; 2 on bad input."""
     asked = arguments(given)
@@ -128,6 +132,10 @@ def main(given: list[str]) -> int:
     if card is None and not asked.dry:
         print("gpu-check: no CUDA device here; run it on a machine with one, or with --dry", file=sys.stderr)
         return 2
+    for option, reason in (("--out", _foreign(asked.out)), ("--room", claim(asked.room))):
+        if reason:
+            print(f"gpu-check: {option} {getattr(asked, option[2:])}: {reason}", file=sys.stderr)
+            return 2
     results, terminal = ResultLines(asked.out.resolve()), os.fdopen(os.dup(2 if asked.json else 1), "w")
     os.chdir(ROOT)
     print(f"card: {card or 'none (dry run on CPUs)'}", file=terminal, flush=True)

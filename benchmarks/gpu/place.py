@@ -27,6 +27,19 @@ QUIET = {
 }
 
 
+MARK = ".tailrace-gpu"
+"""A file that says that a folder is a room of ours."""
+
+
+def claim(room: Path) -> str | None:
+    """Makes a folder a room. Returns the reason, in one line, why it cannot be one, and changes nothing then."""
+    if room.is_dir() and not (room / MARK).exists() and any(room.iterdir()):
+        return "is there and is no room of this command; name an empty folder"
+    room.mkdir(parents=True, exist_ok=True)
+    (room / MARK).touch()
+    return None
+
+
 class Place(NamedTuple):
     """`room`: packages of the pack, models, caches. `out`: results. `card`: a GPU is there, else a dry run on CPUs.
 

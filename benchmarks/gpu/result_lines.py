@@ -10,7 +10,17 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-NAME = "results.jsonl"
+NAME, LOG = "results.jsonl", "log.txt"
+
+
+def foreign(folder: Path) -> str | None:
+    """Returns the name of a file of others in a folder of results, or None. Results of earlier runs are appended to."""
+    results = folder / NAME
+    if not results.exists():
+        return LOG if (folder / LOG).exists() else None
+    with results.open(errors="replace") as file:
+        first = next(_whole([file.readline()]), None)
+    return None if isinstance(first, dict) and {"at", "step"} <= first.keys() else NAME
 
 
 class ResultLines:

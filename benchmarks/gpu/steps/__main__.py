@@ -7,9 +7,9 @@ from importlib import import_module
 
 from benchmarks.gpu import catalog
 from benchmarks.gpu.driver import DONE, FAILED, Ended, Step
+from benchmarks.gpu.measurements import NEEDS_CARD, Measurements, StepEnds
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.result_lines import ResultLines
-from benchmarks.gpu.steps.measurements import NEEDS_CARD, Measurements, StepEnds
 
 
 def run_step(step: Step, place: Place) -> Ended:

@@ -8,9 +8,9 @@ of real steps. 0.0 says equal bits; else it is the largest distance.
 import numpy as np
 import torch
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps.engine import DRAFT_TOKENS, CheckedEngine, config_of, vocabulary_of
-from benchmarks.gpu.steps.measurements import Measurements
 from benchmarks.gpu.steps.operators import unlike
 from benchmarks.gpu.steps.ours import started
 from tailrace.deployments.messages.context import GroupRef

@@ -8,8 +8,8 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.engine import DRAFT_TOKENS, CheckedEngine
-from benchmarks.gpu.steps.measurements import Measurements
 from tailrace.deployments.messages.context import GroupRef
 
 OFF, MISS, HIT = "off", "miss", "hit"

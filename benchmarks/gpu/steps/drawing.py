@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine import interpreted, sampler_triton
-from benchmarks.gpu.steps.measurements import Measurements
+from benchmarks.gpu.measurements import Measurements
 
 VOCABULARIES = (49_152, 128_256, 151_936)
 ROWS = (1, 8, 64, 256, 512)
@@ -100,7 +100,7 @@ class DrawCase:
 
     def times(self) -> dict:
         """Microseconds with and without the host's launches, and TB/s of logits."""
-        from benchmarks.gpu.steps.timers import microseconds, seconds_of, seconds_without_launches
+        from benchmarks.gpu.timers import microseconds, seconds_of, seconds_without_launches
 
         runs = self._runs()
         launched = {kind: microseconds(seconds_of(run)) for kind, run in runs.items()}

@@ -19,7 +19,7 @@ from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
 from tailrace.policies.families.drafting import FixedBudget
 
-CLOCK = "benchmarks.gpu.steps.pass_clock.PassClock"
+CLOCK = "benchmarks.gpu.pass_clock.PassClock"
 DRAFT_TOKENS = 4
 INVARIANT = "VLLM_BATCH_INVARIANT"
 EAGER = os.environ.get("TAILRACE_GPU_EAGER") == "1"

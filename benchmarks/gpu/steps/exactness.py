@@ -5,8 +5,8 @@ Then many samples in batches of two sizes: flips, the samples whose tokens part,
 
 import numpy as np
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.engine import DRAFT_TOKENS, CheckedEngine
-from benchmarks.gpu.steps.measurements import Measurements
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.context import GroupRef
 

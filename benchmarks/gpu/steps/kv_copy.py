@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.gpu.steps.measurements import Measurements
+from benchmarks.gpu.measurements import Measurements
 
 LAYERS, BLOCKS = 28, 2048
 BLOCK_BYTES = 16 * 8 * 128 * 2 * 2
@@ -54,7 +54,7 @@ class BlockCopies:
 
     def _measured(self, out, back) -> dict:
         """Speeds, and whether blocks that were lost meanwhile are the same after their return."""
-        from benchmarks.gpu.steps.timers import seconds_of
+        from benchmarks.gpu.timers import seconds_of
 
         before = [each.clone() for each in self._caches]
         size = self._host.numel()

@@ -7,7 +7,7 @@ shapes: microseconds of torch's and of vLLM's batch-invariant ones, and whether 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.steps.measurements import NEEDS_CARD, Measurements
+from benchmarks.gpu.measurements import NEEDS_CARD, Measurements
 
 LIBRARIES = ("_C_stable_libtorch", "cumem_allocator", "vllm_flash_attn._vllm_fa3_C")
 SHAPES = ((4096, 2048), (12_288, 2048), (2048, 6144), (151_936, 2048), (28_672, 4096), (4096, 14_336), (1536, 576))
@@ -151,7 +151,7 @@ class PagedCase:
 
 def products(step: Measurements, rows: int, columns: int) -> dict:
     """Microseconds and bits of a product, by the rows of the batch: torch's, and vLLM's batch-invariant one."""
-    from benchmarks.gpu.steps.timers import microseconds, seconds_of
+    from benchmarks.gpu.timers import microseconds, seconds_of
 
     kind = {"device": step.place.device, "dtype": torch.bfloat16}
     weight, batch = torch.randn(rows, columns, **kind) / columns**0.5, torch.randn(max(ROWS), columns, **kind)

@@ -1,9 +1,9 @@
 """Our engine: equal tokens however they are computed, and the times of its steps."""
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps import decoding, exactness
 from benchmarks.gpu.steps.engine import CheckedEngine, config_of, let_vary, made, vocabulary_of
-from benchmarks.gpu.steps.measurements import Measurements
 from tailrace.deployments.vllm_exact import launch
 
 

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import ROOT
-from benchmarks.gpu.steps.measurements import Measurements
 
 FILES = ("tests/gpu/test_fused_on_gpu.py", "tests/gpu/test_v2_on_gpu.py")
 LEFT_OUT = "test_an_engine_of_v2"

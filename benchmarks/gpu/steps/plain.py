@@ -2,10 +2,10 @@
 
 import time
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps import decoding
 from benchmarks.gpu.steps.engine import config_of, let_vary, made, vocabulary_of
-from benchmarks.gpu.steps.measurements import Measurements
 from tailrace.deployments.vllm_exact import launch
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 

@@ -4,10 +4,10 @@ import time
 
 import numpy as np
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps.decoding import PROMPT_TOKENS, SAMPLES
 from benchmarks.gpu.steps.engine import CLOCK, EAGER, made, vocabulary_of
-from benchmarks.gpu.steps.measurements import Measurements
 
 TOKENS = 256
 ROUNDS = 2

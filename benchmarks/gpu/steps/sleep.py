@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.engine import made
-from benchmarks.gpu.steps.measurements import Measurements
 from benchmarks.gpu.steps.ours import started
 
 SHAPE = "1.7B"

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu.made_models import WEIGHTS
+from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.engine import made, vocabulary_of
-from benchmarks.gpu.steps.measurements import Measurements
 from benchmarks.gpu.steps.ours import started
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 
