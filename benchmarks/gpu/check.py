@@ -105,12 +105,11 @@ def checked(given: argparse.Namespace, card: str | None, results: ResultLines, s
             with written_to(log):
                 return drive(steps, in_this_process(place), results, until_s, say)
         processes = Processes(lambda step: place.command(step.name), lambda step: environment_of(step, place), log)
-        warm = None if given.only else processes.start(catalog.WARM_UP, {})
+        warm = processes.start(catalog.WARM_UP, {})
         try:
             return drive(steps, processes, results, until_s, say)
         finally:
-            if warm is not None:
-                end(warm)
+            end(warm)
 
 
 def environment_of(step: Step, place: Place) -> dict[str, str]:

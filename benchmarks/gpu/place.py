@@ -18,7 +18,6 @@ A dry run has the caches of every other process."""
 
 QUIET = {
     "PYTHONUNBUFFERED": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # stock vLLM's too: the pack has no FlashInfer
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -76,9 +76,9 @@ class LayerRows:
     def _tensors(self, row: int) -> list[torch.Tensor]:
         if row not in self._rows:
             heads, kv_heads, size = self.heads
-            chance = torch.Generator().manual_seed(row)
-            made = [torch.randn(self._longest, n * size, generator=chance) for n in (heads, kv_heads, kv_heads)]
-            self._rows[row] = [each.to(self._device, self._dtype) for each in made]
+            given = {"generator": torch.Generator(self._device).manual_seed(row), "device": self._device}
+            made = [torch.randn(self._longest, n * size, **given) for n in (heads, kv_heads, kv_heads)]
+            self._rows[row] = [each.to(self._dtype) for each in made]
         return self._rows[row]
 
     def fill(self, row: int, length: int) -> None:

@@ -21,6 +21,9 @@ from tailrace.policies.families.drafting import FixedBudget
 
 CLOCK = "benchmarks.gpu.pass_clock.PassClock"
 DRAFT_TOKENS = 4
+KV_GIB = {"1.7B": 24.0, "8B": 32.0}
+"""For 256 samples of 600 tokens, where 8 GiB do not suffice."""
+
 INVARIANT = "VLLM_BATCH_INVARIANT"
 EAGER = os.environ.get("TAILRACE_GPU_EAGER") == "1"
 """A second try, after the first one's engine did not start: no torch.compile, no CUDA graphs."""

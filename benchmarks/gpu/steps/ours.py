@@ -3,7 +3,7 @@
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps import decoding, exactness
-from benchmarks.gpu.steps.engine import CheckedEngine, config_of, let_vary, made, vocabulary_of
+from benchmarks.gpu.steps.engine import KV_GIB, CheckedEngine, config_of, let_vary, made, vocabulary_of
 from tailrace.deployments.vllm_exact import launch
 
 
@@ -25,7 +25,7 @@ def times(step: Measurements, runner: str, shape: str = "135M", invariant: bool 
     if not invariant:
         let_vary(launch)
     given = {} if backend is None else {"attention_backend": backend}
-    engine = started(step, shape, running=256, runner=runner, **given)
+    engine = started(step, shape, running=256, runner=runner, gib=KV_GIB.get(shape, 8.0), **given)
     vocabulary = vocabulary_of(step.place, shape)
     if shape != "8B":
         exactness.SameSamples(step, engine, vocabulary).compare()

@@ -5,7 +5,7 @@ import time
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.steps import decoding
-from benchmarks.gpu.steps.engine import config_of, let_vary, made, vocabulary_of
+from benchmarks.gpu.steps.engine import KV_GIB, config_of, let_vary, made, vocabulary_of
 from tailrace.deployments.vllm_exact import launch
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
@@ -30,7 +30,7 @@ def plain(step: Measurements, invariant: bool, shape: str = "135M") -> None:
     def start() -> dict:
         began_s = time.perf_counter()
         model, arguments = made(step.place, shape)
-        config = config_of(step.place, model, running=256, draft="off", **arguments)
+        config = config_of(step.place, model, running=256, draft="off", gib=KV_GIB.get(shape, 8.0), **arguments)
         found.append(PlainDecoding(config, vocabulary_of(step.place, shape)))
         return {"start_s": time.perf_counter() - began_s}
 

@@ -59,6 +59,8 @@ def _version(name: str) -> str:
 
 
 def _smi() -> dict:
+    if shutil.which("nvidia-smi") is None:
+        return {"text": "not installed"}
     found = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False)
     return {"code": found.returncode, "text": found.stdout[-1_500:]}
 
