@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu import catalog
 from benchmarks.gpu.card import card_name
 from benchmarks.gpu.driver import ENDS_WELL, Ended, Processes, Say, Step, drive, end
-from benchmarks.gpu.place import ROOT, Place, claim, libraries_of
+from benchmarks.gpu.place import Place, claim, libraries_of
 from benchmarks.gpu.result_lines import LOG, ResultLines, ending, foreign, table
 from benchmarks.gpu.unpacked import PYTHON, archives_of, unpack
 
@@ -45,14 +45,26 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the results as one JSON object instead of a table")
     found = parser.parse_args(given)
     found.only = [name for name in found.only.split(",") if name]
-    for name in found.only:
-        if not catalog.named(name):
-            parser.error(f"--only {name}: no step of this name; --list has them")
-    if found.pack is not None and not archives_of(found.pack):
-        parser.error(f"--pack {found.pack}: no archives there; build it with `make gpu-pack`")
-    if found.pack is not None and sys.version_info[:2] != PYTHON:
-        parser.error(f"--pack {found.pack}: its packages are of Python 3.12; run this with python3.12, or leave it out")
+    found.out, found.room = found.out.resolve(), found.room.resolve()
+    found.pack = found.pack and found.pack.resolve()
     return found
+
+
+class BadGiven(Exception):
+    """Arguments that cannot be obeyed, in one line that names the option."""
+
+
+def check_given(asked: argparse.Namespace) -> None:
+    """Raises BadGiven."""
+    for name in asked.only:
+        if not catalog.named(name):
+            raise BadGiven(f"--only {name}: no step of this name; --list has them")
+    if asked.pack is not None and not archives_of(asked.pack):
+        raise BadGiven(f"--pack {asked.pack}: no archives there; build it with `make gpu-pack`")
+    if asked.pack is not None and sys.version_info[:2] != PYTHON:
+        raise BadGiven(f"--pack {asked.pack}: its packages are of Python 3.12; run python3.12, or leave out --pack")
+    if name := foreign(asked.out):
+        raise BadGiven(f"--out {asked.out}: {name} there is of no check; name another folder")
 
 
 def listed() -> str:
@@ -95,7 +107,7 @@ def written_to(log) -> Iterator[None]:
 def checked(given: argparse.Namespace, card: str | None, results: ResultLines, say: Say) -> dict[str, str]:
     """Runs the steps. Returns how each ended."""
     began_s, steps = time.monotonic(), catalog.of(given.only)
-    place = Place(given.room.resolve(), given.out.resolve(), card is not None, given.small or given.dry)
+    place = Place(given.room, given.out, card is not None, given.small or given.dry)
     if given.pack is not None and (seconds := unpack(given.pack, given.room)) is not None:
         say(results.add(DRIVER, end="unpacked", s=round(seconds, 1)))
     until_s = given.until - (time.monotonic() - began_s)
@@ -116,11 +128,6 @@ def environment_of(step: Step, place: Place) -> dict[str, str]:
     return place.environment() | (libraries_of(place.site) if step.name == "pool" else {})
 
 
-def _foreign(out: Path) -> str | None:
-    name = foreign(out)
-    return name and f"{name} there is of no check; name another folder"
-
-
 def main(given: list[str]) -> int:
     """Returns 0 if all steps ended well, or had no time left; 1 if one failed; 2 on bad input."""
     asked = arguments(given)
@@ -128,15 +135,16 @@ def main(given: list[str]) -> int:
         print(listed())
         return 0
     card = None if asked.dry else card_name()
-    if card is None and not asked.dry:
-        print("gpu-check: no CUDA device here; run it on a machine with one, or with --dry", file=sys.stderr)
+    try:
+        check_given(asked)
+        if card is None and not asked.dry:
+            raise BadGiven("no CUDA device here; run it on a machine with one, or with --dry")
+        if reason := claim(asked.room):
+            raise BadGiven(f"--room {asked.room}: {reason}")
+    except BadGiven as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
         return 2
-    for option, reason in (("--out", _foreign(asked.out)), ("--room", claim(asked.room))):
-        if reason:
-            print(f"gpu-check: {option} {getattr(asked, option[2:])}: {reason}", file=sys.stderr)
-            return 2
-    results, terminal = ResultLines(asked.out.resolve()), os.fdopen(os.dup(2 if asked.json else 1), "w")
-    os.chdir(ROOT)
+    results, terminal = ResultLines(asked.out), os.fdopen(os.dup(2 if asked.json else 1), "w")
     print(f"card: {card or 'none (dry run on CPUs)'}", file=terminal, flush=True)
     offset = results.size()
     results.add(DRIVER, card=card, small=asked.small or asked.dry, until_s=asked.until)
