@@ -102,6 +102,12 @@ class GivenAnswers:
         """It holds nothing open."""
 
 
+def _attention_of(layer) -> str:
+    """The backend of one of vLLM's attention layers, with the version of FlashAttention where it is that."""
+    version = getattr(layer.impl, "vllm_flash_attn_version", None)
+    return layer.attn_backend.get_name() + (f" {version}" if version else "")
+
+
 class CheckedEngine:
     """`start_s`: seconds that its start took. `version`: of its weights, for new chunks."""
 
@@ -123,11 +129,12 @@ class CheckedEngine:
     def about(self) -> dict:
         """Its start, and the choices that vLLM has made."""
         config = self.llm.vllm_config
+        layers = config.compilation_config.static_forward_context.values()
         return {
             "start_s": self.start_s,
             "compiled": str(config.compilation_config.mode),
             "graphs": str(config.compilation_config.cudagraph_mode),
-            "attention": str(config.attention_config.backend),
+            "attention": sorted({_attention_of(layer) for layer in layers if hasattr(layer, "attn_backend")}),
             "kv_blocks": config.cache_config.num_gpu_blocks,
         }
 

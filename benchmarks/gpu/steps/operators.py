@@ -28,11 +28,11 @@ def operators(step: Measurements) -> None:
     torch.manual_seed(0)
     case = OperatorCases(step.place.device)
     for run in (case.rms_norm, case.fused_add_rms_norm, case.silu_and_mul, case.rotary_embedding):
-        step.tried(run.__name__, lambda run=run: {"error": run()})
-    step.on_card("reshape_and_cache_flash", lambda: {"error": case.reshape_and_cache_flash()})
+        step.tried(run.__name__, lambda run=run: {"distance": run()})
+    step.on_card("reshape_and_cache_flash", lambda: {"distance": case.reshape_and_cache_flash()})
     paged = PagedCase(step.place.device)
     if step.place.card:
-        step.tried("flash_attention_3", lambda: {"error": paged.distance(paged.flash_attention_3())})
+        step.tried("flash_attention_3", lambda: {"distance": paged.distance(paged.flash_attention_3())})
     else:
         step.say("flash_attention_3", skipped=NEEDS_CARD, reference=list(paged.wanted().shape))
     shapes = step.place.of(SHAPES, ((256, 128),))

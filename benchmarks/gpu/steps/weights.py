@@ -68,10 +68,9 @@ class NewWeights:
         ours, theirs = get_context("spawn").Pipe()
         trainer = get_context("spawn").Process(target=hand_out, args=(theirs, self._new), daemon=True)
         trainer.start()
+        theirs.close()  # so that its end is seen here
         try:
-            if not ours.poll(TRAINER_S):
-                raise RuntimeError(f"the process with the weights did not answer in {TRAINER_S:.0f} s")
-            seconds = self._transfer(ours.recv())
+            seconds = self._transfer(_handles(ours))
             same = self._tokens("w3") == self._tokens_of_new
             ours.send("done")
             trainer.join(10)
@@ -99,6 +98,16 @@ class NewWeights:
         source = phase(TransferPhase.FINISH)
         timed("load", lambda: self._load(3, source))
         return seconds
+
+
+def _handles(line) -> dict:
+    """What the other process sends first. Raises RuntimeError if it ends, or does not answer."""
+    try:
+        if line.poll(TRAINER_S):
+            return line.recv()
+    except EOFError:
+        raise RuntimeError("the process with the weights ended; the log says why") from None
+    raise RuntimeError(f"the process with the weights did not answer in {TRAINER_S:.0f} s")
 
 
 def hand_out(line, folder: str) -> None:
