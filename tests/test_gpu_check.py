@@ -222,6 +222,12 @@ def test_a_pack_is_unpacked_once(tmp_path):
     assert unpack(pack, room) is None and not (room / "site" / "one.py").exists()
 
 
+def test_a_library_that_is_loaded_is_found():
+    from benchmarks.gpu.unpacked import loaded
+
+    assert loaded("libc.so.6").name.startswith("libc.so") and loaded("libnowhere.so.1") is None
+
+
 # ---- an engine by itself needs no Ray ------------------------------------------------------------------
 
 ENGINE = (

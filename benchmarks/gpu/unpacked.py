@@ -13,7 +13,7 @@ ENDING = ".tar.xz"
 PYTHON = (3, 12)
 """Whose compiled packages are in a pack; scripts/gpu_pack/carried.py."""
 
-CUDA_RUNTIME = "libcudart.so.13"
+CUDA_RUNTIME, CUDA_DRIVER = "libcudart.so.13", "libcuda.so.1"
 DONE = "unpacked"
 """A file of the room that says that all archives were unpacked."""
 
@@ -30,7 +30,7 @@ def unpack(pack: Path, room: Path) -> float | None:
     room.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
         list(pool.map(_unpack_one, archives_of(pack), [room] * len(archives_of(pack))))
-    _link_cuda_runtime(room / "site" / "system")
+    _link_cuda(room / "site" / "system")
     (room / DONE).touch()
     return time.monotonic() - began_s
 
@@ -40,12 +40,24 @@ def _unpack_one(archive: Path, room: Path) -> None:
         file.extractall(room, filter="tar")
 
 
-def _link_cuda_runtime(system: Path) -> None:
-    """Has Mooncake's programs find the CUDA runtime that came with torch."""
-    link, nvidia = system / CUDA_RUNTIME, find_spec("nvidia")
-    if not system.is_dir() or link.is_symlink() or nvidia is None:
+def _link_cuda(system: Path) -> None:
+    """Has Mooncake's programs, which are started without LD_LIBRARY_PATH, find the CUDA libraries of this machine."""
+    if not system.is_dir():
         return
-    for place in nvidia.submodule_search_locations:
-        for library in Path(place).rglob(CUDA_RUNTIME):
-            link.symlink_to(library)
-            return
+    for name, library in ((CUDA_RUNTIME, _packaged(CUDA_RUNTIME)), (CUDA_DRIVER, loaded(CUDA_DRIVER))):
+        if library is not None and not (system / name).is_symlink():
+            (system / name).symlink_to(library)
+
+
+def _packaged(name: str) -> Path | None:
+    """Returns where a library of NVIDIA's packages is, which came with torch."""
+    nvidia = find_spec("nvidia")
+    places = [] if nvidia is None else nvidia.submodule_search_locations
+    return next((library for place in places for library in Path(place).rglob(name)), None)
+
+
+def loaded(name: str) -> Path | None:
+    """Returns the file of a library that this process has loaded."""
+    stem = name.partition(".so")[0]
+    paths = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
+    return next((Path(path) for path in paths if Path(path).name.startswith(f"{stem}.so")), None)
