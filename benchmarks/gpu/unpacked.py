@@ -37,7 +37,9 @@ def unpack(pack: Path, room: Path) -> float | None:
 
 def _unpack_one(archive: Path, room: Path) -> None:
     with tarfile.open(archive, "r:xz") as file:
-        file.extractall(room, filter="tar")
+        for each in file:  # in one call, two archives that make the same folder could meet
+            (room / each.name).parent.mkdir(parents=True, exist_ok=True)
+            file.extract(each, room, filter="tar")
 
 
 def _link_cuda(system: Path) -> None:
