@@ -8,6 +8,7 @@ RAY_PORT ?= 6379
 DASHBOARD_PORT ?= 8265
 MINUTES ?= 60
 SEED ?= 0
+IN_PROCESS := tests/live/engines tests/live/trainers
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
@@ -24,12 +25,13 @@ demo: ## the same prompts by static groups and by Tailrace, side by side, with a
 	@$(MAKE) --no-print-directory setup
 	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) -m tailrace demo --out out/demo
 
-test: tools ## all tests: pure, simulated, live, then gpu; the board in a browser if there is a Chromium
+test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in a browser if there is a Chromium
 	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
 	@$(PY) -m pytest -n 2 tests/live/simulated
-	@$(PY) -m pytest -m "live or gpu" --ignore tests/live/simulated
+	@$(PY) -m pytest -n 2 --dist loadfile $(IN_PROCESS)
+	@$(PY) -m pytest -m "live or gpu" $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
 test-pure: setup ## the pure tests alone, on two cores
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
+from .test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
 
 from benchmarks.pool.pool_testbed import running_pool
 from tailrace.deployments.engine.engine_loop import EngineLoop

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
+from .test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS
