@@ -23,5 +23,5 @@ def test_it_is_code_that_differs_and_its_checks_are_there(defect):
 
 
 def test_an_entry_whose_text_has_changed_is_named():
-    with pytest.raises(ValueError, match="'gone': its old text is 0 times in a.py; renew the entry"):
+    with pytest.raises(ValueError, match=r"'gone': its old text is 0 times in a\.py; renew the entry"):
         Defect(name="gone", file="a.py", old="x", new="y", found_by=("tests/test_a.py",)).planted("z")

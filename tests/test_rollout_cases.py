@@ -207,6 +207,18 @@ def test_a_pinned_sample_waits_for_its_own_replica_and_moves_only_when_that_leav
     assert (start.replica_id, start.start) == ("b", 16)
 
 
+def test_a_bound_sample_starts_at_once_when_its_replica_has_the_weights_before_they_are_wanted():
+    core = core_of("fcfs", "pinned", 8, a=8)
+    submit(core, ev.GroupSpec("g", 10, 1, 24))
+    (start,) = tick(core)
+    finish(core, start)
+    core.observe(join("a", 8, version=1))
+    assert tick(core) == (), "its replica has other weights than the present ones"
+    core.observe(ev.WeightsChanged(0.0, 1))
+    (start,) = [action for action in tick(core) if isinstance(action, StartChunk)]
+    assert (start.replica_id, start.weights_version) == ("a", 1)
+
+
 def test_two_batches_live_side_by_side_and_end_apart():
     core = core_of(r=40)
     submit(core, ev.GroupSpec("g", 10, 1, 10), batch_id="one")
@@ -330,6 +342,14 @@ def test_an_open_group_takes_samples_while_others_run_and_is_handed_out_once_clo
     assert core.knows_batch("b"), "it is open"
     opened(core, is_open=False)
     assert tick(core) == () and not core.knows_batch("b")
+
+
+def test_a_sample_that_joins_a_bound_group_runs_where_its_mates_do():
+    core = core_of("group_static", q=40, r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 10, open=True))
+    (first,) = tick(core)
+    opened(core, ev.GroupSpec("g", 10, 3, 10, open=True))
+    assert [start.replica_id for start in tick(core)] == 3 * [first.replica_id]
 
 
 def test_a_sample_that_joins_is_expected_to_be_as_long_as_its_ended_mates():

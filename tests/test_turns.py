@@ -94,6 +94,17 @@ def test_a_time_that_was_renewed_by_a_turn_counts_from_its_end():
     assert tick(core, now=139.0) == () and of(EndSample, tick(core, now=140.0))
 
 
+def test_the_time_of_an_earlier_turn_ends_no_sample_that_is_held_anew():
+    core = core_of(r=20)
+    one_turn(core)
+    returned(core, now=50.0)
+    (start,) = tick(core, now=50.0)
+    core.observe(ev.ChunkFinished(51.0, start.chunk_id, 10, ev.ChunkEnd.LENGTH, 0))
+    assert of(EndTurn, tick(core, now=51.0))
+    assert tick(core, now=60.0) == () == tick(core, now=110.0)
+    assert of(EndSample, tick(core, now=111.0))
+
+
 def test_the_next_turn_runs_where_the_kv_is_unless_the_load_says_that_a_move_pays():
     for busy, expected in ((0, "near"), (3, "far")):
         core = RolloutCore(Policies(placement="cost_aware", chunking={"type": "fixed", "chunk_tokens": None}))

@@ -116,6 +116,33 @@ def test_a_sample_past_its_deadline_ends_with_its_tokens_so_far(play):
     play(story, mean_tokens=900)
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 1e-6, 1e-3, 0.02, 0.5])
+def test_a_cancel_counts_from_the_first_moment_on(play, gap_s):
+    """Also before the core knows the sample."""
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            await session.generate(PROMPT, group="other", max_tokens=1)
+            asked = asyncio.ensure_future(session.generate(PROMPT, group="g", index=0, max_tokens=2_000))
+            await asyncio.sleep(gap_s)
+            while not await session.cancel("g", 0):
+                await asyncio.sleep(0)
+            cut = (await asked).sample
+        assert cut.finish_reason is SampleEnd.CANCELLED and len(cut.token_ids) < 100
+
+    play(story, mean_tokens=4_000)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 1e-6, 0.05])
+def test_a_deadline_may_pass_before_the_core_knows_the_sample(play, deadline_s):
+    async def story(cluster, client):
+        async with client.open() as session:
+            cut = (await session.generate(PROMPT, group="g", max_tokens=2_000, deadline_s=deadline_s)).sample
+        assert cut.finish_reason is SampleEnd.CANCELLED and len(cut.token_ids) < 100
+
+    play(story, mean_tokens=4_000)
+
+
 def test_samples_are_cancelled_by_group_and_index(play):
     async def story(cluster, client):
         async with client.open() as session:
