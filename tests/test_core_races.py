@@ -281,6 +281,14 @@ def test_a_winner_s_node_is_where_the_kv_of_its_sample_lies():
     assert core.sample("g#0").last_node == f"node of {copy.replica_id}"
 
 
+def test_drafts_of_a_copy_are_none_of_its_samples_own_method():
+    core, _ = core_of()
+    finish(core, "g#0:0~history", 100, drafted_tokens=90, tested_tokens=80, accepted_tokens=70)
+    finish(core, "g#1:0", 100, drafted_tokens=60, tested_tokens=50, accepted_tokens=40)
+    tested = {name: (core.sample(name).tested_tokens, core.sample(name).accepted_tokens) for name in ("g#0", "g#1")}
+    assert tested == {"g#0": (0, 0), "g#1": (50, 40)}
+
+
 def outlook(core, replicas: int = 3):
     return core._races.outlook(replicas)
 

@@ -208,9 +208,10 @@ def test_a_pinned_sample_waits_for_its_own_replica_and_moves_only_when_that_leav
 
 
 def test_a_bound_sample_starts_at_once_when_its_replica_has_the_weights_before_they_are_wanted():
-    core = core_of("fcfs", "pinned", 8, a=8)
-    submit(core, ev.GroupSpec("g", 10, 1, 24))
-    (start,) = tick(core)
+    core = core_of("fcfs", "pinned", 8, a=8, b=7)
+    submit(core, ev.GroupSpec("g", 10, 2, 24))
+    start, other = tick(core)
+    assert (start.replica_id, other.replica_id) == ("a", "b"), "the other one runs all the while"
     finish(core, start)
     core.observe(join("a", 8, version=1))
     assert tick(core) == (), "its replica has other weights than the present ones"
@@ -392,6 +393,37 @@ def test_a_cancelled_open_batch_is_over():
     finish(core, start)
     core.observe(ev.BatchCancelled(0.0, "b"))
     assert [type(action) for action in tick(core)] == [EndSample, EmitGroup] and not core.knows_batch("b")
+
+
+def test_a_chunk_is_aborted_once_whatever_speaks_against_it():
+    core = core_of(r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 40))
+    (start,) = tick(core)
+    core.observe(ev.WeightsChanged(0.0, 1))
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    assert [action.chunk_id for action in tick(core)] == [start.chunk_id]
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    assert tick(core) == ()
+
+
+def test_the_length_of_a_cancelled_sample_says_nothing_of_its_mates():
+    core = core_of(r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
+    (start,) = tick(core)
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 7, ev.ChunkEnd.ABORTED, 0))
+    opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
+    end, start = tick(core)
+    assert end.end is SampleEnd.CANCELLED and start.expected_tokens == 90
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(5, 5), (20, 8), (None, 8)])
+def test_the_bound_of_a_chunk_is_the_lower_one_of_policy_and_request(asked, expected):
+    core = core_of(chunk_tokens=8, r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 40, chunk_tokens=asked))
+    (start,) = tick(core)
+    assert start.max_tokens == expected
 
 
 def test_an_open_batch_keeps_little_of_what_it_has_handed_out():

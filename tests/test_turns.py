@@ -151,6 +151,16 @@ def test_new_weights_release_held_kv_at_once_or_keep_it():
         assert (start.weights_version, start.kv_version) == (1, 1 if expected else 0)
 
 
+def test_kv_that_a_turn_stored_under_replaced_weights_is_released_as_the_sample_is_held():
+    core = core_of(r=20)
+    submit(core, HELD)
+    (start,) = of(StartChunk, tick(core))
+    core.observe(ev.WeightsChanged(0.0, 1))
+    stored(core, start, 42)
+    (kv,) = of(ReleaseKv, tick(core))
+    assert (kv.sample_id, kv.cause) == ("g#0", ReleaseCause.STALE) and core.counts()["held"] == 1
+
+
 def test_a_length_is_of_all_turns_and_mates_that_wait_are_expected_to_take_as_many():
     core = core_of(ordering="remaining_first", r=6)  # one at a time: 32 + 40 tokens and more
     core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 32, 3, 40, hold_s=60.0),)))
