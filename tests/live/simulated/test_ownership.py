@@ -67,8 +67,11 @@ async def streamed(http, path: str, **body) -> list[list[dict]]:
     ]
 
 
-def assert_own(tokens: list[int], logprobs: list[float], key: dict, prompt: list[int], number: int) -> None:
-    """The tokens are those of the named sample, the `number`-th of its prompt, and each logprob is its token's."""
+def assert_own(tokens: list[int], logprobs: list[float], last: dict, prompt: list[int], number: int) -> None:
+    """The tokens are those of the named sample, the `number`-th of its prompt, and each logprob is its token's. `last`:
+    the choice, or the last piece of it."""
+    assert last["weight_versions"] == [{"version": "0", "start": 0, "end": len(tokens)}]
+    key = last["tailrace"]
     assert (key["seed"], key["step"], key["index"], key["turn"]) == (0, 0, SEED + number, 0)
     own = sample_key(0, 0, key["group"], key["index"])
     assert tokens == [token_at(own, "start", len(prompt) + at, MEAN_TOKENS) for at in range(len(tokens))] != []
@@ -92,7 +95,7 @@ def test_choices_of_several_prompts_are_in_their_order(play):
         for place, choice in enumerate(choices):
             prompt, number = PROMPTS[place // 3], place % 3
             found = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            assert_own(*found, choice["tailrace"], prompt, number)
+            assert_own(*found, choice, prompt, number)
             assert choice["prompt_token_ids"] == prompt
             assert choice["tailrace"] == alone[place // 3]["choices"][number]["tailrace"]
             assert choice["text"] == alone[place // 3]["choices"][number]["text"]
@@ -109,7 +112,7 @@ def test_streamed_choices_of_several_prompts_are_in_their_order(play):
             assert first["prompt_token_ids"] == PROMPTS[place // 3]
             tokens = [token for piece in pieces for token in piece["token_ids"]]
             logprobs = [one for piece in pieces if piece["logprobs"] for one in piece["logprobs"]["token_logprobs"]]
-            assert_own(tokens, logprobs, pieces[-1]["tailrace"], PROMPTS[place // 3], place % 3)
+            assert_own(tokens, logprobs, pieces[-1], PROMPTS[place // 3], place % 3)
             assert "".join(piece["text"] for piece in pieces) == answer["choices"][place]["text"]
 
     play(story)
@@ -124,7 +127,7 @@ def test_choices_of_a_chat_are_in_their_order(play):
         streams = await streamed(http, "/v1/chat/completions", **asked)
         for number, (choice, pieces) in enumerate(zip(answer["choices"], streams, strict=True)):
             logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
-            assert_own(choice["token_ids"], logprobs, choice["tailrace"], prompt, number)
+            assert_own(choice["token_ids"], logprobs, choice, prompt, number)
             content = [one for piece in pieces if piece["logprobs"] for one in piece["logprobs"]["content"]]
             assert content == choice["logprobs"]["content"] and pieces[-1]["tailrace"] == choice["tailrace"]
             text = "".join(piece["delta"].get("content") or "" for piece in pieces)
@@ -141,7 +144,7 @@ def test_choices_of_token_ids_are_in_their_order(play):
         streams = await streamed(http, "/inference/v1/generate", **asked)
         for number, (choice, (_, *pieces)) in enumerate(zip(answer["choices"], streams, strict=True)):
             logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
-            assert_own(choice["token_ids"], logprobs, choice["tailrace"], PROMPTS[0], number)
+            assert_own(choice["token_ids"], logprobs, choice, PROMPTS[0], number)
             assert choice["sampling_mask"] == [[token, VOCABULARY] for token in choice["token_ids"]]
             assert [token for piece in pieces for token in piece["token_ids"]] == choice["token_ids"]
             assert pieces[-1]["tailrace"] == choice["tailrace"]
