@@ -288,11 +288,12 @@ def test_a_session_lives_while_its_driver_does(play):
             assert answer.sample.finish_reason is not SampleEnd.CANCELLED
             await asyncio.sleep(2 * LEASE_S)
             assert cluster.coordinator.rollouts.books()["sessions"] == 1
+            (lives,) = cluster.coordinator.rollouts.sessions._sessions.values()
             session._heartbeat.stop()
             for _ in range(4):
                 await asyncio.sleep(0.6 * LEASE_S)
                 await session.generate(PROMPT, max_tokens=2)
-                assert cluster.coordinator.rollouts.books()["sessions"] == 1
+                assert list(cluster.coordinator.rollouts.sessions._sessions.values()) == [lives], "it is the same one"
             await asyncio.sleep(LEASE_S + 10.0)
             assert cluster.coordinator.rollouts.books()["sessions"] == 0
 
