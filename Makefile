@@ -12,7 +12,7 @@ IN_PROCESS := tests/live/engines tests/live/trainers
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-browser test-traces tools soak package lint bench serve lock sbom docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-browser test-traces tools soak package lint bench serve lock sbom docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -69,6 +69,9 @@ test-schema: setup ## schemathesis on the gateway's OpenAPI, 2,000 cases or more
 
 test-fields: setup ## each field of vLLM's requests with edge values: taken or refused here, beside vLLM's own parser
 	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) integrations/suites/fields.py
+
+test-planted: setup ## plants each defect of tests/planted alone and runs the checks that are to find it (half an hour)
+	@PYTHONPATH=tests $(PY) -m planted.plant --jobs 2
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null
