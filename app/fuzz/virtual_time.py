@@ -39,8 +39,8 @@ class Callback:
 class VirtualLoop(asyncio.BaseEventLoop):
     """Time advances to the next timer at once. `errors`: asyncio's reports of exceptions that were never read.
 
-    Timers of the same time run in the order in which they were set. With `orders`, what is due at one instant runs in
-    any order that real processes allow: the calls of each keep theirs, timers of the same time have none.
+    Timers of the same time run in the order in which they were set. With `orders`, calls that are due at one instant
+    run in any order that real processes allow: the calls of each keep theirs, timers of the same time have none.
     """
 
     def __init__(self, orders: Random | None = None):

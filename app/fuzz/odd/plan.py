@@ -20,7 +20,7 @@ ODDITIES = {
     "orders": 0.3,
 }
 """Kinds, each with its share: of seeds; of drivers for `impossible` (requests that no service can run) and `hasty`
-(calls that are given up and made again at once). `orders`: what is due at one instant runs in an order by seed."""
+(calls that are given up and made again at once). `orders`: calls due at one instant run in an order by seed."""
 
 SAMPLES_SHARES = 0.02, 0.2
 """Of samples that are refused, or that raise, in the runs that have such."""
@@ -28,8 +28,8 @@ SAMPLES_SHARES = 0.02, 0.2
 
 @dataclass(frozen=True)
 class OddPlan:
-    """`refused`, `raising`: shares of samples. `company`: see `Culprits`. `faults`: of engines. `orders`: whether what
-    is due at one instant runs in any order."""
+    """`refused`, `raising`: shares of samples. `company`: see `Culprits`. `faults`: of engines. `orders`: whether calls
+    that are due at one instant run in any order."""
 
     refused: float = 0.0
     raising: float = 0.0
