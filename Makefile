@@ -8,10 +8,11 @@ RAY_PORT ?= 6379
 DASHBOARD_PORT ?= 8265
 MINUTES ?= 60
 SEED ?= 0
+IN_PROCESS := tests/live/engines tests/live/trainers
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -24,12 +25,13 @@ demo: ## the same prompts by static groups and by Tailrace, side by side, with a
 	@$(MAKE) --no-print-directory setup
 	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) -m tailrace demo --out out/demo
 
-test: tools ## all tests: pure, simulated, live, then gpu; the board in a browser if there is a Chromium
+test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in a browser if there is a Chromium
 	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then \
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
 	@$(PY) -m pytest -n 2 tests/live/simulated
-	@$(PY) -m pytest -m "live or gpu" --ignore tests/live/simulated
+	@$(PY) -m pytest -n 2 --dist loadfile $(IN_PROCESS)
+	@$(PY) -m pytest -m "live or gpu" $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
 test-pure: setup ## the pure tests alone, on two cores
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
@@ -67,6 +69,9 @@ test-schema: setup ## schemathesis on the gateway's OpenAPI, 2,000 cases or more
 
 test-fields: setup ## each field of vLLM's requests with edge values: taken or refused here, beside vLLM's own parser
 	@RAY_AUTH_MODE=$${RAY_AUTH_MODE:-token} $(PY) integrations/suites/fields.py
+
+test-planted: setup ## plants each defect of tests/planted alone and runs the checks that are to find it (half an hour)
+	@PYTHONPATH=tests $(PY) -m planted.plant --jobs 2
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null

@@ -6,8 +6,9 @@ not.
 
 Invariant: a pure test cannot import ray or vllm, whatever ran or was collected before it. Files under tests/live
 are live as a whole and may import them at the top; elsewhere a live test imports them inside itself. Those under
-tests/live/simulated start neither, so they run two at a time, between the pure tests and the other live ones. What was
-imported for the live tier (those packages, and our own modules that came with them) is put aside in the pure one.
+tests/live/simulated start neither, and those under tests/live/engines and tests/live/trainers start no Ray: `make test`
+runs them two at a time, between the pure tests and the other live ones. What was imported for the live tier (those
+packages, and our own modules that came with them) is put aside in the pure one.
 """
 
 import importlib.abc

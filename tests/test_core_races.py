@@ -224,6 +224,26 @@ def test_copies_give_way_to_samples_that_wait():
     assert starts(actions) and not [a for a in actions if isinstance(a, EndSample)], "their tokens count for nobody"
 
 
+def test_a_copy_that_goes_on_alone_gives_no_way():
+    core, started = core_of(samples=2, running=2)
+    core.observe(ev.ReplicaLeft(1.0, started["g#0:0"].replica_id, "spot"))
+    core.decide(ev.Tick(1.0))
+    (heir,) = [c for c, s in started.items() if s.sample_id == "g#0" and core.is_running(c) and not core.is_copy(c)]
+    core.observe(ev.SamplesSubmitted(2.0, "c", (ev.GroupSpec("h", 10, 6, 200),)))
+    assert heir != "g#0:0" and heir not in stops(core.decide(ev.Tick(2.0)))
+
+
+def test_free_room_is_looked_at_once_a_second():
+    core, _ = core_of()
+    finish(core, "g#0:0~history", 100, now=0.2)
+    copies = {}
+    for now in (0.2, 0.5, 0.9, 1.0):
+        copies[now] = [s for s in starts(core.decide(ev.Tick(now))).values() if s.copy_of]
+        for chunk_id in [c for c in core._running.chunks if is_beaten(core, c)]:
+            finish(core, chunk_id, 1, ev.ChunkEnd.ABORTED, now)
+    assert not copies[0.2] + copies[0.5] + copies[0.9] and {s.sample_id for s in copies[1.0]} == {"g#0"}
+
+
 def test_copies_leave_a_replica_that_is_given_back():
     core, started = core_of(replicas=2, samples=2, tail={"type": "consolidate", "after_s": 0.0, "max_slowdown": 9.0})
     for name in ("r0", "r1"):
@@ -249,6 +269,24 @@ def test_a_winner_s_replica_is_where_its_sample_ran_last():
     finish(core, "g#0:0~model", 100)
     again = starts(core.decide(ev.Tick(1.0)))["g#0:1"]
     assert again.replica_id == started["g#0:0~model"].replica_id
+
+
+def test_a_winner_s_node_is_where_the_kv_of_its_sample_lies():
+    core = RolloutCore(Policies(chunking={"type": "fixed", "chunk_tokens": 100}, racing=RACING))
+    for name in ("r0", "r1"):
+        core.observe(ev.ReplicaJoined(0.0, name, 16, 100, 4, 0, 0, f"node of {name}", METHODS))
+    core.observe(ev.SamplesSubmitted(0.0, "b", (ev.GroupSpec("g", 10, 1, 200),)))
+    (copy,) = [s for s in starts(core.decide(ev.Tick(0.0))).values() if s.copy_of]
+    finish(core, copy.chunk_id, 100)
+    assert core.sample("g#0").last_node == f"node of {copy.replica_id}"
+
+
+def test_drafts_of_a_copy_are_none_of_its_samples_own_method():
+    core, _ = core_of()
+    finish(core, "g#0:0~history", 100, drafted_tokens=90, tested_tokens=80, accepted_tokens=70)
+    finish(core, "g#1:0", 100, drafted_tokens=60, tested_tokens=50, accepted_tokens=40)
+    tested = {name: (core.sample(name).tested_tokens, core.sample(name).accepted_tokens) for name in ("g#0", "g#1")}
+    assert tested == {"g#0": (0, 0), "g#1": (50, 40)}
 
 
 def outlook(core, replicas: int = 3):

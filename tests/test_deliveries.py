@@ -206,6 +206,59 @@ def test_a_submission_outlives_the_stream_that_began_it():
     run(scenario)
 
 
+def test_a_new_reader_has_a_whole_lease():
+    async def scenario(desk):
+        first = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await settled()
+        desk.now = LEASE_S - 1.0
+        second = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await settled()
+        assert (await first).by is RejectedBy.READER
+        desk.now = 2 * LEASE_S - 2.0
+        assert desk.deliveries.expire() == 0 and desk.cancelled == 0
+        desk.now = 2 * LEASE_S
+        assert desk.deliveries.expire() == 1 and (await second).by is RejectedBy.READER
+
+    run(scenario)
+
+
+def test_groups_of_a_refused_submission_are_submitted_again():
+    async def scenario(desk):
+        submit, refused = desk._submit, Rejected(reason="not now")
+
+        async def once(message, delivery):
+            await submit(message, delivery)
+            return refused if len(desk.submitted) == 2 else None
+
+        desk.deliveries._submit = once
+        first = desk.read(batch("p"))
+        waiting = asyncio.ensure_future(anext(first))
+        await settled()
+        assert (await anext(desk.read(batch("p", "q")))).reason == "not now"
+        assert (await waiting).by is RejectedBy.READER
+        last = asyncio.ensure_future(anext(desk.read(batch("p", "q"))))
+        await settled()
+        assert desk.submitted == [["p"], ["q"], ["q"]]
+        last.cancel()
+
+    run(scenario)
+
+
+def test_a_batch_that_grows_does_not_count_itself():
+    async def scenario(desk):
+        desk.deliveries.quotas = Quotas(max_samples=2 * batch("p").groups[0].samples)
+        first = asyncio.ensure_future(anext(desk.read(batch("p"))))
+        await settled()
+        second = asyncio.ensure_future(anext(desk.read(batch("p", "q"))))
+        await settled()
+        assert desk.submitted == [["p"], ["q"]] and not second.done()
+        assert (await anext(desk.read(batch("p", "q", "r")))).by is RejectedBy.SIZE
+        for task in (first, second):
+            task.cancel()
+
+    run(scenario)
+
+
 def test_quotas_refuse_at_the_door_and_name_the_batch_to_wait_for():
     async def scenario(desk):
         desk.deliveries.quotas = Quotas(max_samples=20, max_tokens=8 * 256 + 100, max_result_bytes=1)

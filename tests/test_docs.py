@@ -76,6 +76,13 @@ def test_relative_links_resolve(page):
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
+def test_named_tests_exist():
+    """Pages give the test that holds a claim by its path, in backticks; `*` stands for any letters."""
+    named = {(page.name, path) for page in PAGES for path in re.findall(r"\btests/[\w/*.]+", page.read_text())}
+    assert len(named) > 20
+    assert not [(page, path) for page, path in named if not any(ROOT.glob(path.rstrip("./")))]
+
+
 @pytest.mark.parametrize("line", command_lines())
 def test_a_documented_command_and_its_options_exist(line):
     words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]

@@ -159,6 +159,26 @@ def test_a_replica_is_set_aside_for_a_sample_that_has_succeeded_elsewhere_since(
     assert failures.attempts(SimpleNamespace(sample_id="s0")) == 1
 
 
+def test_a_success_of_a_chunk_from_before_the_failures_says_nothing_of_them():
+    aside, back, running = [], [], SimpleNamespace(turns=0)
+    table = SimpleNamespace(set_aside=lambda replica_id, why: aside.append(replica_id), readmit=back.append)
+    failures = Failures(table, running)
+
+    def chunk(name: str) -> tuple[SimpleNamespace, SimpleNamespace]:
+        running.turns += 1
+        return SimpleNamespace(sample_id=name), SimpleNamespace(replica_id="r", born=running.turns)
+
+    old = chunk("old")
+    for number in range(MAX_SAMPLES - 1):
+        failures.fail(*chunk(f"s{number}"), "refused", 0.0)
+    failures.succeed(*old)
+    assert not aside and not back
+    failures.fail(*chunk("last"), "refused", 0.0)
+    assert aside == ["r"]
+    failures.succeed(*chunk("new"))
+    assert back == ["r"]
+
+
 @pytest.mark.parametrize("took_chunk", [False, True])
 def test_a_sample_is_not_to_blame_for_replicas_that_never_took_its_chunk(took_chunk):
     """The coordinator may lose sight of all replicas within a moment, and the sample passes through each."""

@@ -105,6 +105,14 @@ def test_priorities_are_strict_and_no_room_stays_free(ordering):
     assert batches_of(cluster.tick()) == ["high"] * 2 + ["low"] * 6
 
 
+@pytest.mark.parametrize("ordering", ORDERINGS)
+def test_batches_of_equal_rank_begin_in_the_order_in_which_they_came(ordering):
+    cluster = Cluster("fair_shares", ordering, replicas=1, slots=1)
+    for name in ("b", "c", "a"):
+        cluster.submit(name, 1, 1, CHUNK)
+    assert [batches_of(cluster.tick()) for _ in range(3)] == [["b"], ["c"], ["a"]]
+
+
 def test_a_batch_whose_samples_do_not_fit_does_not_hold_up_the_next():
     cluster = Cluster("fair_shares", replicas=1)
     cluster.submit("large", 1, 2, CHUNK, prompt=40_000, priority=1)

@@ -76,6 +76,18 @@ def test_rules_for_tokens_are_a_group_s():
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"x": 1, "5": 2}, "'x': '1' is not a token id and a number"),
+        ({"x": 1, "5": "much"}, "'x': '1', '5': 'much' are not token ids and numbers"),
+    ],
+)
+def test_each_bias_that_is_none_is_named(given, said):
+    with pytest.raises(ValueError, match=said):
+        Sampled(logit_bias=given)
+
+
+@pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
         ("a", [{"text": "a"}]),

@@ -143,6 +143,8 @@ def test_a_group_nobody_touches_is_forgotten_and_reading_is_touching():
     Reader(groups, "b", GroupRef("read", "k")).read(now_s=8.0)
     groups.sweep(12.0)
     assert groups.find("left") is None and groups.find("read") is not None
+    groups.sweep(17.9)
+    assert groups.find("read") is not None, "its time has not passed"
     groups.sweep(20.0)
     assert len(groups) == groups.nbytes == 0
 

@@ -40,6 +40,11 @@ def test_a_key_is_found_by_its_version_alone(one, other, block_hash):
     assert bool(re.search(version_pattern(other), key(one, block_hash))) == (one == other)
 
 
+def test_salts_differ_by_version_content_and_adapter():
+    salts = {cache_salt(*one) for one in ((1,), (2,), (1, "a"), (1, "b"), (1, "a", "x"), (1, "a", "y"), (1, "", "x"))}
+    assert len(salts) == 7
+
+
 def test_a_probe_is_no_block():
     assert not is_block(f"{PREFIX}-probe-1-0") and re.search(ALL_BLOCKS, key(0, bytes(32)))
 

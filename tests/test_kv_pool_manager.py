@@ -3,10 +3,14 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from tailrace.deployments.coordinator import kv_pool_manager
 from tailrace.deployments.coordinator.kv_pool_manager import MAX_GONE, KvPoolManager
+from tailrace.kvpool.keys import NAME_BYTES
 from tailrace.kvpool.status import PoolDown, PoolStatus, StoreNodeStatus
+from tailrace.policies.protocol.actions import ReleaseCause, ReleaseKv
 from tailrace.policies.protocol.events import KvLost
 
 
@@ -53,6 +57,107 @@ def test_whatever_goes_wrong_in_the_pool_is_a_count(error):
     view, events = asyncio.run(polled())
     assert events == [] and view.counts["retire_failed"] == 1
     assert view.problem.startswith(type(error).__name__)
+
+
+PROMPT, SHORT = np.arange(40, dtype=np.int32), np.arange(3, dtype=np.int32)
+
+
+def name(number: int) -> bytes:
+    """The name of a block, as replicas report it."""
+    return bytes([number]) * NAME_BYTES
+
+
+class Recording:
+    """A master that notes its operations. `in_use`: keys of a release that are in use at first, by their numbers."""
+
+    def __init__(self, in_use: tuple[int, ...] = ()):
+        self.calls: list[tuple[str, list[int]]] = []
+        self._in_use = in_use
+
+    def __getattr__(self, method: str):
+        async def call(keys, *rest):
+            numbers = [int(key.partition("@")[2][:2], 16) for key in keys] if isinstance(keys, list) else [keys]
+            self.calls.append((method, numbers))
+            busy, self._in_use = [key for key in keys if int(key.partition("@")[2][:2], 16) in self._in_use], ()
+            return (len(keys) - len(busy), busy) if method == "release" else len(keys)
+
+        return SimpleNamespace(remote=call)
+
+
+def played(master, play) -> None:
+    """Run `play(manager)` beside the manager's work."""
+
+    async def story():
+        manager = KvPoolManager(master)
+        manager.learn([report("r", 0)])
+        working = asyncio.ensure_future(manager.work())
+        await play(manager)
+        await asyncio.sleep(0)
+        working.cancel()
+
+    asyncio.run(story())
+
+
+def batch_of(prompt: np.ndarray, *samples: tuple[int, ...]) -> SimpleNamespace:
+    """A batch of one group, whose samples have blocks of these numbers."""
+    found = [SimpleNamespace(kv_names=b"".join(map(name, numbers))) for numbers in samples]
+    group = SimpleNamespace(prompt=prompt, prompt_kv_names=set(), samples=found)
+    return SimpleNamespace(groups={"g": group}, samples={f"g#{place}": one for place, one in enumerate(found)})
+
+
+def release(sample_id: str | None) -> ReleaseKv:
+    return ReleaseKv("g", sample_id, ReleaseCause.ENDED, "test")
+
+
+@pytest.mark.parametrize(("prompt", "own", "shared"), [(PROMPT, [3, 4], [1, 2]), (SHORT, [1, 2, 3, 4], None)])
+def test_a_sample_releases_its_own_blocks_and_the_group_those_of_the_prompt(prompt, own, shared):
+    """Blocks have 16 tokens: a prompt of 40 has two whole ones, which its mates read."""
+    master, batch = Recording(), batch_of(prompt, (1, 2, 3, 4), (1, 2, 5))
+
+    async def play(manager):
+        manager.release(batch, release("g#0"))
+        await asyncio.sleep(0.01)
+        assert master.calls == [("release", own)]
+        manager.release(batch, release("g#0"))
+        await asyncio.sleep(0.01)
+        assert len(master.calls) == 1, "they have been released"
+        manager.release(batch, release(None))
+        await asyncio.sleep(0.01)
+        if shared is not None:
+            assert sorted(master.calls[1][1]) == shared
+
+    played(master, play)
+
+
+def test_keys_in_use_are_released_later_and_no_others(monkeypatch):
+    monkeypatch.setattr(kv_pool_manager, "AGAIN_S", 0.02)
+    master, batch = Recording(in_use=(4,)), batch_of(SHORT, (3, 4))
+
+    async def play(manager):
+        manager.release(batch, release("g#0"))
+        await asyncio.sleep(0.01)
+        manager._ask = lambda *asked: asyncio.sleep(0)  # the poll's own question
+        await manager.poll(0.0)
+        assert master.calls == [("release", [3, 4])], "not before its time"
+        await asyncio.sleep(0.03)
+        await manager.poll(0.0)
+        assert list(manager._todo) == [("release", [[f"tailrace-0@{name(4).hex()}"]])]
+
+    played(master, play)
+
+
+def test_the_pool_is_swept_after_two_idle_polls_and_never_while_a_batch_is_in_flight():
+    master = Recording()
+
+    async def play(manager):
+        manager._status = SimpleNamespace(keys=7)
+        for idle in (True, False, True, False, False, True):
+            manager.rest(idle)
+        assert not manager._todo and manager._idle_polls == 1
+        manager.rest(idle=True)
+        assert [method for method, _ in manager._todo] == ["retire"]
+
+    played(master, play)
 
 
 class Answering:

@@ -47,6 +47,17 @@ def test_nothing_is_sent_again_before_its_time_or_after_its_acknowledgement():
     assert here.has_come(number) and not here.owes and here.overdue(100.0) == []
 
 
+def test_messages_are_sent_again_once_in_each_time_and_a_new_one_begins_its_own():
+    here, there = NumberedEnd(), NumberedEnd()
+    _, frame = here.numbered(b"a", 0.0)
+    assert [now for now in range(20) if here.overdue(float(now))] == [3, 6, 9, 12, 15, 18]
+    here.take(there.frame(b""), 18.5)
+    assert there.take(frame, 19.0) == b"a"
+    here.take(there.frame(b""), 19.5)
+    here.numbered(b"b", 100.0)
+    assert here.overdue(100.5) == [] and len(here.overdue(100.0 + RESEND_S)) == 1
+
+
 @pytest.mark.parametrize("frame", [b"", b"short", HEADER.pack(0, 7) + b"acknowledges messages that were never sent"])
 def test_ill_formed_frames_are_refused(frame):
     with pytest.raises(ValueError):

@@ -207,6 +207,19 @@ def test_a_pinned_sample_waits_for_its_own_replica_and_moves_only_when_that_leav
     assert (start.replica_id, start.start) == ("b", 16)
 
 
+def test_a_bound_sample_starts_at_once_when_its_replica_has_the_weights_before_they_are_wanted():
+    core = core_of("fcfs", "pinned", 8, a=8, b=7)
+    submit(core, ev.GroupSpec("g", 10, 2, 24))
+    start, other = tick(core)
+    assert (start.replica_id, other.replica_id) == ("a", "b"), "the other one runs all the while"
+    finish(core, start)
+    core.observe(join("a", 8, version=1))
+    assert tick(core) == (), "its replica has other weights than the present ones"
+    core.observe(ev.WeightsChanged(0.0, 1))
+    (start,) = [action for action in tick(core) if isinstance(action, StartChunk)]
+    assert (start.replica_id, start.weights_version) == ("a", 1)
+
+
 def test_two_batches_live_side_by_side_and_end_apart():
     core = core_of(r=40)
     submit(core, ev.GroupSpec("g", 10, 1, 10), batch_id="one")
@@ -332,6 +345,14 @@ def test_an_open_group_takes_samples_while_others_run_and_is_handed_out_once_clo
     assert tick(core) == () and not core.knows_batch("b")
 
 
+def test_a_sample_that_joins_a_bound_group_runs_where_its_mates_do():
+    core = core_of("group_static", q=40, r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 10, open=True))
+    (first,) = tick(core)
+    opened(core, ev.GroupSpec("g", 10, 3, 10, open=True))
+    assert [start.replica_id for start in tick(core)] == 3 * [first.replica_id]
+
+
 def test_a_sample_that_joins_is_expected_to_be_as_long_as_its_ended_mates():
     core = core_of(r=40)
     opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
@@ -372,6 +393,37 @@ def test_a_cancelled_open_batch_is_over():
     finish(core, start)
     core.observe(ev.BatchCancelled(0.0, "b"))
     assert [type(action) for action in tick(core)] == [EndSample, EmitGroup] and not core.knows_batch("b")
+
+
+def test_a_chunk_is_aborted_once_whatever_speaks_against_it():
+    core = core_of(r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 40))
+    (start,) = tick(core)
+    core.observe(ev.WeightsChanged(0.0, 1))
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    core.observe(ev.BatchCancelled(0.0, "b"))
+    assert [action.chunk_id for action in tick(core)] == [start.chunk_id]
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    assert tick(core) == ()
+
+
+def test_the_length_of_a_cancelled_sample_says_nothing_of_its_mates():
+    core = core_of(r=40)
+    opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
+    (start,) = tick(core)
+    core.observe(ev.SampleCancelled(0.0, "g#0"))
+    core.observe(ev.ChunkFinished(0.0, start.chunk_id, 7, ev.ChunkEnd.ABORTED, 0))
+    opened(core, ev.GroupSpec("g", 10, 1, 90, open=True))
+    end, start = tick(core)
+    assert end.end is SampleEnd.CANCELLED and start.expected_tokens == 90
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(5, 5), (20, 8), (None, 8)])
+def test_the_bound_of_a_chunk_is_the_lower_one_of_policy_and_request(asked, expected):
+    core = core_of(chunk_tokens=8, r=20)
+    submit(core, ev.GroupSpec("g", 10, 1, 40, chunk_tokens=asked))
+    (start,) = tick(core)
+    assert start.max_tokens == expected
 
 
 def test_an_open_batch_keeps_little_of_what_it_has_handed_out():

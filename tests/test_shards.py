@@ -185,6 +185,23 @@ def virtual():
         loop.close()
 
 
+def test_a_group_that_has_ended_is_there_until_late_tokens_have_come():
+    async def work():
+        config = ContextConfig(linger_s=1.0, flush_s=0.5)
+        shard, group = ContextShard(config, 0), GROUPS[0]
+        piece = Piece(group, 0, 0, np.arange(4, dtype=np.int32))
+        await shard.exchange("a", Packet.of([piece]), [])
+        ending = asyncio.ensure_future(shard.end(group))
+        await asyncio.sleep(2.9)
+        news, _ = await shard.exchange("b", Packet.of([]), [Want(group, NOWHERE)])
+        assert len(news.tokens) == 4 and not ending.done()
+        await ending
+        assert (await shard.status())["groups"] == 0
+
+    with virtual() as loop:
+        loop.run_until_complete(work())
+
+
 async def rounds(cluster: Cluster, engines: list[Engine], number: int) -> None:
     for turn in range(number):
         for group in GROUPS:

@@ -338,6 +338,18 @@ def test_a_chunk_that_is_sooner_done_than_moved_stays_to_its_end():
     assert not [a for a in core.decide(ev.Tick(1.0)) if isinstance(a, AbortChunk)]
 
 
+def test_the_number_of_replicas_is_looked_at_once_in_a_quarter_of_a_second(monkeypatch):
+    core, _ = core_of(Hold())
+    looks = []
+    monkeypatch.setattr(Hold, "wanted", lambda self, view, memory: (looks.append(view.now), (ReplicaGoal(2), None))[1])
+    for now in (0.1, 0.2, 0.25, 0.3, 0.49, 0.5):
+        core.decide(ev.Tick(now))
+    assert looks == [0.25, 0.5]
+    core.observe(ev.SamplesSubmitted(0.51, "c", (ev.GroupSpec("h", 10, 1, 200),)))
+    core.decide(ev.Tick(0.51))
+    assert looks == [0.25, 0.5, 0.51], "a new batch is looked at at once"
+
+
 def test_a_new_batch_reopens_what_was_closing():
     core, actions = core_of(Consolidate(after_s=0.0, max_slowdown=1.0), samples=4)
     core.decide(ev.Tick(1.0))

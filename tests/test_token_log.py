@@ -430,6 +430,20 @@ def test_a_file_that_nobody_comes_back_for_is_deleted_after_a_day(tmp_path):
     asyncio.run(story())
 
 
+def test_a_file_that_is_in_use_stays_however_old_it_is(tmp_path):
+    async def story():
+        one = Coordinator(tmp_path)
+        await one.submit(message())
+        one.make(3, 5, 2)
+        await one.update(1)
+        (path,) = tmp_path.iterdir()
+        os.utime(path, (path.stat().st_mtime - MAX_AGE_S - 60,) * 2)
+        await one.log.write({}, 1)
+        assert list(tmp_path.iterdir()) == [path]
+
+    asyncio.run(story())
+
+
 def test_a_coordinator_that_was_cut_off_does_not_write_into_the_file_of_the_next(tmp_path):
     async def story():
         one = Coordinator(tmp_path)

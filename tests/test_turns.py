@@ -94,6 +94,17 @@ def test_a_time_that_was_renewed_by_a_turn_counts_from_its_end():
     assert tick(core, now=139.0) == () and of(EndSample, tick(core, now=140.0))
 
 
+def test_the_time_of_an_earlier_turn_ends_no_sample_that_is_held_anew():
+    core = core_of(r=20)
+    one_turn(core)
+    returned(core, now=50.0)
+    (start,) = tick(core, now=50.0)
+    core.observe(ev.ChunkFinished(51.0, start.chunk_id, 10, ev.ChunkEnd.LENGTH, 0))
+    assert of(EndTurn, tick(core, now=51.0))
+    assert tick(core, now=60.0) == () == tick(core, now=110.0)
+    assert of(EndSample, tick(core, now=111.0))
+
+
 def test_the_next_turn_runs_where_the_kv_is_unless_the_load_says_that_a_move_pays():
     for busy, expected in ((0, "near"), (3, "far")):
         core = RolloutCore(Policies(placement="cost_aware", chunking={"type": "fixed", "chunk_tokens": None}))
@@ -138,6 +149,16 @@ def test_new_weights_release_held_kv_at_once_or_keep_it():
         returned(core)
         (start,) = of(StartChunk, tick(core, now=1.0))
         assert (start.weights_version, start.kv_version) == (1, 1 if expected else 0)
+
+
+def test_kv_that_a_turn_stored_under_replaced_weights_is_released_as_the_sample_is_held():
+    core = core_of(r=20)
+    submit(core, HELD)
+    (start,) = of(StartChunk, tick(core))
+    core.observe(ev.WeightsChanged(0.0, 1))
+    stored(core, start, 42)
+    (kv,) = of(ReleaseKv, tick(core))
+    assert (kv.sample_id, kv.cause) == ("g#0", ReleaseCause.STALE) and core.counts()["held"] == 1
 
 
 def test_a_length_is_of_all_turns_and_mates_that_wait_are_expected_to_take_as_many():

@@ -35,7 +35,7 @@ def add_board(
         """The service as rows, then the rows that change: server-sent events, see `RolloutClient.watch`."""
         return _refused(http, any_host) or EventStream(watcher.follow(), lambda error: {"error": one_line(error)})
 
-    @app.get("/board/sample")
+    @app.get("/board/sample", responses={204: {"description": "no sample of this id is in flight"}})
     async def sample(id: str, http: Request):
         """Chunks, moves, reasons and faults of a sample; its text too if the caller's role may roll out."""
         if (refused := _refused(http, any_host)) is not None:

@@ -50,13 +50,20 @@ class AdapterCalls:
     adapters_blocking = blocking(adapters)
 
     async def _load_again(self, names: Iterable[str | None]) -> bool:
-        """Load those of these adapters again that this client has loaded: the service was restarted. Returns whether
-        there is one, and the service has all of these by then."""
+        """Load those of these adapters again that this client has loaded and the service has not: it was restarted.
+        Returns whether there is one of this client's, and the service has all of these by then; nothing is loaded if it
+        lacks another one."""
         wanted = dict.fromkeys(name for name in names if name is not None)
-        found = {name: self._adapters[name] for name in wanted if name in self._adapters}
-        for name, adapter in found.items():
-            await self.load_adapter(name, adapter.path)
-        return bool(found) and wanted.keys() <= {adapter.name for adapter in await self.adapters()}
+        if not self._adapters.keys() & wanted.keys():
+            return False
+        held = {adapter.name: adapter.version for adapter in await self.adapters()}
+        own = {name: self._adapters[name] for name in wanted if name in self._adapters}
+        if not wanted.keys() <= held.keys() | own.keys():
+            return False
+        for name, adapter in own.items():
+            if held.get(name, 0) < adapter.version:
+                await self.load_adapter(name, adapter.path)
+        return True
 
     def _min_adapter_versions(self, settings: BatchSettings) -> dict[str, int]:
         """Versions of adapters, by name, that the coordinator must hold: of this client's last loads, or higher."""

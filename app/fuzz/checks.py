@@ -5,7 +5,7 @@ Invariant: a result that no run may give raises `Wrong`, one line. Called by `dr
 
 from dataclasses import dataclass, field
 
-from tailrace.app.fuzz.chunks import EOS, token_at
+from tailrace.app.fuzz.chunks import EOS, logprob_of, token_at
 from tailrace.app.fuzz.cluster import SimulatedCluster
 from tailrace.app.fuzz.disk import adapted, digest_of
 from tailrace.deployments.messages.chunk import sample_key
@@ -60,6 +60,9 @@ class ResultChecks:
             raise Wrong(f"{where}: segments {spans} do not follow each other")
         if (spans[-1][1] if spans else 0) != len(tokens) or len(sample.logprobs) != len(tokens):
             raise Wrong(f"{where}: {len(tokens)} tokens, {len(sample.logprobs)} logprobs, segments {spans}")
+        logprobs = list(map(logprob_of, tokens))
+        if list(sample.logprobs) != logprobs or list(sample.raw_logprobs) != [2 * one for one in logprobs]:
+            raise Wrong(f"{where}: logprobs are not those of its tokens")
         key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
         for segment in sample.segments:
             place = len(group.token_ids) + segment.start

@@ -135,7 +135,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = S
 def run(plan: RunPlan) -> Outcome:
     """Runs a plan on a loop of its own."""
     Trouble.family = None
-    loop = VirtualLoop()
+    loop = VirtualLoop(Random(f"orders/{plan.seed}") if plan.odd.orders else None)
     ledger = Ledger()
     try:
         problem = loop.run_until_complete(_run(plan, ledger))

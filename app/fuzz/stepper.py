@@ -17,6 +17,7 @@ from tailrace.app.fuzz.chunks import (
     Blocks,
     RunningChunk,
     block_names,
+    logprob_of,
     pool_key,
     prompt_logprobs,
     token_at,
@@ -80,8 +81,7 @@ class SimulatedStepper:
         self.refuses = ""  # why chunks are refused; a fault sets it
         self._swallowed: set[str] = set()  # chunks that run and make no token
         self._suspects = Suspects()
-        self.broken = False  # every step raises
-        self.hiccup = False  # the next step raises
+        self.broken = self.hiccup = False  # every step raises; the next one does
         self.longest_wait_steps = 0  # of a chunk, for the search of a culprit
 
     @property
@@ -209,8 +209,8 @@ class SimulatedStepper:
         result = ChunkResult(
             chunk_id=chunk_id,
             token_ids=tokens,
-            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
-            raw_logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+            logprobs=logprob_of(tokens).astype(np.float32),
+            raw_logprobs=2 * logprob_of(tokens).astype(np.float32),
             end=end,
             weights_version=self._version,
             queue_s=0.0,

@@ -7,6 +7,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
+from random import Random
 
 PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 """The process whose code runs now; tasks inherit it."""
@@ -38,11 +39,13 @@ class Callback:
 class VirtualLoop(asyncio.BaseEventLoop):
     """Time advances to the next timer at once. `errors`: asyncio's reports of exceptions that were never read.
 
-    Timers of the same time run in the order in which they were set.
+    Timers of the same time run in the order in which they were set. With `orders`, calls that are due at one instant
+    run in any order that real processes allow: the calls of each keep theirs, timers of the same time have none.
     """
 
-    def __init__(self):
+    def __init__(self, orders: Random | None = None):
         super().__init__()
+        self._orders = orders
         self._now_s = 0.0
         self._timers: list[tuple[float, int, Callback]] = []
         self._set = 0  # timers so far
@@ -91,7 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while not self._stopping:
             if not ready:
                 self._advance()
-            call = ready.popleft()
+            call = ready.popleft() if self._orders is None else self._any_next()
             if call.function is None:
                 continue
             try:
@@ -107,8 +110,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not timers:
             raise Deadlock("nothing can run, and no timer is set")
         self._now_s = max(self._now_s, timers[0][0])
+        due = []
         while timers and timers[0][0] <= self._now_s:
-            self._ready.append(heapq.heappop(timers)[2])
+            due.append(heapq.heappop(timers)[2])
+        if self._orders is not None:
+            self._orders.shuffle(due)
+        self._ready += due
+
+    def _any_next(self) -> Callback:
+        """The first call of a process that the stream of orders chooses."""
+        ready, firsts = self._ready, {}
+        for place, call in enumerate(ready):
+            firsts.setdefault(call.context.get(PROCESS), place)
+        place = self._orders.choice(list(firsts.values()))
+        ready.rotate(-place)
+        call = ready.popleft()
+        ready.rotate(place)
+        return call
 
     def _note(self, loop, context: dict) -> None:
         self.errors.append(f"{context['message']}: {context.get('exception')!r}")

@@ -74,8 +74,7 @@ def tokens(request: TokensRequest, model: ServedModel, naming: Naming, answers: 
     for answer in answers[0]:
         choice = {"index": len(choices), "token_ids": list(answer.sample.token_ids), "logprobs": None}
         if request.sampling_params.logprobs is not None:
-            content = chat_logprobs(answer.sample, model, True)  # token ids, as prime-rl's renderers want them
-            choice["logprobs"] = {"content": content}
+            choice["logprobs"] = {"content": tokens_logprobs(answer.sample, model)}
         choice["sampling_mask"] = sampling_mask(answer.sample)
         choices.append(choice | end(naming, answer))
     found = _answer("gen", "generate", model, choices, answers)
@@ -188,6 +187,17 @@ def chat_logprobs(piece: SampleResult | SampleTokens, model: ServedModel, as_ids
         _entry(token, logprob, model, as_ids) | {"top_logprobs": [_entry(*one, model, as_ids) for one in top]}
         for token, logprob, top in zip(piece.token_ids, piece.logprobs, _tops(piece), strict=True)
     ]
+
+
+def tokens_logprobs(piece: SampleResult | SampleTokens, model: ServedModel) -> list[dict]:
+    """By token ids, as prime-rl's renderers want them. Each token is in its `top_logprobs` if no other one was asked
+    for, as in vLLM."""
+    entries = chat_logprobs(piece, model, True)
+    return [one | {"top_logprobs": one["top_logprobs"] or [without_top(one)]} for one in entries]
+
+
+def without_top(entry: dict) -> dict:
+    return {name: value for name, value in entry.items() if name != "top_logprobs"}
 
 
 def _entry(token: int, logprob: float, model: ServedModel, as_ids: bool) -> dict:

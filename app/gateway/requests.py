@@ -22,6 +22,9 @@ from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 MAX_BIAS = 100.0
 """vLLM cuts a greater one to it."""
 
+MAX_NAMED = 8
+"""Faults of one field that a refusal names."""
+
 INT64 = 2**63
 
 IGNORED = {
@@ -47,15 +50,19 @@ NEUTRAL = {
 
 
 def biases(given: Any) -> Any:
-    """`logit_bias` by token id, cut as vLLM does. Raises ValueError at the first key or value that is none."""
+    """`logit_bias` by token id, cut as vLLM does. Raises ValueError that names the first keys and values that are
+    none."""
     if not isinstance(given, Mapping):
         return given
-    found = {}
+    found, wrong = {}, []
     for token, bias in given.items():
         try:
             found[int(token)] = min(MAX_BIAS, max(-MAX_BIAS, float(bias)))
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ValueError(f"{str(token)[:30]!r}: {str(bias)[:30]!r} is not a token id and a number") from error
+        except (ValueError, TypeError, OverflowError):
+            wrong.append(f"{str(token)[:30]!r}: {str(bias)[:30]!r}")
+    if wrong:
+        are = "is not a token id and a number" if len(wrong) == 1 else "are not token ids and numbers"
+        raise ValueError(f"{', '.join(wrong[:MAX_NAMED])} {are}")
     return found
 
 

@@ -171,7 +171,7 @@ class ChatStream(PromptedStream):
 
 
 class TokensStream(PromptedStream):
-    """Events of `/inference/v1/generate`."""
+    """Events of `/inference/v1/generate`. As in vLLM's, the one with the finish_reason has tokens, too."""
 
     prefix, kind = "gen", "generate"
     request: TokensRequest
@@ -185,14 +185,13 @@ class TokensStream(PromptedStream):
             prompt = {"prompt_token_ids": list(self._prompts[number])} | answers.placeholders(self.request)
             yield {"token_ids": [], "logprobs": None, "finish_reason": None} | prompt
 
-    def _due(self, number: int, part: SampleTokens) -> SampleTokens:
-        return part
-
     def _choices(self, number: int, part: SampleTokens, due: SampleTokens) -> Iterator[dict]:
-        choice = {"token_ids": list(part.token_ids), "logprobs": None, "finish_reason": None}
+        if part.answer is None and not due.token_ids:
+            return
+        choice = {"token_ids": list(due.token_ids), "logprobs": None, "finish_reason": None}
         if self.request.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": answers.chat_logprobs(part, self.model, True)}
-        choice["sampling_mask"] = answers.sampling_mask(part)
+            choice["logprobs"] = {"content": answers.tokens_logprobs(due, self.model)}
+        choice["sampling_mask"] = answers.sampling_mask(due)
         yield choice | ({} if part.answer is None else answers.end(self.naming, part.answer))
 
 

@@ -54,7 +54,7 @@ def test_a_step_of_v2_waits_for_nothing_and_draws_the_tokens_of_the_cpu(fused, d
 def test_an_engine_of_v2_emits_what_one_of_v1_does(model_dir, method):
     """Shows that V2 carries Tailrace's drafts, vLLM's n-grams, rules for tokens and redraws, with CUDA graphs on."""
     from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
-    from tests.live.test_engine_v2 import SAMPLINGS, results_of
+    from tests.live.engines.test_engine_v2 import SAMPLINGS, results_of
 
     sizes = {"max_model_len": 256, "max_running": len(SAMPLINGS), "max_batched_tokens": 64, "kv_cache_gib": 0.25}
     close = {"close_call_tolerance": 0.02, "redraw_close_calls": True}

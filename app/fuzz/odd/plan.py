@@ -17,9 +17,10 @@ ODDITIES = {
     "hiccup": 0.1,
     "impossible": 0.3,
     "hasty": 0.3,
+    "orders": 0.3,
 }
 """Kinds, each with its share: of seeds; of drivers for `impossible` (requests that no service can run) and `hasty`
-(calls that are given up and made again at once)."""
+(calls that are given up and made again at once). `orders`: calls due at one instant run in an order by seed."""
 
 SAMPLES_SHARES = 0.02, 0.2
 """Of samples that are refused, or that raise, in the runs that have such."""
@@ -27,12 +28,14 @@ SAMPLES_SHARES = 0.02, 0.2
 
 @dataclass(frozen=True)
 class OddPlan:
-    """`refused`, `raising`: shares of samples. `company`: see `Culprits`. `faults`: of engines."""
+    """`refused`, `raising`: shares of samples. `company`: see `Culprits`. `faults`: of engines. `orders`: whether calls
+    that are due at one instant run in any order."""
 
     refused: float = 0.0
     raising: float = 0.0
     company: bool = False
     faults: tuple[Fault, ...] = ()
+    orders: bool = False
 
     def culprits(self) -> Culprits:
         return Culprits(self.refused, self.raising, self.company)
@@ -62,6 +65,7 @@ class Oddities:
             raising=raising.uniform(*SAMPLES_SHARES) if raising else 0.0,
             company=company is not None,
             faults=tuple(faults),
+            orders=self.chosen("orders") is not None,
         )
 
 

@@ -86,6 +86,22 @@ def test_a_turn_under_another_adapter_is_a_new_context(tmp_path):
     play(story, tmp_path, **LONG)
 
 
+def test_a_name_that_nobody_has_loaded_has_no_other_one_loaded_again(tmp_path):
+    """A batch of two adapters, one of them the client's own: the refusal of the other one comes at once."""
+
+    async def story(cluster, client):
+        await client.load_adapter("poet", put(cluster, "poet"))
+        now = asyncio.get_running_loop().time
+        began_s, loads = now(), []
+        cluster.coordinator.rollouts.adapters.load = lambda *given: loads.append(given)
+        with pytest.raises(UnknownAdapter, match=r"adapter 'clerk' is not loaded \(loaded: poet\)"):
+            async for _ in client.rollout(batch("poet", "clerk")):
+                pass
+        assert now() - began_s < 1.0 and not loads
+
+    play(story, tmp_path)
+
+
 def test_a_name_that_is_not_loaded_is_refused_and_one_that_is_unloaded_too(tmp_path):
     async def story(cluster, client):
         with pytest.raises(UnknownAdapter, match=r"adapter 'poet' is not loaded \(loaded: none\)"):

@@ -140,9 +140,14 @@ def test_streamed_token_ids_are_the_whole_ones_in_pieces(play):
             assert flat(piece["token_ids"] for piece in pieces) == expected["token_ids"] and len(pieces) > 3
             contents = flat(piece["logprobs"]["content"] for piece in pieces if piece["logprobs"])
             assert contents == expected["logprobs"]["content"]
+            likeliest = [[(top["token_id"], top["logprob"]) for top in one["top_logprobs"]] for one in contents]
+            assert likeliest == [[(one["token_id"], one["logprob"])] for one in contents], "its own, as in vLLM"
             masks = flat(piece["sampling_mask"] for piece in pieces if piece.get("sampling_mask"))
             assert masks == expected["sampling_mask"] == [[token, VOCABULARY] for token in expected["token_ids"]]
             assert pieces[-1]["weight_versions"] == expected["weight_versions"]
+            assert pieces[-1]["token_ids"] and all(piece["token_ids"] for piece in pieces[1:]), (
+                "the first has the prompt"
+            )
 
     play(story, mean_tokens=400)
 

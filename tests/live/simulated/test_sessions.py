@@ -13,6 +13,7 @@ from tailrace.app.calls.session import groups_of_answers
 from tailrace.deployments.batches import open_batch, open_sessions
 from tailrace.deployments.batches.open_batch import MAX_GROUP_SAMPLES
 from tailrace.deployments.batches.quotas import Quotas
+from tailrace.deployments.messages.liveness import LEASE_S
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.session import STREAM_CHUNK_TOKENS
 from tailrace.policies.families.registry import Policies
@@ -114,6 +115,33 @@ def test_a_sample_past_its_deadline_ends_with_its_tokens_so_far(play):
         assert ended.sample.finish_reason is SampleEnd.CANCELLED and 0 < len(ended.sample.token_ids) < 2_000
 
     play(story, mean_tokens=900)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 1e-6, 1e-3, 0.02, 0.5])
+def test_a_cancel_counts_from_the_first_moment_on(play, gap_s):
+    """Also before the core knows the sample."""
+
+    async def story(cluster, client):
+        async with client.open() as session:
+            await session.generate(PROMPT, group="other", max_tokens=1)
+            asked = asyncio.ensure_future(session.generate(PROMPT, group="g", index=0, max_tokens=2_000))
+            await asyncio.sleep(gap_s)
+            while not await session.cancel("g", 0):
+                await asyncio.sleep(0)
+            cut = (await asked).sample
+        assert cut.finish_reason is SampleEnd.CANCELLED and len(cut.token_ids) < 100
+
+    play(story, mean_tokens=4_000)
+
+
+@pytest.mark.parametrize("deadline_s", [1e-9, 1e-6, 0.05])
+def test_a_deadline_may_pass_before_the_core_knows_the_sample(play, deadline_s):
+    async def story(cluster, client):
+        async with client.open() as session:
+            cut = (await session.generate(PROMPT, group="g", max_tokens=2_000, deadline_s=deadline_s)).sample
+        assert cut.finish_reason is SampleEnd.CANCELLED and len(cut.token_ids) < 100
+
+    play(story, mean_tokens=4_000)
 
 
 def test_samples_are_cancelled_by_group_and_index(play):
@@ -249,6 +277,43 @@ def test_requests_outlive_the_coordinator(play):
         assert made == {answer.sample.sample_index: answer.sample.token_ids for answer in alone}
 
     play(story, mean_tokens=200)
+
+
+def test_a_session_lives_while_its_driver_does(play):
+    """Longer than a lease, in one request and between two; and by requests alone, without a heartbeat."""
+
+    async def story(cluster, client):
+        async with client.open("s") as session:
+            answer = await session.generate(PROMPT, max_tokens=2 * int(LEASE_S))
+            assert answer.sample.finish_reason is not SampleEnd.CANCELLED
+            await asyncio.sleep(2 * LEASE_S)
+            assert cluster.coordinator.rollouts.books()["sessions"] == 1
+            (lives,) = cluster.coordinator.rollouts.sessions._sessions.values()
+            session._heartbeat.stop()
+            for _ in range(4):
+                await asyncio.sleep(0.6 * LEASE_S)
+                await session.generate(PROMPT, max_tokens=2)
+                assert list(cluster.coordinator.rollouts.sessions._sessions.values()) == [lives], "it is the same one"
+            await asyncio.sleep(LEASE_S + 10.0)
+            assert cluster.coordinator.rollouts.books()["sessions"] == 0
+
+    play(story, mean_tokens=10_000, step_tokens=1, step_s=1.0)
+
+
+def test_a_group_is_open_while_one_of_its_samples_runs_and_answers_leave_nothing(play):
+    async def story(cluster, client):
+        async with client.open() as session:
+            asked = {"group": "g", "max_tokens": 3 * int(open_sessions.IDLE_S)}
+            first = asyncio.ensure_future(session.generate(PROMPT, index=0, **asked))
+            await asyncio.sleep(2 * open_sessions.IDLE_S)
+            await session.generate(PROMPT, index=1, **asked)
+            await first
+            (status,) = cluster.coordinator.rollouts.status().batches
+            assert (status.groups, status.samples) == (1, 2)
+            (one,) = cluster.coordinator.rollouts.sessions._sessions.values()
+            assert one.batch._answered == {} == one.asked
+
+    play(story, mean_tokens=10_000, step_tokens=1, step_s=1.0)
 
 
 def test_a_group_has_a_bound(play):

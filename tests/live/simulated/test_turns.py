@@ -128,6 +128,9 @@ def test_a_held_sample_ends_when_it_is_not_continued(play, how):  # noqa: F811
                 await session.generate(context, group="g", index=3, turn=1, sampling={"temperature": 0.5})
             else:
                 await session.close()
+            if how in ("another context", "other rules"):
+                (status,) = cluster.coordinator.rollouts.status().batches
+                assert status.samples == 2, "a request that continues none is a sample of its own"
             await asyncio.sleep(1.0)
             assert books()["held"] == 0
 

@@ -1,0 +1,1 @@
+"""Defects planted by hand, and the command that shows which check finds each."""
