@@ -1,5 +1,6 @@
 """The pack for a machine with a GPU: pruning of a fat binary, names and sizes. No package index, no compiler."""
 
+import json
 import struct
 import tarfile
 import zipfile
@@ -177,3 +178,33 @@ def test_wheels_that_are_there_are_not_fetched_again(tmp_path):
     assert list(fetch(tmp_path, ["pydantic-core"], lock)) == ["pydantic-core"]
     with pytest.raises((NotFetched, ValueError), match="no pin of msgspec"):
         fetch(tmp_path, ["pydantic-core", "msgspec"], lock)
+
+
+@pytest.mark.parametrize(("packed", "code"), [(1 << 20, 0), (57 << 20, 1)])
+def test_the_sizes_are_one_json_object(monkeypatch, capsys, tmp_path, packed, code):
+    from gpu_pack import __main__, archives
+
+    def build(_asked, tell):
+        tell("packing")
+        return [archives.Archive("vllm", packed, 2 << 20)]
+
+    monkeypatch.setattr(__main__, "build", build)
+    monkeypatch.setattr(__main__.pool_files, "missing_tool", lambda: None)
+    assert __main__.main(["--json", "--out", str(tmp_path)]) == code
+    out, err = capsys.readouterr()
+    assert "packing" in err
+    if code:
+        assert out == "" and "the pack has 57.0 MiB, 56 are allowed; largest: vllm 57.0 MiB" in err
+    else:
+        found = json.loads(out)
+        assert (found["bytes"], found["limit_bytes"]) == (1 << 20, 56 << 20)
+        assert found["archives"] == {"vllm": {"packed_bytes": 1 << 20, "plain_bytes": 2 << 20}}
+
+
+def test_a_tool_that_is_missing_is_named_before_anything_is_fetched(monkeypatch, capsys, tmp_path):
+    from gpu_pack import __main__
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert __main__.main(["--out", str(tmp_path / "pack")]) == 2
+    assert capsys.readouterr().err.endswith("install it, or leave out the pool (--without-pool)\n")
+    assert list(tmp_path.iterdir()) == []
