@@ -90,6 +90,11 @@ def pytest_addoption(parser):
         parser.addoption(f"--{marker}", action="store_true", help=f"run {tests}, too")
 
 
+def pytest_configure(config):
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        guard.open()  # it runs no test, and reads classes of its workers' warnings
+
+
 def pytest_collection_modifyitems(config, items):
     for marker in ON_REQUEST:
         if not config.getoption(f"--{marker}"):

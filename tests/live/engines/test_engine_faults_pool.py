@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
 
 from benchmarks.pool.pool_testbed import running_pool
 from tailrace.deployments.engine.engine_loop import EngineLoop
@@ -15,8 +16,6 @@ from tailrace.deployments.messages.errors import RequestRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig
-
-from .test_engine_faults import MATES, PROMPT, TOKENS, in_sampler, planted, run, stepper_of
 
 KEPT = []
 """Ended engines. Symptom (vLLM 0.32): collected as garbage, an engine with a pool waits for ever for a thread of vLLM's

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS
@@ -21,8 +22,6 @@ from tailrace.deployments.staging.held import checksum_of
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.deployments.vllm_exact.weight_loading import weights_digest
 from tailrace.policies.protocol.events import ChunkEnd
-
-from .test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
 
 pytestmark = pytest.mark.live
 
