@@ -30,7 +30,7 @@ test: tools ## all tests: pure, simulated, engines, live, then gpu; the board in
 	$(MAKE) -s .venv-browser/.made || echo "no .venv-browser: the test in a browser is skipped"; fi
 	@$(PY) -m pytest -m "not live and not gpu" -n 2 --dist worksteal --ignore tests/live
 	@$(PY) -m pytest -n 2 tests/live/simulated
-	@$(PY) -m pytest -n 2 --dist loadfile $(IN_PROCESS)
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IN_PROCESS)
 	@$(PY) -m pytest -m "live or gpu" $(addprefix --ignore ,tests/live/simulated $(IN_PROCESS))
 
 test-pure: setup ## the pure tests alone, on two cores
