@@ -75,7 +75,7 @@ class ImpossibleAsks:
             bad = {"sampling": SamplingParams().model_copy(update=self._rng.choice(OF_SAMPLING))}
         group = GOOD.model_copy(update=bad)
         way = self._rng.choice((self._as_batch, self._as_sample, self._as_stream))
-        began_s, cluster = self._now(), self._cluster
+        began_s, cluster, was_open = self._now(), self._cluster, self._is_open(name)
         try:
             await way(batch.model_copy(update={"batch_id": name}), group)
         except RolloutRejected as refused:
@@ -83,7 +83,7 @@ class ImpossibleAsks:
             late_s = self._now() - began_s
             if late_s > REFUSED_S and not cluster.culprits.excuses:
                 problem = f"came after {late_s:.1f} s"
-            if cluster.coordinator is not None and name in cluster.coordinator.rollouts.sessions.loads():
+            if self._is_open(name) and not was_open:  # a driver that has vanished may have left its own
                 problem = "has left a session"
             if problem is not None:
                 cluster.defects.append(f"the refusal of {bad} by {way.__name__} {problem}: {refused}")
@@ -91,6 +91,11 @@ class ImpossibleAsks:
             return
         else:
             cluster.defects.append(f"{bad} was taken by {way.__name__}")
+
+    def _is_open(self, name: str) -> bool:
+        """Whether there is a session of this name."""
+        coordinator = self._cluster.coordinator
+        return coordinator is not None and name in coordinator.rollouts.sessions.loads()
 
     async def _as_batch(self, batch: RolloutBatch, group: PromptGroup) -> None:
         groups = [*batch.groups, group]
