@@ -60,9 +60,6 @@ class ResultChecks:
             raise Wrong(f"{where}: segments {spans} do not follow each other")
         if (spans[-1][1] if spans else 0) != len(tokens) or len(sample.logprobs) != len(tokens):
             raise Wrong(f"{where}: {len(tokens)} tokens, {len(sample.logprobs)} logprobs, segments {spans}")
-        logprobs = list(map(logprob_of, tokens))
-        if list(sample.logprobs) != logprobs or list(sample.raw_logprobs) != [2 * one for one in logprobs]:
-            raise Wrong(f"{where}: logprobs are not those of its tokens")
         key = sample_key(batch.seed, batch.step, group.prompt_id, sample.sample_index)
         for segment in sample.segments:
             place = len(group.token_ids) + segment.start
@@ -70,6 +67,9 @@ class ResultChecks:
             if segment.adapter_digest != own:
                 raise Wrong(f"{where}: tokens {segment.start} on are of adapter {segment.adapter_digest}, not {own}")
             self._segment(key, place, tokens[segment.start : segment.end], segment, where)
+        logprobs = list(map(logprob_of, tokens))
+        if list(sample.logprobs) != logprobs or list(sample.raw_logprobs) != [2 * one for one in logprobs]:
+            raise Wrong(f"{where}: logprobs are not those of its tokens")
         self._end(group, sample, where)
         if (problem := self._cluster.log_disk.problem(batch.batch_id, group.prompt_id, sample)) is not None:
             raise Wrong(f"{where}: {problem}")
