@@ -1,6 +1,6 @@
 """Plants each defect in a copy of the repository, alone, and runs the checks that are to find it.
 
-    PYTHONPATH=tests python -m planted.plant [--room FOLDER] [--name TEXT] [--out FILE] [--json]
+    PYTHONPATH=tests python -m planted.plant [--room FOLDER] [--name TEXT] [--jobs N] [--json]
 
 First the checks run without a defect, and must pass. A defect is found if a test fails; it survives if all pass. Exit
 code 0: each one is found; 1: one survives, or a check is broken; 2: bad input.
