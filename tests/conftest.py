@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 LIVE_FOLDER = ROOT / "tests" / "live"
@@ -31,6 +31,8 @@ HEAVY = {"ray", "vllm"}
 OURS = {"tailrace", "benchmarks", "research"}
 
 settings.register_profile("shared-cores", deadline=None)  # no timed assertions: a neighbour can slow any example
+# For planted defects and mutants, where a failing example need not be the shortest.
+settings.register_profile("unshrunk", deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 settings.load_profile("shared-cores")
 
 

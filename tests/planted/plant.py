@@ -59,7 +59,8 @@ def copied(folder: Path) -> Path:
 
 def checked(copy: Path, checks: Iterable[str], more: tuple[str, ...] = ("-x",)) -> tuple[str, str]:
     """Run tests in a copy. Returns the state and the first test that failed, or the end of the output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, *checks]
+    options = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile", "unshrunk", *more)
+    command = [sys.executable, "-m", "pytest", *options, *checks]
     variables = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     try:
         done = subprocess.run(
