@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import itertools
 from collections.abc import Iterator
 
 COMPARED = {
@@ -42,7 +43,7 @@ def computed(node: ast.AST):
 def is_text(node: ast.BinOp | ast.AugAssign) -> bool:
     sides = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
     return any(
-        isinstance(side, ast.JoinedStr) or isinstance(side, ast.Constant) and isinstance(side.value, str)
+        isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str))
         for side in sides
     )
 
@@ -86,7 +87,7 @@ def called(node: ast.AST):
     if owner(node.func) in SWAPPED_CALLS:
         return
     plain = [place for place, one in enumerate(node.args) if isinstance(one, ast.Name | ast.Attribute)]
-    for first, second in zip(plain, plain[1:], strict=False):
+    for first, second in itertools.pairwise(plain):
         if second == first + 1:
             changed = copy.deepcopy(node)
             changed.args[first], changed.args[second] = changed.args[second], changed.args[first]
