@@ -12,7 +12,7 @@ IN_PROCESS := tests/live/engines tests/live/trainers
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
+.PHONY: help setup demo test test-pure test-long test-hosts test-verl test-renderers test-suites test-openai test-schema test-fields test-planted test-mutants test-browser test-traces tools soak package lint bench serve lock sbom gpu-pack gpu-check docs clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -72,6 +72,9 @@ test-fields: setup ## each field of vLLM's requests with edge values: taken or r
 
 test-planted: setup ## plants each defect of tests/planted alone and runs the checks that are to find it (half an hour)
 	@PYTHONPATH=tests $(PY) -m planted.plant --jobs 2
+
+test-mutants: setup ## changes lines of the rooms that matter by rule, one at a time, and runs the tests that reach them (hours; resumed)
+	@PYTHONPATH=tests $(PY) -m mutants.run --jobs 2
 
 test-browser: setup ## the board in Debian's Chromium (root), over a real service, in an environment of its own (.venv-browser)
 	@apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null

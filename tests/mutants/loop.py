@@ -14,7 +14,7 @@ import pytest
 from mutants.forks import forked
 from mutants.mutant import Mutant
 from mutants.planting import plant
-from mutants.reach import Recorder, TestRun, checks
+from mutants.reach import ReachFile, Recorder, TestRun, checks
 
 TEST_LIMIT_S = 10.0
 """A test hangs that takes 5 times its seconds and this."""
@@ -27,9 +27,15 @@ class MutantLoop:
     """`note`: called with each mutant, its state, the test that found it, and seconds."""
 
     def __init__(
-        self, wanted: list[Mutant], jobs: int, budget_s: float, note: Callable[[Mutant, str, str, float], None]
+        self,
+        wanted: list[Mutant],
+        reach: ReachFile,
+        jobs: int,
+        budget_s: float,
+        note: Callable[[Mutant, str, str, float], None],
     ):
         self._wanted = wanted
+        self._reach = reach
         self._jobs = jobs
         self._budget_s = budget_s
         self._note = note
@@ -38,28 +44,36 @@ class MutantLoop:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session) -> bool:
         self._items = {item.nodeid: item for item in session.items}
-        runs = self._measured(session)
-        tasks = self._tasks(runs)
-        for mutant, text, seconds in forked(tasks, self._jobs):
-            state, by = json.loads(text) if text else ("found", "it ends the process, or never ends")
+        found: dict[str, list[tuple[Mutant, float]]] = defaultdict(list)
+        for mutant, text, seconds in forked(self._tasks(self._measured(session)), self._jobs):
+            if not text:
+                raise RuntimeError(f"{mutant.key}: planting ended without an answer")
+            state, by = json.loads(text)
             self._note(mutant, state, by, seconds)
+            if by in self._items:
+                found[by].append((mutant, seconds))
+        alone = [(test, partial(self._alone, test), MEASURE_LIMIT_S) for test in found]
+        for test, text, _ in forked(alone, self._jobs):
+            if not text or json.loads(text)[0] == "found":
+                for mutant, seconds in found[test]:
+                    self._note(mutant, "unsure", f"{test} fails without it, too", seconds)
         return True
 
     def _measured(self, session) -> list[TestRun]:
         modules = defaultdict(list)
         for item in session.items:
-            modules[item.path].append(item)
-        parts = [list(modules.values())[number :: self._jobs] for number in range(self._jobs)]
+            modules[str(item.path)].append(item)
+        new = [module for module in modules if not self._reach.known(module)]
         works = [
-            (number, partial(measure, session.config, [item for module in part for item in module]), MEASURE_LIMIT_S)
-            for number, part in enumerate(parts)
+            (part, partial(measure, session.config, [item for module in part for item in modules[module]]))
+            for number in range(self._jobs)
+            if (part := new[number :: self._jobs])
         ]
-        runs = []
-        for _, text, _ in forked(works, self._jobs):
+        for part, text, _ in forked([(part, work, MEASURE_LIMIT_S) for part, work in works], self._jobs):
             if not text:
                 raise RuntimeError("the tests without a mutant came to no end")
-            runs += [TestRun(*row[:3], frozenset(row[3])) for row in json.loads(text)]
-        return runs
+            self._reach.put(part, [TestRun(*row[:3], frozenset(row[3])) for row in json.loads(text)])
+        return [one for one in self._reach.runs(modules) if one.test in self._items]
 
     def _tasks(self, runs: list[TestRun]) -> Iterator[tuple[Mutant, Callable[[Path], None], float]]:
         for mutant in self._wanted:
@@ -73,16 +87,25 @@ class MutantLoop:
 
     def _check(self, mutant: Mutant, tests: list[tuple[pytest.Item, float]], answer: Path) -> None:
         bound_memory()
-        if not plant(mutant):
+        if plant(mutant):
+            answer.write_text(json.dumps(["found", "it ends the process, or never ends"]))
+            first_failure(tests, answer)
+        else:
             answer.write_text(json.dumps(["unplanted", ""]))
-            return
-        first = FirstFailure(answer)
-        tests[0][0].config.pluginmanager.register(first)
-        for (item, seconds), (following, _) in zip(tests, [*tests[1:], (None, 0)], strict=True):
-            first.watch(item.nodeid, 5 * seconds + TEST_LIMIT_S)
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answer.write_text(json.dumps(["survived", f"{len(tests)} tests"]))
+
+    def _alone(self, test: str, answer: Path) -> None:
+        first_failure([(self._items[test], MEASURE_LIMIT_S)], answer)
+
+
+def first_failure(tests: list[tuple[pytest.Item, float]], answer: Path) -> None:
+    """Run tests, each with the seconds that it takes, until one fails; the answer names it."""
+    first = FirstFailure(answer)
+    tests[0][0].config.pluginmanager.register(first)
+    for (item, seconds), (following, _) in zip(tests, [*tests[1:], (None, 0)], strict=True):
+        first.watch(item.nodeid, 5 * seconds + TEST_LIMIT_S)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    answer.write_text(json.dumps(["survived", f"{len(tests)} tests"]))
 
 
 class FirstFailure:

@@ -45,6 +45,7 @@ class Finder(ast.NodeTransformer):
         self.mutants: list[Mutant] = []
         self.names: list[str] = []
         self.inside = 0
+        self.used: list[ast.Name] = []
 
     def visit(self, node: ast.AST) -> ast.AST | None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -54,6 +55,7 @@ class Finder(ast.NodeTransformer):
         chosen = node
         for rule, new in changes(node):
             if self.seen(rule, node, new):
+                self.used = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
                 chosen = ast.copy_location(new, node) if new is not None else ast.copy_location(ast.Pass(), node)
         return chosen if chosen is not node else super().generic_visit(node)
 
@@ -66,6 +68,9 @@ class Finder(ast.NodeTransformer):
         self.names.append(node.name)
         self.inside += deeper
         node.body = [self.visit(one) for one in node.body]
+        if self.used and deeper:
+            node.body.append(mention(self.used, node.body[-1]))
+            self.used = []
         self.inside -= deeper
         self.names.pop()
         return node
@@ -78,6 +83,13 @@ class Finder(ast.NodeTransformer):
         function = ".".join(self.names)
         self.mutants.append(Mutant(self.file, function, rule, node_line(node), number, short(old), short(after)))
         return number == self.wanted
+
+
+def mention(names: list[ast.Name], beside: ast.AST) -> ast.If:
+    """A line that never runs. With it a changed function still has each name from outside that the whole one has, as
+    Python asks of code that is put into a loaded function."""
+    loads = [ast.Name(one.id, ast.Load()) for one in names]
+    return ast.copy_location(ast.If(ast.Constant(False), [ast.Expr(ast.Tuple(loads, ast.Load()))], []), beside)
 
 
 def node_line(node: ast.AST) -> int:

@@ -11,7 +11,7 @@ EXPLAINED = Path(__file__).parent / "explained.toml"
 
 class MutantOutcome(NamedTuple):
     """`state`: found, survived, unreached (no test enters its function) or unplanted (it runs compiled or not at
-    all). `by`: the test that found it, or how many did not."""
+    all), or unsure (the test that found it fails without it, too). `by`: its finder, or how many missed it."""
 
     key: str
     room: str
@@ -48,8 +48,8 @@ def table(rooms: list[str], outcomes: list[MutantOutcome]) -> list[dict]:
     for room in rooms:
         here = [one for one in outcomes if one.room == room]
         counts = Counter("explained" if one.state != "found" and one.key in reasons else one.state for one in here)
-        judged = len(here) - counts["explained"] - counts["unplanted"]
-        names = ("found", "survived", "unreached", "unplanted", "explained")
+        judged = len(here) - counts["explained"] - counts["unplanted"] - counts["unsure"]
+        names = ("found", "survived", "unreached", "unplanted", "unsure", "explained")
         share = round(counts["found"] / judged, 3) if judged else None
         rows.append({"room": room, "mutants": len(here), **{name: counts[name] for name in names}, "share": share})
     return rows

@@ -1,10 +1,13 @@
 """Which tests enter which functions, and how long each takes: measured once, in forked processes."""
 
+import hashlib
+import json
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
@@ -83,6 +86,32 @@ class Recorder:
             self._passed = report.passed
         if report.failed:
             self._passed = False
+
+
+class ReachFile:
+    """What was measured of each module of tests, kept as long as the module's text stays."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._modules = json.loads(path.read_text()) if path.exists() else {}
+
+    def known(self, module: str) -> bool:
+        return self._modules.get(module, {}).get("digest") == digest(module)
+
+    def runs(self, modules: Iterable[str]) -> list[TestRun]:
+        rows = [row for module in modules for row in self._modules.get(module, {}).get("runs", ())]
+        return [TestRun(*row[:3], frozenset(row[3])) for row in rows]
+
+    def put(self, modules: Iterable[str], runs: Iterable[TestRun]) -> None:
+        for module in modules:
+            self._modules[module] = {"digest": digest(module), "runs": []}
+        for one in runs:
+            self._modules[one.module]["runs"].append([*one[:3], sorted(one.functions)])
+        self._path.write_text(json.dumps(self._modules))
+
+
+def digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def checks(runs: Iterable[TestRun], function: str, budget_s: float) -> list[TestRun]:

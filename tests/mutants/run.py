@@ -19,6 +19,7 @@ import pytest
 from mutants.loop import MutantLoop
 from mutants.mutant import ROOT, Mutant
 from mutants.outcomes import MutantOutcome, OutcomesFile, explained, table
+from mutants.reach import ReachFile
 from mutants.rooms import ROOMS, STAGES, drawn
 
 ASKED = {"core": 0.9, "coordinator": 0.9, "batches": 0.9}
@@ -61,7 +62,8 @@ def stage_run(stage: str, rooms: dict[str, list[Mutant]], asked, file: OutcomesF
     code = 0
     if wanted:
         options = ["-s", "-p", "no:cacheprovider", "--hypothesis-profile", "unshrunk", *STAGES[stage]]
-        code = pytest.main(options, plugins=[MutantLoop(wanted, asked.jobs, asked.budget, note)])
+        reach = ReachFile(Path(asked.out).with_suffix(f".{stage}.reach.json"))
+        code = pytest.main(options, plugins=[MutantLoop(wanted, reach, asked.jobs, asked.budget, note)])
     os._exit(0 if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else 1)
 
 
