@@ -40,14 +40,14 @@ COMMANDS = {
 }
 
 
-VIEWS = "board", "logs", "status", "timeline", "top"
-FOLDERS = dict.fromkeys(("fuzz", "soak", "verify"), "checks.") | dict.fromkeys(VIEWS, "views.")
-"""Commands of folders: `checks` disturb the service, or repeat a run, and check every token; `views` show a service or
-a run."""
+VIEWS = "logs", "status", "top"
+LAB = "board", "compare", "demo", "fuzz", "pool", "simulate", "simulate-training", "soak", "timeline", "verify"
+PLACES = dict.fromkeys(VIEWS, "app.commands.views") | dict.fromkeys(LAB, "lab.commands")
+"""Packages of commands that show a service, and of those that simulate, check or draw; others are in `app/commands`."""
 
 
 class LazyGroup(click.Group):
-    """A click group whose members live in `app/commands` and its folders, each as an object called `command`."""
+    """A click group whose members are modules of PLACES or `app/commands`, each with an object called `command`."""
 
     def list_commands(self, ctx):
         return sorted(COMMANDS)
@@ -55,8 +55,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in COMMANDS:
             return None
-        place = f"{FOLDERS.get(cmd_name, '')}{cmd_name.replace('-', '_')}"
-        return import_module(f"tailrace.app.commands.{place}").command
+        place = PLACES.get(cmd_name, "app.commands")
+        return import_module(f"tailrace.{place}.{cmd_name.replace('-', '_')}").command
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in COMMANDS:

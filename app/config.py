@@ -246,3 +246,13 @@ def first_error(error: ValidationError, model: type[BaseModel] | None = None) ->
     """The first of a model's complaints as one line: dotted key, fault, mend."""
     key, message = key_and_message(error, model)
     return f"{key or 'file'}: {message}"
+
+
+def with_engine(file: ServeFile, changes: dict) -> ServeFile:
+    """The configuration with other engine settings, and with history in memory alone, so that no stored answers are
+    deleted."""
+    application = file.application
+    args = application.args.model_copy(update={"engine": application.args.engine.model_copy(update=changes)})
+    if args.context is not None:
+        args = args.model_copy(update={"context": args.context.model_copy(update={"history_dir": None})})
+    return file.model_copy(update={"applications": (application.model_copy(update={"args": args}),)})

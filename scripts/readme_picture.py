@@ -1,6 +1,6 @@
 """Draw docs/images/tail.png: unfinished samples over time in the recorded demo, static groups against Tailrace.
 
-To renew the recording: `make demo` on an idle machine, then `cp out/demo/*.gz out/demo/about.json app/demo/recorded/`,
+To renew the recording: `make demo` on an idle machine, then `cp out/demo/*.gz out/demo/about.json lab/demo/recorded/`,
 this script, and the figures in README.md (tests/test_demo.py compares them).
 """
 
@@ -11,8 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tailrace.app.demo.outcome import NAMES, RECORDED, read
-from tailrace.app.demo.page import unfinished
+from tailrace.lab.demo.outcome import NAMES, RECORDED, read
+from tailrace.lab.demo.page import unfinished
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "tail.png"
 COLOURS = {"static": "#9a9a9a", "tailrace": "#0b6e99"}

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tailrace.app.simulator.laws import NORMAL, Law, draw
+from tailrace.lab.simulator.laws import NORMAL, Law, draw
 
 EPOCHS = Mapping[str, Sequence[Sequence[int]]]
 """Lengths in tokens of every prompt, oldest epoch first; in an epoch every prompt has as many answers."""

@@ -7,7 +7,7 @@ verification makes `drafts` tokens. Lengths are digests of (seed, index), so the
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 
-from tailrace.app.simulator.types import Ended, Moment, SimulatedRun, Span
+from tailrace.lab.simulator.types import Ended, Moment, SimulatedRun, Span
 
 TOKENS_PER_S = 50.0
 

@@ -24,9 +24,9 @@ from benchmarks.live.probes import (
     step_ms,
 )
 from tailrace.app.errors import BadInput
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.types import Cluster, StepModel, Workload, WorkloadGroup
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, SampleResult, Timings
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.types import Cluster, StepModel, Workload, WorkloadGroup
 from tailrace.policies.protocol.events import ReplicaJoined
 
 JOINED = [ReplicaJoined(0.0, name, 32, 1000, 8, 0, 0, "n") for name in "ab"]

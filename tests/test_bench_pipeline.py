@@ -9,10 +9,10 @@ from research.histopipe import bench
 from research.histopipe.bench import DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
 from tailrace.app.cli import run
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.report.figures import PICTURE
-from tailrace.app.simulator.acceptance import aimd_share
-from tailrace.app.simulator.hardware import replica_model
-from tailrace.app.simulator.scenario import load_scenario
+from tailrace.app.style.figures import PICTURE
+from tailrace.lab.simulator.acceptance import aimd_share
+from tailrace.lab.simulator.hardware import replica_model
+from tailrace.lab.simulator.scenario import load_scenario
 
 SMALL = load_scenario("rhyme-14b-16k").scaled(0.1)
 SMALL = SMALL.model_copy(update={

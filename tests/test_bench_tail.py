@@ -16,13 +16,13 @@ from benchmarks.live.tail import TAILS, Replay, drain_s, drawn, evened, named, o
 from benchmarks.live.tail_simulated import Rate, simulated
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, ServeFile, load_config
 from tailrace.app.errors import BadInput
-from tailrace.app.simulator.types import ReplicaModel, StepModel
 from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.drafts import EVIDENCE
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.lab.simulator.types import ReplicaModel, StepModel
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.families.tail import Draft, Hold

@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tailrace.app.verification.closeness import noise_of, sentences, sureness
 from tailrace.deployments.messages.close_calls import (
     DENSITY_BELOW,
     EDGES,
@@ -15,6 +14,7 @@ from tailrace.deployments.messages.close_calls import (
     key_of,
 )
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult
+from tailrace.lab.verification.closeness import noise_of, sentences, sureness
 
 
 def test_margins_are_counted_below_each_edge():

@@ -12,13 +12,13 @@ import pytest
 from test_sim_page import Reader, data_of
 
 from tailrace.app.cli import run
-from tailrace.app.commands.demo import NEXT
 from tailrace.app.config import load_config
-from tailrace.app.demo.film import ended, play
-from tailrace.app.demo.outcome import HEADS, NAMES, RECORDED, read, table, write
-from tailrace.app.demo.page import page
-from tailrace.app.demo.runs import policies_of, same_samples
 from tailrace.app.errors import BadInput
+from tailrace.lab.commands.demo import NEXT
+from tailrace.lab.demo.film import ended, play
+from tailrace.lab.demo.outcome import HEADS, NAMES, RECORDED, read, table, write
+from tailrace.lab.demo.page import page
+from tailrace.lab.demo.runs import policies_of, same_samples
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

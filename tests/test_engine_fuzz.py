@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tailrace.app.commands.checks.fuzz import command
 from tailrace.app.errors import Failed
-from tailrace.app.fuzz.engine import fields as fields_of
-from tailrace.app.fuzz.engine import grammar, refused_text
-from tailrace.app.fuzz.engine.contradictions import CONTRADICTIONS
-from tailrace.app.fuzz.engine.door import OddSample, by_hand
-from tailrace.app.fuzz.engine.engine_campaign import engine_campaign, requests_of, signature
-from tailrace.app.fuzz.engine.hosted import HostedEngine
-from tailrace.app.fuzz.engine.problems import LATE, LOST, TRACE
-from tailrace.app.fuzz.engine.rules import broken
-from tailrace.app.fuzz.engine.shorten import shortened
-from tailrace.app.fuzz.engine.values import CONTEXT_TOKENS, EOS, VOCABULARY, expanded
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
 from tailrace.deployments.messages.rollout import BatchSettings, PromptGroup
 from tailrace.deployments.messages.sampling import SamplingParams, StructuredOutputs
 from tailrace.deployments.messages.session import SampleRequest
+from tailrace.lab.commands.fuzz import command
+from tailrace.lab.fuzz.engine import fields as fields_of
+from tailrace.lab.fuzz.engine import grammar, refused_text
+from tailrace.lab.fuzz.engine.contradictions import CONTRADICTIONS
+from tailrace.lab.fuzz.engine.door import OddSample, by_hand
+from tailrace.lab.fuzz.engine.engine_campaign import engine_campaign, requests_of, signature
+from tailrace.lab.fuzz.engine.hosted import HostedEngine
+from tailrace.lab.fuzz.engine.problems import LATE, LOST, TRACE
+from tailrace.lab.fuzz.engine.rules import broken
+from tailrace.lab.fuzz.engine.shorten import shortened
+from tailrace.lab.fuzz.engine.values import CONTEXT_TOKENS, EOS, VOCABULARY, expanded
 from tailrace.policies.protocol.events import ChunkEnd
 
 DRAWN = [grammar.drawn(Random(seed)) for seed in range(2_000)]

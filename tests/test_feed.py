@@ -9,7 +9,6 @@ import pytest
 from test_rollout_cases import core_of, finish, submit, tick
 
 from tailrace.app.board.news import news
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.feed.deltas import KEPT, Deltas, change, fold
 from tailrace.deployments.feed.feed import LOOKS_SHARE, Feed
@@ -18,6 +17,7 @@ from tailrace.deployments.feed.survey import LONGEST, PART, Survey
 from tailrace.deployments.feed.trails import KEPT_CHUNKS, KEPT_ENDED, KEPT_FAULTS, Trails
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.drafts import DraftReport
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.protocol import actions as ac
 from tailrace.policies.protocol import events as ev
 

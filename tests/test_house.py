@@ -16,8 +16,8 @@ ONE_NOUN = {
     "deployments/coordinator/rollouts.py": "`Rollouts`, the loops of the live shell",
     "deployments/drafting/drafts.py": "`EngineDrafts`, the drafts of one engine",
     "deployments/engine/stepper.py": "`Stepper`, one vLLM engine and its chunks",
-    "app/simulator/host.py": "the simulated shell",
-    "app/simulator/hardware.py": "published figures of GPUs and models, a table",
+    "lab/simulator/host.py": "the simulated shell",
+    "lab/simulator/hardware.py": "published figures of GPUs and models, a table",
 }
 """Files that may be longer, since splitting their one noun would read worse."""
 

@@ -22,7 +22,6 @@ from tailrace.app.calls.refused import (
     UnknownAdapter,
     WeightsRejected,
 )
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.app.gateway.chat.requests import ChatRequest
 from tailrace.app.gateway.doors import error_body
 from tailrace.app.gateway.naming import Naming
@@ -30,6 +29,7 @@ from tailrace.app.gateway.requests import CompletionRequest
 from tailrace.app.http import connections
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SamplingParams
 from tailrace.http import Client
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.protocol.actions import SampleEnd
 
 

@@ -52,16 +52,16 @@ ROOMS = (
     "app",
     "app/files",
     "app/distill",
-    "app/simulator",
-    "app/simulator_training",
-    "app/report",
-    "app/timeline",
+    "lab/simulator",
+    "lab/simulated_training",
+    "lab/report",
+    "lab/timeline",
     "app/watch",
-    "app/replay",
-    "app/demo",
-    "app/verification",
-    "app/soak",
-    "app/fuzz",
+    "lab/replay",
+    "lab/demo",
+    "lab/verification",
+    "lab/soak",
+    "lab/fuzz",
     "app/weights",
     "app/trl",
     "app/train",
@@ -253,12 +253,12 @@ def test_the_environment_is_read_in_app_alone():
 
 
 def test_the_simulator_imports_policies_and_the_configuration_only():
-    assert offences([name for name in EVERY if name.startswith("app/simulator")], beyond_the_simulator) == {}
+    assert offences([name for name in EVERY if name.startswith("lab/simulator")], beyond_the_simulator) == {}
 
 
 def test_policies_simulator_and_configuration_load_nothing_heavy():
     """By a fresh interpreter, so that what is imported in turn counts too."""
-    light = [name for name in EVERY if re.match(r"(policies|app/simulator|app/config)\b", name)]
+    light = [name for name in EVERY if re.match(r"(policies|lab/simulator|app/config)\b", name)]
     modules = ["tailrace." + name.removesuffix(".py").replace("/", ".") for name in light]
     code = f"import sys, importlib\nfor m in {modules}:\n importlib.import_module(m)\n"
     code += f" found = {HEAVY} & set(sys.modules)\n if found: sys.exit(f'{{m}} loads {{found}}')"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.app.verification.journaled import Journaled
 from tailrace.deployments.coordinator.journal import JournaledCore, read_journal
+from tailrace.lab.verification.journaled import Journaled
 from tailrace.policies.families.racing import FastestOfN, MethodProfile
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev

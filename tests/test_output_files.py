@@ -21,7 +21,7 @@ from tailrace.app.trl.weights_folders import WeightsFolders
 CHECKED = {
     "app/files/output_file.py": "the check itself",
     "app/files/lines_file.py": "the same for files of lines",
-    "app/report/figures.py": "draws into memory, and writes through the check",
+    "app/style/figures.py": "draws into memory, and writes through the check",
 }
 """Writers of files that a user names."""
 
@@ -34,12 +34,12 @@ OURS = {
     "app/distill/drafter.py": "a new folder, by one rename",
     "app/commands/serve.py": "a temporary file",
     "app/calls/result_texts.py": "a temporary folder",
-    "app/fuzz/engine/host.py": "the log of its own process, in a temporary folder",
-    "app/fuzz/log_disk.py": "the disk of a simulation, in a temporary folder",
-    "app/soak/driver_process.py": "a temporary folder",
-    "app/verification/adapters.py": "a temporary folder",
-    "app/verification/disturbances.py": "a temporary folder",
-    "app/verification/restarted_head.py": "a temporary folder",
+    "lab/fuzz/engine/host.py": "the log of its own process, in a temporary folder",
+    "lab/fuzz/log_disk.py": "the disk of a simulation, in a temporary folder",
+    "lab/soak/driver_process.py": "a temporary folder",
+    "lab/verification/adapters.py": "a temporary folder",
+    "lab/verification/disturbances.py": "a temporary folder",
+    "lab/verification/restarted_head.py": "a temporary folder",
     "benchmarks/commands/ladder.py": "a temporary folder",
     "benchmarks/commands/train.py": "a temporary folder",
     "benchmarks/live/tail.py": "a temporary file",

@@ -19,12 +19,12 @@ from tailrace.app.files.dumps import read_dump
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.files.results import ResultsFile
 from tailrace.app.files.traces import read_trace, replay_groups
-from tailrace.app.fuzz.outcomes_file import OutcomesFile
-from tailrace.app.simulator.scenario import FOLDER, load_scenario
-from tailrace.app.timeline.record import record
 from tailrace.deployments.coordinator.journal import read_journal
 from tailrace.deployments.drafter.wire import decode
 from tailrace.deployments.vllm_exact.weight_loading import checked_digest
+from tailrace.lab.fuzz.outcomes_file import OutcomesFile
+from tailrace.lab.simulator.scenario import FOLDER, load_scenario
+from tailrace.lab.timeline.record import record
 
 SEEDS = 150
 """Of each parser; `--long` tries 30 times as many."""

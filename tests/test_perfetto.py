@@ -13,10 +13,10 @@ from test_sim_page import HOSTILE
 from test_timeline import RECORDED, Script, live, raced  # noqa: F401 - `live` is a fixture
 
 from tailrace.app.cli import run
-from tailrace.app.timeline.figures import figures
-from tailrace.app.timeline.perfetto import trace_events
-from tailrace.app.timeline.record import Record
-from tailrace.app.timeline.replica_states import bands
+from tailrace.lab.timeline.figures import figures
+from tailrace.lab.timeline.perfetto import trace_events
+from tailrace.lab.timeline.record import Record
+from tailrace.lab.timeline.replica_states import bands
 
 ROOT = Path(__file__).parent.parent
 PROCESSOR = ROOT / ".perfetto"

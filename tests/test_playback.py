@@ -10,9 +10,9 @@ from test_timeline import Script
 
 from tailrace.app.board.page import page
 from tailrace.app.cli import run
-from tailrace.app.timeline.playback import FRAMES, recording
-from tailrace.app.timeline.record import record
 from tailrace.deployments.feed.deltas import fold
+from tailrace.lab.timeline.playback import FRAMES, recording
+from tailrace.lab.timeline.record import record
 
 RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
 

@@ -11,17 +11,17 @@ from benchmarks.drafting.drafts import Rollouts
 from benchmarks.live.calibrate import BATCH
 from benchmarks.live.calibrate import workload as calibrated
 from tailrace.app.cli import run
-from tailrace.app.replay.recorded import END_TOKEN, Recorded, forced, of_trace
-from tailrace.app.replay.setup import TraceSetup
-from tailrace.app.replay.speculation import replaying
-from tailrace.app.replay.wire import Wire, WireEnd
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.scenario import load_scenario
-from tailrace.app.simulator.systems import system
-from tailrace.app.simulator.types import Cluster, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
 from tailrace.deployments.draft_index.settings import IndexSettings
 from tailrace.deployments.messages.context import GroupRef, PastAnswer
 from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.lab.replay.recorded import END_TOKEN, Recorded, forced, of_trace
+from tailrace.lab.replay.setup import TraceSetup
+from tailrace.lab.replay.speculation import replaying
+from tailrace.lab.replay.wire import Wire, WireEnd
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.scenario import load_scenario
+from tailrace.lab.simulator.systems import system
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies, load_policy
 from tailrace.policies.protocol.step_cost import StepCost
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.group_log import NOWHERE, Cursor
 from tailrace.deployments.context.history import Answer, prompt_key
@@ -20,6 +19,7 @@ from tailrace.deployments.context.shard import ContextShard
 from tailrace.deployments.context.shard_count import ShardCount, shards_wanted
 from tailrace.deployments.context.shard_set import EVERY, FILES, Moved, ShardSet, file_of, shard_of, shards_files
 from tailrace.deployments.messages.context import GroupRef, Piece
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 GROUPS = [GroupRef(f"batch/p{number}", prompt_key(f"prompt {number}")) for number in range(12)]
 PLENTY = 2**30

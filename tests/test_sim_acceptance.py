@@ -2,7 +2,7 @@
 
 import pytest
 
-from tailrace.app.simulator.acceptance import (
+from tailrace.lab.simulator.acceptance import (
     HISTORY_SHARE,
     AcceptanceTable,
     BestOf,
@@ -12,7 +12,7 @@ from tailrace.app.simulator.acceptance import (
     chance_for,
     expected_tokens,
 )
-from tailrace.app.simulator.types import WorkloadGroup
+from tailrace.lab.simulator.types import WorkloadGroup
 
 AMC_TRACE = AcceptanceTable(
     table=(

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tailrace.app.cli import run
-from tailrace.app.simulator.report import PARTS
-from tailrace.app.simulator.systems import Setup, system
-from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
+from tailrace.lab.simulator.report import PARTS
+from tailrace.lab.simulator.systems import Setup, system
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
 
 STEP = StepModel(1.0, 0.2, 0.001)
 

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from tailrace.app.simulator.acceptance import expected_tokens
-from tailrace.app.simulator.bounds import bounds
-from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
+from tailrace.lab.simulator.acceptance import expected_tokens
+from tailrace.lab.simulator.bounds import bounds
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 DENSE = StepModel(1.0, 0.2, 0.05)
 EXPERTS = StepModel(0.3, 0.1, 0.05, experts_s=2.0, expert_share=0.4)

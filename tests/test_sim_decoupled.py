@@ -9,13 +9,13 @@ from test_sim_host import Even, cluster, conserved, policies, run, workload
 
 from research.specactor.systems import SYSTEMS, decoupled
 from research.specactor.systems import run as run_specactor
-from tailrace.app.simulator.acceptance import ModelledMethod
-from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
-from tailrace.app.simulator.decoupled import RECONFIGURE_STEPS, DraftModelSpeculation, DraftSetup, Odds, best_way
-from tailrace.app.simulator.replica import ModelledReplica
-from tailrace.app.simulator.scenario import load_scenario
-from tailrace.app.simulator.speculation import FOREVER, Pace, PlainDecoding
-from tailrace.app.simulator.types import ReplicaModel, StepModel, WorkloadGroup
+from tailrace.lab.simulator.acceptance import ModelledMethod
+from tailrace.lab.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.lab.simulator.decoupled import RECONFIGURE_STEPS, DraftModelSpeculation, DraftSetup, Odds, best_way
+from tailrace.lab.simulator.replica import ModelledReplica
+from tailrace.lab.simulator.scenario import load_scenario
+from tailrace.lab.simulator.speculation import FOREVER, Pace, PlainDecoding
+from tailrace.lab.simulator.types import ReplicaModel, StepModel, WorkloadGroup
 from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost, coupled_tokens_s, renewal_tokens_s
 from tailrace.policies.models.specactor_planner import Decoupled, Plan
 

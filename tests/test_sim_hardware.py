@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from tailrace.app.simulator.hardware import GPUS, MODELS, from_profile, replica_model
 from tailrace.app.step_profile import fit
+from tailrace.lab.simulator.hardware import GPUS, MODELS, from_profile, replica_model
 
 PLACED = [
     ("H800", "Moonlight-16B-A3B", 1), ("H800", "Qwen2-VL-72B", 8), ("H800", "Kimi-K2", 32), ("H800", "Qwen2.5-32B", 4),

@@ -9,13 +9,13 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from tailrace.app.simulator.bounds import bounds
-from tailrace.app.simulator.checks import Checks, LawBroken
-from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.occupancy_series import MOST, OccupancySeries
-from tailrace.app.simulator.speculation import Policied
-from tailrace.app.simulator.types import Cluster, Moment, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
+from tailrace.lab.simulator.bounds import bounds
+from tailrace.lab.simulator.checks import Checks, LawBroken
+from tailrace.lab.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.occupancy_series import MOST, OccupancySeries
+from tailrace.lab.simulator.speculation import Policied
+from tailrace.lab.simulator.types import Cluster, Moment, ReplicaModel, SimulatedRun, StepModel, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import EndSample, SampleEnd, StartChunk

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from law_fit import fit, rank_stability
 
-from tailrace.app.simulator.laws import Law, draw, draw_steps, solve
+from tailrace.lab.simulator.laws import Law, draw, draw_steps, solve
 
 TRACE = Path(__file__).parent.parent.parent / "shared" / "traces" / "amc23.jsonl.gz"
 LAW = Law(4000, 0.8, 16384, within=0.4, persist=0.8, at_cap=0.05, predictability_spread=0.3)

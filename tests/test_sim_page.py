@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from sim_runs import TOKENS_PER_S, make_run
 
-from tailrace.app.report.curves import acceptance, ended_share, last_of, over_moments
-from tailrace.app.report.simulation_page import page
-from tailrace.app.report.span_columns import TICKS, drawable, held_share, joined, timelines
-from tailrace.app.report.svg_charts import COLOURS, colours_of, thinned, ticks
-from tailrace.app.simulator.report import compare, number
-from tailrace.app.simulator.types import Moment, Span
+from tailrace.lab.report.curves import acceptance, ended_share, last_of, over_moments
+from tailrace.lab.report.simulation_page import page
+from tailrace.lab.report.span_columns import TICKS, drawable, held_share, joined, timelines
+from tailrace.lab.report.svg_charts import COLOURS, colours_of, thinned, ticks
+from tailrace.lab.simulator.report import compare, number
+from tailrace.lab.simulator.types import Moment, Span
 
 VOID = {"meta", "input", "br", "link", "img"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--\u2028"

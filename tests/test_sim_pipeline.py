@@ -9,7 +9,7 @@ import pytest
 from research.histopipe.batch import NO_DRAFTS, Answer, Batch, Drafts, expected_s
 from research.histopipe.policy import HistoPipe
 from research.histopipe.systems import MODES, host_of, run_pipeline
-from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, WorkloadGroup
 
 STEP = StepModel(0.01, 1e-4, 1e-7)
 MODEL = ReplicaModel(STEP, 40_000, 32, 10_000.0, 0.0, 0.0)

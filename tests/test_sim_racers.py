@@ -3,11 +3,11 @@
 import pytest
 from test_sim_decoupled import STEP, Even, chunks, method
 
-from tailrace.app.simulator.decoupled import DraftSetup, Odds
-from tailrace.app.simulator.hardware import replica_model
-from tailrace.app.simulator.race_methods import RACE_SHARE, RacingSpeculation, mean_chance, race_methods_of, verifier_of
-from tailrace.app.simulator.scenario import load_scenario
-from tailrace.app.simulator.speculation import PlainDecoding, by_policy
+from tailrace.lab.simulator.decoupled import DraftSetup, Odds
+from tailrace.lab.simulator.hardware import replica_model
+from tailrace.lab.simulator.race_methods import RACE_SHARE, RacingSpeculation, mean_chance, race_methods_of, verifier_of
+from tailrace.lab.simulator.scenario import load_scenario
+from tailrace.lab.simulator.speculation import PlainDecoding, by_policy
 from tailrace.policies.families.registry import load_policy
 from tailrace.policies.models.spec_cost_model import DrafterCost, coupled_tokens_s
 

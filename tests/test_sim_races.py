@@ -8,12 +8,12 @@ from typing import ClassVar
 import pytest
 from test_sim_host import Even, cluster, conserved, policies, run, workload
 
-from tailrace.app.simulator import host
-from tailrace.app.simulator.acceptance import ModelledMethod
-from tailrace.app.simulator.decoupled import DraftModelSpeculation, DraftSetup, Odds
-from tailrace.app.simulator.host import TICK_S, simulate
-from tailrace.app.simulator.report import replica_seconds
-from tailrace.app.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
+from tailrace.lab.simulator import host
+from tailrace.lab.simulator.acceptance import ModelledMethod
+from tailrace.lab.simulator.decoupled import DraftModelSpeculation, DraftSetup, Odds
+from tailrace.lab.simulator.host import TICK_S, simulate
+from tailrace.lab.simulator.report import replica_seconds
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, StepModel, Workload, WorkloadGroup
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.racing import FastestOfN, MethodProfile

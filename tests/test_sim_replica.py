@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from tailrace.app.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
-from tailrace.app.simulator.replica import ModelledReplica
-from tailrace.app.simulator.speculation import Pace, PlainDecoding
-from tailrace.app.simulator.types import ReplicaModel, Span, StepModel, WorkloadGroup
+from tailrace.lab.simulator.chunks import GroupProgress, SimulatedChunk, SimulatedSample
+from tailrace.lab.simulator.replica import ModelledReplica
+from tailrace.lab.simulator.speculation import Pace, PlainDecoding
+from tailrace.lab.simulator.types import ReplicaModel, Span, StepModel, WorkloadGroup
 
 
 class Steady(PlainDecoding):

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from sim_runs import make_run
 
-from tailrace.app.commands.compare import command
 from tailrace.app.errors import BadInput
-from tailrace.app.simulator.report import compare, ratios, rows, summary
-from tailrace.app.simulator.types import Ended, Moment, SimulatedRun, Span
+from tailrace.lab.commands.compare import command
+from tailrace.lab.simulator.report import compare, ratios, rows, summary
+from tailrace.lab.simulator.types import Ended, Moment, SimulatedRun, Span
 
 SEEDS = range(3)
 

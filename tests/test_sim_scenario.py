@@ -7,9 +7,9 @@ import pytest
 import yaml
 from law_fit import rank_stability
 
-from tailrace.app.simulator.acceptance import aimd_share, expected_tokens
-from tailrace.app.simulator.hardware import GPUS, replica_model
-from tailrace.app.simulator.scenario import FOLDER, load_scenario, scenario_names, trace_workload
+from tailrace.lab.simulator.acceptance import aimd_share, expected_tokens
+from tailrace.lab.simulator.hardware import GPUS, replica_model
+from tailrace.lab.simulator.scenario import FOLDER, load_scenario, scenario_names, trace_workload
 
 NAMES = ["dapo-32b", "das-7b-16k", "grpo-32b", "kimi-k2", "moonlight", "ppo-32b", "qwen2-vl-72b", "rhyme-14b-16k"]
 

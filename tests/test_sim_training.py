@@ -7,15 +7,15 @@ from functools import cache
 import pytest
 
 from tailrace.app.cli import main
-from tailrace.app.simulator.scenario import Known, load_scenario
-from tailrace.app.simulator_training.busy_times import covered_s
-from tailrace.app.simulator_training.figures import StepCosts, TrainingFigures
-from tailrace.app.simulator_training.host import TrainingHost
-from tailrace.app.simulator_training.learner import Learner, fixed_order, trained_tokens
-from tailrace.app.simulator_training.modes import MODES, mode
-from tailrace.app.simulator_training.report import training_summary
-from tailrace.app.simulator_training.run import figures_of, gpus_of, host_of, train_run
-from tailrace.app.simulator_training.steps import training_workload
+from tailrace.lab.simulated_training.busy_times import covered_s
+from tailrace.lab.simulated_training.figures import StepCosts, TrainingFigures
+from tailrace.lab.simulated_training.host import TrainingHost
+from tailrace.lab.simulated_training.learner import Learner, fixed_order, trained_tokens
+from tailrace.lab.simulated_training.modes import MODES, mode
+from tailrace.lab.simulated_training.report import training_summary
+from tailrace.lab.simulated_training.run import figures_of, gpus_of, host_of, train_run
+from tailrace.lab.simulated_training.steps import training_workload
+from tailrace.lab.simulator.scenario import Known, load_scenario
 
 STEPS = 4
 FIGURES = TrainingFigures()

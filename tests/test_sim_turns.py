@@ -4,10 +4,10 @@ from collections import defaultdict
 
 import pytest
 
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.scenario import load_scenario
-from tailrace.app.simulator.systems import Setup, system
-from tailrace.app.simulator.types import Cluster, Gap, ReplicaModel, StepModel, Workload, WorkloadGroup
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.scenario import load_scenario
+from tailrace.lab.simulator.systems import Setup, system
+from tailrace.lab.simulator.types import Cluster, Gap, ReplicaModel, StepModel, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies
 
 MODEL = ReplicaModel(

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from tailrace.app.cli import run
-from tailrace.app.commands.simulate import claim_line
 from tailrace.app.config import DEFAULT_CONFIG
-from tailrace.app.simulator.scenario import FOLDER, Scenario, load_scenario
-from tailrace.app.simulator.systems import SYSTEMS, Setup, system
+from tailrace.lab.commands.simulate import claim_line
+from tailrace.lab.simulator.scenario import FOLDER, Scenario, load_scenario
+from tailrace.lab.simulator.systems import SYSTEMS, Setup, system
 from tailrace.policies.families.registry import name_of
 
 

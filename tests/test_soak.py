@@ -12,20 +12,20 @@ from waiting import is_alive as lives
 from waiting import until
 
 from tailrace.app.cli import run
-from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
-from tailrace.app.soak.answers import AnswerBook, Stretch
-from tailrace.app.soak.crossings import judge, request
-from tailrace.app.soak.driver_process import DriverProcess
-from tailrace.app.soak.memory import ProcessLog, mb_per_hour
-from tailrace.app.soak.page import page
-from tailrace.app.soak.processes import Reading, is_alive, read_all, role_of
-from tailrace.app.soak.report import faults_of, lines, memory_rows
-from tailrace.app.soak.schedule import strikes
-from tailrace.app.soak.scripts import EVALUATOR, TRAINER, scripts_of
-from tailrace.app.soak.watch import ServiceWatch
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
 from tailrace.deployments.messages.status import BatchStatus, ServiceStatus
+from tailrace.lab.demo import PROMPTS
+from tailrace.lab.soak.answers import AnswerBook, Stretch
+from tailrace.lab.soak.crossings import judge, request
+from tailrace.lab.soak.driver_process import DriverProcess
+from tailrace.lab.soak.memory import ProcessLog, mb_per_hour
+from tailrace.lab.soak.page import page
+from tailrace.lab.soak.processes import Reading, is_alive, read_all, role_of
+from tailrace.lab.soak.report import faults_of, lines, memory_rows
+from tailrace.lab.soak.schedule import strikes
+from tailrace.lab.soak.scripts import EVALUATOR, TRAINER, scripts_of
+from tailrace.lab.soak.watch import ServiceWatch
 from tailrace.policies.protocol.actions import SampleEnd
 
 KINDS = ("a", "b", "c")
@@ -254,7 +254,7 @@ def test_two_minutes_are_needed_for_a_slope():
         (["ray::ShardActor"], "ShardActor"),
         (["ray::IDLE"], "IDLE"),
         (["/x/mooncake/mooncake_master", "-rpc_port=1"], "mooncake_master"),
-        (["/x/python", "-m", "tailrace.app.soak.driver", "/tmp/a/trainer.json", "h:1", "0"], "driver trainer"),
+        (["/x/python", "-m", "tailrace.lab.soak.driver", "/tmp/a/trainer.json", "h:1", "0"], "driver trainer"),
         (["/x/python3.11", "-u", "/x/ray/log_monitor.py", "--session"], "log_monitor"),
     ],
 )
@@ -371,7 +371,7 @@ while True:
 
 def test_a_killed_driver_comes_back_with_its_batch_and_the_last_batch_ends(scripts, tmp_path, monkeypatch):
     heard = []
-    monkeypatch.setattr("tailrace.app.soak.driver_process.MODULE", ("-c", DRIVER))
+    monkeypatch.setattr("tailrace.lab.soak.driver_process.MODULE", ("-c", DRIVER))
     driver = DriverProcess(scripts[0], "here", tmp_path, lambda name, event: heard.append((name, event)))
 
     def numbers(kind: str) -> list[int]:

@@ -98,7 +98,7 @@ def test_other_encodings(tmp_path):
 def test_every_file_of_the_project_reads_the_same_by_either_version():
     found = [
         path
-        for folder in (".", "app/simulator/scenarios", "examples", "monitoring")
+        for folder in (".", "lab/simulator/scenarios", "examples", "monitoring")
         for path in (ROOT / folder).glob("*.y*ml")
     ]
     assert len(found) > 12

@@ -13,15 +13,15 @@ from test_sim_page import HOSTILE, Reader, data_of
 
 from tailrace.app.cli import run
 from tailrace.app.errors import BadInput
-from tailrace.app.report.figures import new_figure
-from tailrace.app.report.span_lanes import lanes_of, sources_of
-from tailrace.app.simulator.types import Span
-from tailrace.app.timeline.chunks import ReplicaLifetime
-from tailrace.app.timeline.figures import figures, longest
-from tailrace.app.timeline.page import page
-from tailrace.app.timeline.picture import absences
-from tailrace.app.timeline.record import Record, record
-from tailrace.app.timeline.replica_states import bands
+from tailrace.app.style.figures import new_figure
+from tailrace.lab.report.span_lanes import lanes_of, sources_of
+from tailrace.lab.simulator.types import Span
+from tailrace.lab.timeline.chunks import ReplicaLifetime
+from tailrace.lab.timeline.figures import figures, longest
+from tailrace.lab.timeline.page import page
+from tailrace.lab.timeline.picture import absences
+from tailrace.lab.timeline.record import Record, record
+from tailrace.lab.timeline.replica_states import bands
 
 RECORDED = Path(__file__).parent / "data" / "journal.jsonl.gz"
 """Of the demo's prompts on two replicas of the demo model, 6 samples each, with new weights after 35 of 101 seconds."""

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config
-from tailrace.app.verification.adapters import TENSORS, make_adapter
-from tailrace.app.verification.runs import DRAFTED, LORA, RUNS, TWO
-from tailrace.app.verification.services import Service
-from tailrace.app.verification.tokens import TOLERANCE, certificate, compare, corrupt, with_engine
+from tailrace.app.config import DEFAULT_CONFIG, ServeFile, load_config, with_engine
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.rollout import GroupResult, SampleResult, Segment
 from tailrace.deployments.staging.adapter_folder import adapter_digest, misfit
 from tailrace.deployments.staging.safetensors_header import read_header
+from tailrace.lab.verification.adapters import TENSORS, make_adapter
+from tailrace.lab.verification.runs import DRAFTED, LORA, RUNS, TWO
+from tailrace.lab.verification.services import Service
+from tailrace.lab.verification.tokens import TOLERANCE, certificate, compare, corrupt
 from tailrace.policies.families.registry import Policies, members
 from tailrace.policies.protocol.actions import SampleEnd
 

@@ -9,12 +9,12 @@ from random import Random
 
 def play(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -> None:
     """Runs `story(cluster, client)`, and looks for leftovers after it. Needs Ray, so it is for live tests."""
-    from tailrace.app.fuzz.cluster import SimulatedCluster
-    from tailrace.app.fuzz.drivers import driver_client
-    from tailrace.app.fuzz.log_disk import LogDisk
-    from tailrace.app.fuzz.run import end_of, plan_of
-    from tailrace.app.fuzz.virtual_time import VirtualLoop
     from tailrace.deployments.messages.liveness import LEASE_S
+    from tailrace.lab.fuzz.cluster import SimulatedCluster
+    from tailrace.lab.fuzz.drivers import driver_client
+    from tailrace.lab.fuzz.log_disk import LogDisk
+    from tailrace.lab.fuzz.run import end_of, plan_of
+    from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
     async def whole() -> None:
         size = replace(plan_of(0).size, replicas=2, limits=None, mean_tokens=200, step_tokens=4, step_s=0.1)
@@ -37,12 +37,12 @@ def play_gateway(story: Callable[..., Awaitable[None]], folder: Path, **sizes) -
     import httpx
 
     from tailrace.app.calls.client import RolloutClient
-    from tailrace.app.fuzz.cluster import SimulatedPrompts
-    from tailrace.app.fuzz.drivers import TaskHeartbeat
     from tailrace.app.gateway.config import GatewayConfig
     from tailrace.app.gateway.routes import make_app
     from tailrace.app.gateway.service import GatewayService, ServedModel
     from tailrace.deployments.messages.roles import Role
+    from tailrace.lab.fuzz.cluster import SimulatedPrompts
+    from tailrace.lab.fuzz.drivers import TaskHeartbeat
 
     tokens = {role: f"{role}-{'x' * 16}" for role in Role}
     file = folder / "tokens"

@@ -1,6 +1,6 @@
 """A recorded run in the form of the board: deltas by time, and the known history of each sample. Pure.
 
-`app.timeline.playback` makes it from a journal; the page folds the deltas up to the moment that a slider names.
+`lab.timeline.playback` makes it from a journal; the page folds the deltas up to the moment that a slider names.
 """
 
 from dataclasses import dataclass

@@ -12,12 +12,13 @@ from tailrace.app.allow_code import allow_code_option
 from tailrace.app.config import DEFAULT_CONFIG, load_config
 from tailrace.app.errors import BadInput, Failed
 from tailrace.app.files.otlp_json import SPANS, traces_data
-from tailrace.app.files.output_file import OutputFile, check_apart
+from tailrace.app.files.output_file import OutputFile, OutputKind, check_apart
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.files.results import ResultsFile
 from tailrace.app.summary import summarise, table
-from tailrace.app.timeline.entries import JOURNAL
 from tailrace.policies.protocol.actions import SampleEnd
+
+JOURNAL = OutputKind("a journal of `rollout --journal`", (b'{"journal": ',))
 
 
 @click.command()

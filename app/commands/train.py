@@ -56,7 +56,7 @@ def command(train_yaml, out, steps, config, address, plot, as_json):
 
 def _run(settings, task, folder, file, address):
     from tailrace.app.cluster import service
-    from tailrace.app.verification.tokens import with_engine
+    from tailrace.app.config import with_engine
 
     with service(with_engine(file, {"model": settings.model}), address) as client:
         from tailrace.app.train.run import train  # it loads torch and TRL, which come after the connection to Ray

@@ -36,8 +36,8 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
 
     lines = read_trace(trace)
     from benchmarks.live.calibrate import measure
+    from tailrace.app.config import with_engine
     from tailrace.app.model import resolve_model
-    from tailrace.app.verification.tokens import with_engine
     from tailrace.deployments.batches.prompts import Prompts
 
     engine = file.application.args.engine

@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 
 from tailrace.app.config import DEFAULT_CONFIG, load_config
-from tailrace.app.demo import PROMPTS
 from tailrace.app.errors import BadInput
 from tailrace.app.files.prompts import read_prompts
+from tailrace.lab.demo import PROMPTS
 
 
 @click.command("decoupled")

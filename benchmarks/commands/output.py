@@ -7,7 +7,7 @@ import click
 
 from tailrace.app.errors import BadInput
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.report.figures import PICTURE
+from tailrace.app.style.figures import PICTURE
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 

@@ -43,7 +43,7 @@ def command(trace, prompts, samples, max_tokens, chunk_tokens, running, repeats,
     if short is not None:
         raise BadInput(f"{trace}: prompt {short!r} has one checkpoint; two are needed: the earlier is history")
     from benchmarks.live.tail import NAMES, measure
-    from tailrace.app.verification.tokens import with_engine
+    from tailrace.app.config import with_engine
 
     unknown = next((name for name in only if name not in NAMES), None)
     if unknown is not None:

@@ -42,7 +42,7 @@ def command(workload, seeds, scale, drafting, live, config, as_json, repeats, **
 
 def _simulated(workload: str, seeds: int, scale: float, drafting: str) -> dict:
     from benchmarks.control_plane.turns import measure
-    from tailrace.app.simulator.scenario import load_scenario
+    from tailrace.lab.simulator.scenario import load_scenario
     from tailrace.policies.families.registry import Policies
 
     try:

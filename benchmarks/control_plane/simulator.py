@@ -12,9 +12,9 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from tailrace.app.simulator.hardware import replica_model
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.types import Cluster, Workload, WorkloadGroup
+from tailrace.lab.simulator.hardware import replica_model
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.types import Cluster, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies
 
 GROUP_SAMPLES = 16

@@ -6,10 +6,10 @@ Both by the same policies, on the same draws of the workload; the simulated shel
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tailrace.app.simulator.report import spread, summary
-from tailrace.app.simulator.scenario import Scenario
-from tailrace.app.simulator.systems import Setup, system
-from tailrace.app.simulator.types import SimulatedRun
+from tailrace.lab.simulator.report import spread, summary
+from tailrace.lab.simulator.scenario import Scenario
+from tailrace.lab.simulator.systems import Setup, system
+from tailrace.lab.simulator.types import SimulatedRun
 
 SYSTEMS = {"held": "tailrace_near", "requests": "tailrace_requests"}
 

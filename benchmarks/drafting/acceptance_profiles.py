@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.drafting.drafts import DRAFT_TOKENS, Rollouts, Setting, replay
-from tailrace.app.simulator.acceptance import chance_for
 from tailrace.deployments.draft_index.scorer import CandidateScorer
+from tailrace.lab.simulator.acceptance import chance_for
 
 SETTINGS = {"group": Setting(mates=7), "history": Setting(history=16)}
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.report.figures import new_figure, save
+from tailrace.app.style.figures import new_figure, save
 from tailrace.app.style.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.models.spec_cost_model import verified

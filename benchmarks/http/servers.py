@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile
+from tailrace.app.config import GatewayApplication, HttpOptions, ServeFile, with_engine
 from tailrace.app.errors import Failed
 from tailrace.app.gateway.config import GatewayConfig
-from tailrace.app.verification.tokens import with_engine
 
 START_S = 300.0
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -19,12 +19,12 @@ from benchmarks.live.static_baseline import KEPT
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
-from tailrace.app.replay.recorded import forced
-from tailrace.app.replay.speculation import replaying
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.types import Cluster, ReplicaModel, SimulatedRun, Workload, WorkloadGroup
 from tailrace.app.summary import quantile, summarise
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.lab.replay.recorded import forced
+from tailrace.lab.replay.speculation import replaying
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, SimulatedRun, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies
 
 BATCH = "calibrate"

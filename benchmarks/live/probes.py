@@ -13,12 +13,12 @@ from itertools import product
 from statistics import mean, median
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.simulator.hardware import from_profile
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.types import Cluster, ReplicaModel, Workload, WorkloadGroup
 from tailrace.app.step_profile import fit
 from tailrace.deployments.coordinator.journal import Journal, read_journal
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, RolloutBatch
+from tailrace.lab.simulator.hardware import from_profile
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, Workload, WorkloadGroup
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.events import ReplicaJoined, ReplicaMeasured
 

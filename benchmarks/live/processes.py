@@ -20,14 +20,14 @@ from benchmarks.http.servers import tiny_model
 from benchmarks.live.heads import head
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
-from tailrace.app.config import ServeFile
-from tailrace.app.demo import PROMPTS
+from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.model import resolve_model
-from tailrace.app.soak.processes import role_of, stat_of
-from tailrace.app.verification.tokens import whole, with_engine
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.messages.sampling import SamplingParams
+from tailrace.lab.demo import PROMPTS
+from tailrace.lab.soak.processes import role_of, stat_of
+from tailrace.lab.verification.tokens import whole
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GROUPS, SAMPLES, TOKENS = 4, 8, 256

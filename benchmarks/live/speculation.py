@@ -12,14 +12,13 @@ from itertools import pairwise
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
-from tailrace.app.config import ServeFile
+from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.summary import summarise
-from tailrace.app.verification.runs import GROUP, drafts
-from tailrace.app.verification.services import Engine
-from tailrace.app.verification.tokens import with_engine
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ServiceStatus
+from tailrace.lab.verification.runs import GROUP, drafts
+from tailrace.lab.verification.services import Engine
 from tailrace.policies.families.registry import Policies
 
 LOOK_S = 0.25

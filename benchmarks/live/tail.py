@@ -24,19 +24,19 @@ from benchmarks.live.probes import Probes, engines, pooled
 from benchmarks.live.tail_simulated import least_s, quickest, simulated
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
-from tailrace.app.config import ServeFile
+from tailrace.app.config import ServeFile, with_engine
 from tailrace.app.files.history_import import HistoryImport
-from tailrace.app.simulator.types import Cluster
 from tailrace.app.summary import summarise
-from tailrace.app.verification.runs import GROUP, WHOLE, drafts
-from tailrace.app.verification.services import Engine, Service
-from tailrace.app.verification.tokens import whole, with_engine
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.context.archive import Archive
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.shard_set import EVERY
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import ReplicasChanged
+from tailrace.lab.simulator.types import Cluster
+from tailrace.lab.verification.runs import GROUP, WHOLE, drafts
+from tailrace.lab.verification.services import Engine, Service
+from tailrace.lab.verification.tokens import whole
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.racing import USUAL, MethodProfile
 from tailrace.policies.families.registry import Policies

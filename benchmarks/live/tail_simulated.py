@@ -1,6 +1,6 @@
 """The runs of `bench tail` in the simulator: what policies come to on replicas as probes found them, without noise.
 
-Same tokens, same history, the engines' own drafting code (`app.replay.speculation`): two runs differ by what policies
+Same tokens, same history, the engines' own drafting code (`lab.replay.speculation`): two runs differ by what policies
 decide, and by nothing else. Invariant: nothing is fitted to the live runs. Called by `bench tail`.
 """
 
@@ -10,15 +10,15 @@ from statistics import mean
 
 from benchmarks.live.calibrate import beside_fit, slowed, workload
 from benchmarks.live.probes import Probes, model_of, pooled
-from tailrace.app.replay.recorded import Recorded, forced
-from tailrace.app.replay.speculation import replaying
-from tailrace.app.simulator.bounds import bounds
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.report import summary
-from tailrace.app.simulator.types import Cluster, ReplicaModel, SimulatedRun, WorkloadGroup
 from tailrace.deployments.messages.context import PastAnswer
 from tailrace.deployments.messages.rollout import PromptGroup
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig
+from tailrace.lab.replay.recorded import Recorded, forced
+from tailrace.lab.replay.speculation import replaying
+from tailrace.lab.simulator.bounds import bounds
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.report import summary
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, SimulatedRun, WorkloadGroup
 from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 

@@ -18,8 +18,8 @@ from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.record.ledger import LedgerRow
-from tailrace.app.verification.runs import WHOLE
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.lab.verification.runs import WHOLE
 from tailrace.policies.families.placement import FirstFit
 from tailrace.policies.families.registry import Policies
 

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
-from tailrace.app.demo import PROMPTS
 from tailrace.app.errors import Failed
 from tailrace.app.files.prompts import read_prompts
 from tailrace.app.model import perturbed, resolve_model
 from tailrace.app.trl.weights_folders import WeightsFolders
-from tailrace.app.verification.disturbances import kill_actors
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, WeightsLoaded
+from tailrace.lab.demo import PROMPTS
+from tailrace.lab.verification.disturbances import kill_actors
 
 PROBE_TOKENS = 32
 BUSY_S = 90.0

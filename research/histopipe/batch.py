@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.app.simulator.types import ReplicaModel
+from tailrace.lab.simulator.types import ReplicaModel
 
 
 class Drafts(NamedTuple):

@@ -13,11 +13,11 @@ from math import ceil
 from research.histopipe.batch import NO_DRAFTS, Drafts
 from research.histopipe.policy import HistoPipe
 from research.histopipe.systems import run_pipeline
-from tailrace.app.simulator.acceptance import aimd_share
-from tailrace.app.simulator.hardware import MODELS, NETWORK_BYTES_S, SEND_SHARE, replica_model
-from tailrace.app.simulator.laws import draw_steps
-from tailrace.app.simulator.scenario import Scenario
-from tailrace.app.simulator.types import Cluster, ReplicaModel, WorkloadGroup
+from tailrace.lab.simulator.acceptance import aimd_share
+from tailrace.lab.simulator.hardware import MODELS, NETWORK_BYTES_S, SEND_SHARE, replica_model
+from tailrace.lab.simulator.laws import draw_steps
+from tailrace.lab.simulator.scenario import Scenario
+from tailrace.lab.simulator.types import Cluster, ReplicaModel, WorkloadGroup
 from tailrace.policies.models.hashed_random import fraction
 
 EPOCH_STEPS = 16

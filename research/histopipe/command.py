@@ -20,7 +20,7 @@ def command(workload, steps, seeds, scale, plot, as_json):
     """Pipelines over training steps: barriers, a naive pipeline and HistoPipe's tiers, beside RhymeRL's claims."""
     plot = picture_file(plot)
     from research.histopipe.bench import measure
-    from tailrace.app.simulator.scenario import load_scenario
+    from tailrace.lab.simulator.scenario import load_scenario
 
     try:
         scenario = load_scenario(workload)

@@ -16,7 +16,7 @@ import numpy as np
 
 from research.histopipe.batch import Answer, Batch, Drafts, expected_s
 from research.histopipe.policy import HistoPipe, Prompt, RankingGroup, in_order
-from tailrace.app.simulator.types import Cluster, WorkloadGroup
+from tailrace.lab.simulator.types import Cluster, WorkloadGroup
 
 
 class Turn(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Literal
 from research.histopipe.batch import NO_DRAFTS, Drafts
 from research.histopipe.host import PipelineHost, Times
 from research.histopipe.policy import HistoPipe
-from tailrace.app.simulator.types import Cluster, WorkloadGroup
+from tailrace.lab.simulator.types import Cluster, WorkloadGroup
 
 Mode = Literal["sequential", "naive", "alternating", "tiers"]
 MODES: tuple[Mode, ...] = ("sequential", "naive", "alternating", "tiers")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from tailrace.app.simulator.acceptance import BestOf
-from tailrace.app.simulator.bounds import bounds
-from tailrace.app.simulator.decoupled import MOST_WINDOW, DraftModelSpeculation, DraftSetup, Odds
-from tailrace.app.simulator.hardware import replica_model
-from tailrace.app.simulator.host import simulate
-from tailrace.app.simulator.race_methods import mean_chance, race_methods_of, verifier_of
-from tailrace.app.simulator.scenario import Scenario
-from tailrace.app.simulator.types import Cluster, SimulatedRun
+from tailrace.lab.simulator.acceptance import BestOf
+from tailrace.lab.simulator.bounds import bounds
+from tailrace.lab.simulator.decoupled import MOST_WINDOW, DraftModelSpeculation, DraftSetup, Odds
+from tailrace.lab.simulator.hardware import replica_model
+from tailrace.lab.simulator.host import simulate
+from tailrace.lab.simulator.race_methods import mean_chance, race_methods_of, verifier_of
+from tailrace.lab.simulator.scenario import Scenario
+from tailrace.lab.simulator.types import Cluster, SimulatedRun
 from tailrace.policies.families.chunking import FixedChunks
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.models.spec_cost_model import DrafterCost, VerifierCost, published_tokens_s

@@ -10,9 +10,8 @@ from waiting import until
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
-from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config
+from tailrace.app.config import DEFAULT_CONFIG, GatewayApplication, HttpOptions, load_config, with_engine
 from tailrace.app.gateway.config import GatewayConfig
-from tailrace.app.verification.tokens import with_engine
 
 PROMPT = (5, 300, 7, 41)
 TOKENS = {"trainer": "trainer-" + "t" * 16, "evaluator": "evaluator-" + "e" * 16, "observer": "observer-" + "o" * 16}

@@ -7,9 +7,9 @@ from gateway_service import TOKENS, gateway
 from made_adapters import make_adapter
 
 from tailrace.app.calls.refused import AdapterRejected, UnknownAdapter
-from tailrace.app.verification.disturbances import kill_a_replica
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.http import Client
+from tailrace.lab.verification.disturbances import kill_a_replica
 from tailrace.policies.families.registry import Policies
 
 pytestmark = [pytest.mark.live, pytest.mark.long]

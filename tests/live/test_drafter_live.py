@@ -18,12 +18,12 @@ from benchmarks.drafting.decoupled import measure
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import service
 from tailrace.app.config import ServeFile
-from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.coordinator.journal import read_journal, replay
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.rollout import RolloutBatch
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
+from tailrace.lab.demo import PROMPTS
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import StartChunk
 from tailrace.policies.protocol.events import ChunkFinished

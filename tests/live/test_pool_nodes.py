@@ -10,12 +10,11 @@ from ray.exceptions import RayActorError
 
 from tailrace.app.calls.client import RolloutClient
 from tailrace.app.cluster import LOOPBACK_ONLY
-from tailrace.app.config import load_config
-from tailrace.app.demo import PROMPTS
+from tailrace.app.config import load_config, with_engine
 from tailrace.app.files.prompts import read_prompts
-from tailrace.app.verification.tokens import with_engine
 from tailrace.deployments.context.shard_set import ShardSet
 from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.lab.demo import PROMPTS
 from tailrace.policies.families.registry import Policies
 
 pytestmark = pytest.mark.long

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tailrace.app.config import DEFAULT_CONFIG
-from tailrace.app.verification.leftovers import processes_of
+from tailrace.lab.verification.leftovers import processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = '{"prompt_id": "a", "text": "One, two,"}\n'

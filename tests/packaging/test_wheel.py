@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 DATA = {
     "tailrace/py.typed", "tailrace/serve.yaml", "tailrace/serve.elastic.yaml", "tailrace/serve.gpu.yaml",
-    "tailrace/app/demo/prompts.jsonl", "tailrace/app/demo/recorded/about.json",
-    "tailrace/app/demo/recorded/static.journal.gz", "tailrace/app/demo/recorded/tailrace.journal.gz",
-    "tailrace/app/report/web/page.css", "tailrace/app/report/web/spans.js",
-    "tailrace/app/simulator/scenarios/das-7b-16k.yaml", "tailrace/deployments/draft_index/scorer_weights.json",
+    "tailrace/lab/demo/prompts.jsonl", "tailrace/lab/demo/recorded/about.json",
+    "tailrace/lab/demo/recorded/static.journal.gz", "tailrace/lab/demo/recorded/tailrace.journal.gz",
+    "tailrace/lab/report/web/page.css", "tailrace/lab/report/web/spans.js",
+    "tailrace/lab/simulator/scenarios/das-7b-16k.yaml", "tailrace/deployments/draft_index/scorer_weights.json",
 }  # fmt: skip
 HEAVY = ("ray", "vllm", "torch", "numba")
 
@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_product_and_its_data_alone(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"tailrace", next(top for top in tops if top.endswith(".dist-info"))}
     folders = {name.split("/")[1] for name in names if name.startswith("tailrace/") and name.count("/") > 1}
-    assert folders == {"app", "deployments", "kvpool", "policies"}
+    assert folders == {"app", "deployments", "kvpool", "policies", "lab"}
     tracked = done("git", "ls-files", *sorted(folders), cwd=ROOT).splitlines()
     assert {f"tailrace/{name}" for name in tracked if name.endswith(".py")} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.report.figures import save
+from tailrace.app.style.figures import save
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
 

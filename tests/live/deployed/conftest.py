@@ -7,7 +7,7 @@ from waiting import until
 
 from tailrace.app.cluster import service
 from tailrace.app.config import load_config
-from tailrace.app.verification.leftovers import processes_of
+from tailrace.lab.verification.leftovers import processes_of
 
 
 @pytest.fixture(scope="package")

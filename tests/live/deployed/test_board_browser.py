@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.app.verification.disturbances import kill_actors
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.lab.verification.disturbances import kill_actors
 
 ROOT = Path(__file__).resolve().parents[3]
 CHROMIUM = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")

@@ -3,10 +3,10 @@
 import asyncio
 
 from tailrace.app.config import load_config
-from tailrace.app.demo.outcome import read, write
-from tailrace.app.demo.page import page
-from tailrace.app.demo.runs import policies_of, roll_out, same_samples
 from tailrace.deployments.messages.rollout import PromptGroup
+from tailrace.lab.demo.outcome import read, write
+from tailrace.lab.demo.page import page
+from tailrace.lab.demo.runs import policies_of, roll_out, same_samples
 
 
 def test_both_runs_make_the_same_samples_and_a_page(client, tmp_path):

@@ -27,7 +27,7 @@ def runs(client):
 
     only = [part for name in KILLS for part in ("--only", name)]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
-        patch.setattr("tailrace.app.verification.chaos.service", shared)
+        patch.setattr("tailrace.lab.verification.chaos.service", shared)
         run(["pool", "chaos", "--samples", "2", "--max-tokens", "80", "--json", *only])
     result = json.loads(said.getvalue().splitlines()[-1])
     assert result["samples"] == 16

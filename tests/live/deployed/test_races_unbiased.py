@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
-from tailrace.app.verification.journaled import Journaled
-from tailrace.app.verification.runs import RACES
-from tailrace.app.verification.tokens import compare
 from tailrace.deployments.messages.rollout import GroupResult, RolloutBatch
+from tailrace.lab.demo import PROMPTS
+from tailrace.lab.verification.journaled import Journaled
+from tailrace.lab.verification.runs import RACES
+from tailrace.lab.verification.tokens import compare
 from tailrace.policies.families.registry import Policies
 
 pytestmark = pytest.mark.long

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from tailrace.app.calls.client import RolloutClient, RolloutRejected
-from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch, SampleResult
+from tailrace.lab.demo import PROMPTS
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import SampleEnd
 

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from tailrace.app.calls.client import RolloutClient, WeightsRejected
-from tailrace.app.demo import PROMPTS
 from tailrace.app.files.prompts import read_prompts
-from tailrace.app.verification.disturbances import kill_a_replica
-from tailrace.app.verification.weights_update import crossing, first_chunks
 from tailrace.deployments.messages.rollout import RolloutBatch
+from tailrace.lab.demo import PROMPTS
+from tailrace.lab.verification.disturbances import kill_a_replica
+from tailrace.lab.verification.weights_update import crossing, first_chunks
 from tailrace.policies.families.registry import Policies
 
 WAIT_S = 120.0

@@ -12,8 +12,8 @@ from ray import serve
 from waiting import until
 
 from tailrace.app.calls.client import RolloutClient, RolloutRejected
-from tailrace.app.verification.disturbances import kill_actors, kill_the_coordinator
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.lab.verification.disturbances import kill_actors, kill_the_coordinator
 from tailrace.policies.families.registry import Policies
 
 LONG_TOKENS = 2000

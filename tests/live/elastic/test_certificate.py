@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.app.cli import run
 from tailrace.app.config import ServeFile
-from tailrace.app.demo import PROMPTS
+from tailrace.lab.demo import PROMPTS
 
 SHORT, LONG = ("raced",), ("raced", "scaled_down", "replica_killed")
 
@@ -32,7 +32,7 @@ def test_every_run_is_identical_and_a_corruption_is_named(names, client, file, m
         assert without_a_draft_model(wanted) == without_a_draft_model(file) and address is None
         yield client
 
-    monkeypatch.setattr("tailrace.app.verification.tokens.service", shared)
+    monkeypatch.setattr("tailrace.lab.verification.tokens.service", shared)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:4]))
     what = ["--prompts", str(prompts), "--samples", "3", "--max-tokens", "72", "--only", "runs", "--corrupt", "--json"]

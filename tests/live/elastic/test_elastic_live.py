@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tailrace.app.cluster import LOOPBACK_ONLY
-from tailrace.app.verification.runs import RACES
 from tailrace.deployments.coordinator.journal import read_journal, replay
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.lab.verification.runs import RACES
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import AbortChunk, StartChunk
 from tailrace.policies.protocol.events import ChunkFinished

@@ -2,9 +2,9 @@
 
 import json
 
-from tailrace.app.commands.checks.engine_fuzz import DRAFTS
-from tailrace.app.fuzz.engine.engine_campaign import engine_campaign
-from tailrace.app.fuzz.engine.hosted import HostedEngine
+from tailrace.lab.commands.engine_fuzz import DRAFTS
+from tailrace.lab.fuzz.engine.engine_campaign import engine_campaign
+from tailrace.lab.fuzz.engine.hosted import HostedEngine
 
 SECONDS, SEED = 40.0, 46
 

@@ -201,8 +201,7 @@ def test_vllms_own_transfer_engines_bring_weights_to_a_gpu_service(tiny_model, o
     from vllm.utils.network_utils import get_open_port
 
     from tailrace.app.cluster import service
-    from tailrace.app.config import load_config
-    from tailrace.app.verification.tokens import with_engine
+    from tailrace.app.config import load_config, with_engine
     from tailrace.app.weights.receiver import weights_receiver
 
     if backend == "nccl" and torch.cuda.device_count() < 2:

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from tailrace.app.calls.client import RolloutClient, WeightsRejected
 from tailrace.app.model import perturbed
-from tailrace.app.verification.disturbances import kill_actors
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.lab.verification.disturbances import kill_actors
 
 GROUPS = tuple(
     PromptGroup(prompt_id=str(i), text=text, samples=2, max_tokens=24)

@@ -82,7 +82,7 @@ class UserCluster:
 
         until(lambda: state() == "RUNNING", wait_s)
 
-    def rollout(self, name: str, prompts: str = "app/demo/prompts.jsonl") -> subprocess.Popen:
+    def rollout(self, name: str, prompts: str = "lab/demo/prompts.jsonl") -> subprocess.Popen:
         """Start `tailrace rollout` on the head; its groups go to ~/NAME.jsonl there."""
         command = (
             f"cd ~/tailrace && {TOKEN} .venv/bin/python -m tailrace rollout --address auto --config hosts.yaml"

@@ -8,11 +8,11 @@ from virtual_cluster import play
 
 from tailrace.app.calls.cells import CellClients
 from tailrace.app.calls.client import RolloutClient
-from tailrace.app.fuzz.drivers import TaskHeartbeat
-from tailrace.app.fuzz.handles import IngressHandle
-from tailrace.app.fuzz.virtual_time import Process
 from tailrace.deployments.cells.lender import Lender
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
+from tailrace.lab.fuzz.drivers import TaskHeartbeat
+from tailrace.lab.fuzz.handles import IngressHandle
+from tailrace.lab.fuzz.virtual_time import Process
 from tailrace.policies.models.lending import cell_of
 
 CELLS = ("first", "second")

@@ -5,10 +5,10 @@ from hashlib import blake2b
 import pytest
 from virtual_cluster import play_gateway, quiet, under_way
 
-from tailrace.app.fuzz import replica, stepper
 from tailrace.app.gateway import control_routes
 from tailrace.app.gateway.control_routes import REFUSED
 from tailrace.deployments.messages.roles import Role
+from tailrace.lab.fuzz import replica, stepper
 
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
 

@@ -16,16 +16,6 @@ from ray.exceptions import OutOfMemoryError
 
 from tailrace.app.calls.client import QuotaExceeded, RolloutClient
 from tailrace.app.cli import main
-from tailrace.app.fuzz import replica, stepper
-from tailrace.app.fuzz.campaign import campaign, outcome_of
-from tailrace.app.fuzz.cluster import SimulatedCluster
-from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.faults import KINDS
-from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.odd.engine_faults import OF_ENGINES
-from tailrace.app.fuzz.odd.plan import ODDITIES
-from tailrace.app.fuzz.run import end_of, plan_of, run, shortened
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.deployments.batches import deliveries
 from tailrace.deployments.batches.open_batch import GroupIdentity
 from tailrace.deployments.batches.open_sessions import OpenSessions
@@ -39,6 +29,16 @@ from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.suspects import Suspects
 from tailrace.deployments.messages.rollout import GroupResult, PromptGroup, Rejected, RejectedBy, RolloutBatch
 from tailrace.deployments.telemetry import Telemetry
+from tailrace.lab.fuzz import replica, stepper
+from tailrace.lab.fuzz.campaign import campaign, outcome_of
+from tailrace.lab.fuzz.cluster import SimulatedCluster
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.faults import KINDS
+from tailrace.lab.fuzz.log_disk import LogDisk
+from tailrace.lab.fuzz.odd.engine_faults import OF_ENGINES
+from tailrace.lab.fuzz.odd.plan import ODDITIES
+from tailrace.lab.fuzz.run import end_of, plan_of, run, shortened
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 from tailrace.policies.core import failures, unassigned
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.registry import Policies
@@ -157,9 +157,9 @@ def test_the_same_seed_gives_the_same_history():
 
 
 PRINTS_OUTCOMES = """
-from tailrace.app.fuzz.campaign import _run_all
-from tailrace.app.fuzz.faults import KINDS
-from tailrace.app.fuzz.odd.plan import ODDITIES
+from tailrace.lab.fuzz.campaign import _run_all
+from tailrace.lab.fuzz.faults import KINDS
+from tailrace.lab.fuzz.odd.plan import ODDITIES
 for outcome in _run_all((8000012, 8000035, 8000702), (*KINDS, *ODDITIES)):
     print(outcome.samples, outcome.tokens, outcome.seconds)
 """

@@ -10,14 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from virtual_cluster import play as play_on
 from virtual_cluster import play_gateway
 
-from tailrace.app.fuzz.cluster import SimulatedPrompts
-from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.stepper import EOS, VOCABULARY
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.quotas import Quotas
 from tailrace.deployments.messages.roles import Role
+from tailrace.lab.fuzz.cluster import SimulatedPrompts
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.stepper import EOS, VOCABULARY
 
 PROMPT = [5, 6, 7]
 CHUNKS = {"policies": {"chunking": {"type": "fixed", "chunk_tokens": 20}}}

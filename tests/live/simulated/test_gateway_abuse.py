@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tailrace.app.fuzz.cluster import SimulatedCluster, SimulatedPrompts
-from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.run import end_of, plan_of
-from tailrace.app.fuzz.virtual_time import VirtualLoop
 from tailrace.app.gateway import service
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.deployments.messages.liveness import LEASE_S
+from tailrace.lab.fuzz.cluster import SimulatedCluster, SimulatedPrompts
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.log_disk import LogDisk
+from tailrace.lab.fuzz.run import end_of, plan_of
+from tailrace.lab.fuzz.virtual_time import VirtualLoop
 
 TOKEN = "evaluator-" + "e" * 16
 MAX_OPEN, MAX_BODY_BYTES = 40, 100_000

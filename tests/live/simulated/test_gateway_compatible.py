@@ -8,13 +8,13 @@ import pytest
 from virtual_cluster import play as play_on
 
 from simulated.test_gateway import ChattingPrompts
-from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.stepper import EOS
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.edge.json_body import MAX_DEPTH
 from tailrace.app.gateway.requests import NEUTRAL
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.stepper import EOS
 
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 USER = {"role": "user", "content": "5 6"}

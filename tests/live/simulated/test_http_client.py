@@ -13,18 +13,18 @@ import pytest
 import uvicorn
 from waiting import until
 
-from tailrace.app.fuzz import cluster
-from tailrace.app.fuzz.cluster import SimulatedCluster, SimulatedPrompts
-from tailrace.app.fuzz.drivers import driver_client
-from tailrace.app.fuzz.log_disk import LogDisk
-from tailrace.app.fuzz.run import plan_of
 from tailrace.app.gateway import service
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
-from tailrace.app.verification.over_http import over_http
 from tailrace.deployments.messages.delivery import WINDOW_BYTES
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.http import Client
+from tailrace.lab.fuzz import cluster
+from tailrace.lab.fuzz.cluster import SimulatedCluster, SimulatedPrompts
+from tailrace.lab.fuzz.drivers import driver_client
+from tailrace.lab.fuzz.log_disk import LogDisk
+from tailrace.lab.fuzz.run import plan_of
+from tailrace.lab.verification.over_http import over_http
 
 GROUPS = tuple(PromptGroup(prompt_id=f"é{n}", token_ids=(n + 1, 2), samples=4, max_tokens=90) for n in range(6))
 BATCH = RolloutBatch(batch_id="b", groups=GROUPS, seed=3, step=2)

@@ -8,8 +8,8 @@ import pytest
 
 from simulated.test_sessions import PROMPT, play  # noqa: F401 - a fixture
 from tailrace.app.calls.session import RolloutSession
-from tailrace.app.fuzz.stepper import BLOCK_TOKENS, EOS
 from tailrace.deployments.messages.session import SampleAnswer
+from tailrace.lab.fuzz.stepper import BLOCK_TOKENS, EOS
 from tailrace.policies.core.length_tracker import LengthTracker
 from tailrace.policies.families.registry import Policies
 

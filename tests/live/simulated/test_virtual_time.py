@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from tailrace.app.fuzz.virtual_time import Process, VirtualLoop
+from tailrace.lab.fuzz.virtual_time import Process, VirtualLoop
 
 
 def history(orders: Random | None) -> list[str]:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tailrace.app.config import load_config
-from tailrace.app.train.certificate.runs import measure, training
-from tailrace.app.verification.tokens import with_engine
+from tailrace.app.config import load_config, with_engine
+from tailrace.lab.training_certificate.runs import measure, training
 
 
 @pytest.mark.long

@@ -10,12 +10,12 @@ from live.trainers.test_run import TASK, config_of, run
 from pydantic import ValidationError
 
 from tailrace.app.errors import BadInput, Failed
-from tailrace.app.train.certificate.driver import backward_order
 from tailrace.app.train.gradients.gradient_order import by_expected_length
 from tailrace.app.train.group_trainer import GroupTrainer, parts
 from tailrace.app.train.record.run_folder import RunFolder
 from tailrace.app.train.run import train
 from tailrace.app.train.task import TaskConfig, read_task
+from tailrace.lab.training_certificate.driver import backward_order
 from tailrace.policies.protocol.actions import SampleEnd
 
 

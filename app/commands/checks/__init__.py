@@ -1,1 +1,0 @@
-"""Commands that check the service: every token, under faults and over repeated runs."""

@@ -1,0 +1,1 @@
+"""Commands that simulate, verify, disturb or draw; `app/cli.py` lists them."""

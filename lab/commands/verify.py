@@ -1,0 +1,160 @@
+"""`tailrace verify`: exit 0 when scheduling changed no token, 1 with sample and position when it did."""
+
+import json
+from pathlib import Path
+
+import click
+
+from tailrace.app.allow_code import allow_code_option
+from tailrace.app.config import DEFAULT_CONFIG, load_config
+from tailrace.app.errors import BadInput, Failed
+from tailrace.app.files.prompts import read_prompts
+from tailrace.lab.demo import PROMPTS
+
+
+@click.command()
+@click.option("--prompts", type=click.Path(path_type=Path), default=PROMPTS, show_default="the demo's")
+@click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Samples per prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Per sample.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--config", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default="serve.yaml")
+@allow_code_option
+@click.option(
+    "--kv-on-update",
+    type=click.Choice(["fresh", "keep"]),
+    default="fresh",
+    show_default=True,
+    help="keep leaves the weights version out of the keys of samples under way: the update check must fail.",
+)
+@click.option(
+    "--only", type=click.Choice(["runs", "update"]), default=None, show_default="both", help="One half of the check."
+)
+@click.option("--runs", "names", multiple=True, metavar="NAME",
+              help="Only the reference and this run; may be repeated.")  # fmt: skip
+@click.option("--train", is_flag=True, help="The certificate of learning instead: whole training steps, to the bit.")
+@click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, help="Of --train.")
+@click.option("--corrupt", "corrupted", is_flag=True,
+              help="Change one token of the last run, or the order of gradients: the check must fail.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The certificate as one JSON object, the last line of stdout.")
+def command(prompts, samples, max_tokens, seed, config, kv_on_update, only, names, train, steps, corrupted, as_json):
+    """Show that tokens do not depend on chunks, replicas, pool, batch, drafts or a crash, and that no stale KV is read.
+
+    The whole check takes about half an hour on two cores, mainly for decoding; fewer or shorter samples take less.
+    """
+    _refuse_options_of_the_other_certificate(click.get_current_context(), train)
+    file = load_config(config)
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    if train:
+        from tailrace.lab.commands.verify_train import verify_train
+
+        verify_train(file, steps, corrupted, as_json, say)
+        return
+    sampling = {"temperature": 1.0}
+    wanted = read_prompts(prompts, {"samples": samples, "max_tokens": max_tokens, "sampling": sampling})
+    from tailrace.deployments.messages.rollout import RolloutBatch
+    from tailrace.lab.verification.tokens import certificate, corrupt, roll_all
+
+    runs = _chosen(names)
+    batch = RolloutBatch(batch_id="verify", groups=wanted, seed=seed)
+
+    result = {"identical": True, "runs": []}
+    if only != "update":
+        rolled = roll_all(file, batch, runs, say)
+        if corrupted:
+            last = rolled[runs[-1].name]
+            last["groups"] = corrupt(last["groups"])
+        result = certificate(rolled, file.application.args.engine.close_call_tolerance)
+    if only != "runs":
+        update = _update(file, batch, kv_on_update, say)
+        result |= {"update": update, "identical": result["identical"] and update["identical"]}
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        _print(result)
+    _fail_where_it_differs(result)
+
+
+OF_TOKENS = ("prompts", "samples", "max_tokens", "seed", "kv_on_update", "only", "names")
+"""Options of the certificate of tokens alone."""
+
+
+def _refuse_options_of_the_other_certificate(context: click.Context, train: bool) -> None:
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is not click.core.ParameterSource.DEFAULT
+        if given and parameter.name in (OF_TOKENS if train else ("steps",)):
+            fault = "is not an option of --train, whose sizes are fixed" if train else "is an option of --train alone"
+            raise BadInput(f"{parameter.opts[0]}: {fault}; leave it out")
+
+
+def _chosen(names: tuple[str, ...]) -> list:
+    """The runs of these names, after their references; all if none is named."""
+    from tailrace.lab.verification.runs import RUNS
+
+    known = [run.name for run in RUNS]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise BadInput(f"--runs {unknown}: known: {', '.join(known)}")
+    wanted = [run for run in RUNS if not names or run.name in names]
+    kinds = {RUNS[0].kind, *(run.kind for run in wanted)}
+    references = [next(run for run in RUNS if run.kind == kind) for kind in kinds]
+    return [run for run in RUNS if run in wanted or run in references]
+
+
+def _update(file, batch, kv_on_update, say) -> dict:
+    """The update certificate, over a change to weights made from the configured ones."""
+    import tempfile
+
+    from tailrace.app.model import perturbed, resolve_model
+    from tailrace.lab.verification.weights_update import measure
+
+    with tempfile.TemporaryDirectory(prefix="tailrace-weights-") as folder:
+        say("making other weights")
+        weights = perturbed(resolve_model(file.application.args.engine.model), Path(folder) / "other")
+        return measure(file, batch, weights, kv_on_update, say)
+
+
+def _fail_where_it_differs(result: dict) -> None:
+    wrong = next((run for run in result["runs"] if not run["identical"]), None)
+    if wrong is not None:
+        at = wrong["first_difference"]
+        raise Failed(
+            f"run {wrong['name']} differs: prompt {at['prompt_id']!r} sample {at['sample_index']} "
+            f"position {at['position']}: {at['what']}"
+        )
+    update = result.get("update")
+    if update is not None and not update["identical"]:
+        at = update["first_difference"]
+        where = f"; first at prompt {at['prompt_id']!r}, position {at['position']}" if at else ""
+        raise Failed(
+            f"after the update {update['samples']} samples continued, {update['old_kv_hit_tokens']} tokens of old KV "
+            f"were read, and tokens {'differ' if at else 'agree'}{where}"
+        )
+
+
+def _print(result: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tailrace.lab.verification.closeness import sentences
+
+    if update := result.get("update"):
+        Console().print("update:", ", ".join(f"{key} {value}" for key, value in update.items()))
+    if not result["runs"]:
+        return
+    table = Table(title=f"{result['samples']} samples, {result['tokens']} tokens")
+    columns = (
+        "run seconds drafting identical chunked moved pulled raced drafted by_model accepted noise close redrawn note"
+    )
+    for column in columns.split():
+        table.add_column(column.replace("_", " "))
+    for run in result["runs"]:
+        kept = ("name", "seconds", "drafting", "identical", "chunked_share", "moved_samples", "pulled_tokens", "races")
+        kept += ("drafted_tokens", "model_tokens", "accepted_share")
+        cells = [run[key] for key in kept]
+        sure = (f"{run['max_logprob_difference']:.1e}", str(run["close_calls"]), str(run["redraws"]))
+        table.add_row(*map(str, cells), *sure, run["note"] or "")
+    Console().print(table)
+    Console().print("\n".join(sentences(result)), highlight=False)

@@ -1,0 +1,90 @@
+"""The outcome of the demo: both runs by their journals, and their figures against each other. Times in seconds.
+
+A live demo and a replay of the packaged one go the same way from here: a folder with two journals and `about.json`.
+Called by the demo's page and by `tailrace demo`.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.app.commands.rollout import JOURNAL
+from tailrace.app.errors import BadInput
+from tailrace.app.files.output_file import OutputFile, OutputKind
+from tailrace.lab.simulator.report import number, percent, summary
+from tailrace.lab.timeline.record import Record, record
+
+ABOUT = OutputKind("the figures of a demo", (b'{\n "cores": ',))
+
+RECORDED = Path(__file__).parent / "recorded"
+"""A live demo that was recorded, in the package."""
+
+NAMES = {"static": "static groups", "tailrace": "tailrace"}
+"""Runs, the baseline first, and the words for them."""
+
+HEADS = ["", "makespan s", "tail s", "tail", "tokens/s", "idle", "moves"]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOutcome:
+    """`records` by run. `about`: cores, replicas, version, and how many samples have the same tokens in both runs."""
+
+    records: Mapping[str, Record]
+    about: Mapping[str, int | str]
+
+    def figures(self) -> dict:
+        """By run the simulator's summary; `ratio` and `tail_ratio`: the baseline's seconds over Tailrace's."""
+        runs = {name: summary(of_run.run) for name, of_run in self.records.items()}
+        static, ours = runs.values()
+        return {
+            "runs": runs,
+            "ratio": round(static["makespan_s"] / ours["makespan_s"], 3),
+            "tail_ratio": round(static["tail_s"] / ours["tail_s"], 3) if ours["tail_s"] else None,
+            **self.about,
+        }
+
+
+def output_files(folder: Path) -> dict[str, OutputFile]:
+    """The files of a demo that is to be written, by run, and `about`. Raises BadInput if other files are in their
+    places."""
+    files = {name: OutputFile(_journal(folder, name), "--out", JOURNAL) for name in NAMES}
+    return files | {"about": OutputFile(folder / "about.json", "--out", ABOUT)}
+
+
+def write(folder: Path, journals: Mapping[str, str], about: Mapping[str, int | str]) -> None:
+    """The demo's files, which `read` takes. gzip without a time: the same runs are the same bytes."""
+    files = output_files(folder)
+    for name, journal in journals.items():
+        files[name].write(gzip.compress(journal.encode(), mtime=0))
+    files["about"].write(json.dumps(about, indent=1) + "\n")
+
+
+def read(folder: Path) -> DemoOutcome:
+    """Raises BadInput where a file is missing or damaged."""
+    records = {}
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        for name in NAMES:
+            with gzip.open(_journal(folder, name), "rt", encoding="utf-8") as lines:
+                records[name] = record(lines)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise BadInput(f"{folder}: holds no demo: {error}; `tailrace demo --out {folder}` makes one") from error
+    return DemoOutcome(records, about)
+
+
+def table(figures: Mapping) -> list[list[str]]:
+    """Heads, then a row for each run."""
+    return [HEADS, *(_row(NAMES[name], run) for name, run in figures["runs"].items())]
+
+
+def _row(name: str, run: Mapping) -> list[str]:
+    seconds = [number(run["makespan_s"]), number(run["tail_s"])]
+    shares = [percent(run["tail_share"]), number(run["tokens_per_s"]), percent(run["idle_share"])]
+    return [name, *seconds, *shares, f"{run['moves']:,}"]
+
+
+def _journal(folder: Path, name: str) -> Path:
+    return folder / f"{name}.journal.gz"

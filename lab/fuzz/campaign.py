@@ -1,0 +1,64 @@
+"""Many seeds on all cores: outcomes as they come, and the shortest plan of one that fails."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import islice
+from multiprocessing import get_context
+
+from tailrace.lab.fuzz.odd.plan import PLAIN
+from tailrace.lab.fuzz.run import SINGLES_SHARE, Outcome, RunPlan, plan_of, run
+
+BATCH = 8
+"""Seeds that a process runs in a row."""
+
+
+def campaign(seeds: Iterable[int], kinds: tuple[str, ...], workers: int | None = None) -> Iterator[Outcome]:
+    """Runs all seeds, with faults of these kinds. Yields outcomes in no order."""
+    pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"))
+    try:
+        for job in as_completed([pool.submit(_run_all, several, kinds) for several in _batches(seeds)]):
+            yield from job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # not by `with`, which shuts down again and cancels nothing
+
+
+def _batches(seeds: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    left = iter(seeds)
+    while several := tuple(islice(left, BATCH)):
+        yield several
+
+
+def _run_all(seeds: tuple[int, ...], kinds: tuple[str, ...]) -> list[Outcome]:
+    logging.disable(logging.ERROR)  # contained errors are expected here
+    gc.collect()
+    gc.freeze()  # each run collects its own garbage; the modules need not be looked at again
+    gc.set_threshold(50_000)  # and at its end: in between, 700 allocations are too few to look for it
+    return [outcome_of(seed, kinds) for seed in seeds]
+
+
+def outcome_of(seed: int, kinds: tuple[str, ...], singles: float = SINGLES_SHARE) -> Outcome:
+    """Runs one seed, see `plan_of`. An exception of the simulation itself is a failure too."""
+    plan = plan_of(seed, kinds, singles)
+    try:
+        return run(plan)
+    except Exception as error:  # noqa: BLE001 - the edge of a run: the seed is named, the others continue
+        return Outcome(seed, f"the simulation ended with {error!r}", plan.all_faults)
+
+
+def described(plan: RunPlan) -> list[str]:
+    """A plan in lines, for people."""
+    size = plan.size
+    lines = [f"seed {plan.seed}: {size.replicas} replicas, limits {size.limits}, policies {size.policies}"]
+    for d in plan.drivers:
+        odd = [kind for kind in ("hasty", "impossible") if getattr(d, kind)]
+        work = f"{d.steps} steps of {d.groups} x {d.samples} x {d.max_tokens}"
+        lines.append(" ".join([f"  driver {d.name}: {work}", *odd]))
+    lines += [
+        f"  at {f.at_s:6.2f} s {f.kind} (target {f.target}, {f.seconds} s, number {f.number})" for f in plan.all_faults
+    ]
+    if plan.odd != PLAIN:
+        lines.append(f"  {plan.odd}")
+    return lines

@@ -1,0 +1,56 @@
+"""Sampling parameters that are fine each by itself, and that leave no token, or ask for an end that cannot come."""
+
+from typing import Any
+
+from tailrace.lab.fuzz.engine.values import EOS, VOCABULARY
+
+BANNED = [[260, -100.0], [504, -100.0]]
+CONTRADICTIONS: list[dict[str, Any]] = [
+    {"allowed_token_ids": [EOS], "min_tokens": 3},
+    {"allowed_token_ids": [EOS], "min_tokens": 3, "temperature": 0.0},
+    {"allowed_token_ids": [28], "bad_words": [","]},
+    {"allowed_token_ids": [28], "bad_words": [","], "temperature": 0.0},
+    {"allowed_token_ids": [28, 260], "bad_words": [",", "the", " the"], "top_k": 1},
+    {"allowed_token_ids": [28, EOS], "bad_words": [","], "min_tokens": 4},
+    {"allowed_token_ids": [260, 504], "logit_bias": BANNED},
+    {"allowed_token_ids": [260, 504], "logit_bias": BANNED, "temperature": 0.0},
+    {"allowed_token_ids": [260, 504], "logit_bias": [[260, -100.0]] * 50},
+    {"allowed_token_ids": [28], "stop_token_ids": [28], "min_tokens": 5},
+    {"stop_token_ids": [VOCABULARY + 7], "min_tokens": 1},
+    {"stop_token_ids": [-1], "min_tokens": 2},
+    {"stop_token_ids": {"$repeat": [[EOS], 1_000]}, "min_tokens": 2},
+    {"structured_outputs": {"choice": ["heron"]}, "allowed_token_ids": [28]},
+    {"structured_outputs": {"choice": ["heron"]}, "bad_words": ["heron", "her", "h"]},
+    {"structured_outputs": {"choice": ["heron"]}, "logit_bias": [[EOS, -100.0]]},
+    {"structured_outputs": {"choice": ["ab"]}, "stop": ["a"]},
+    {"structured_outputs": {"regex": "a{3}"}, "allowed_token_ids": [EOS]},
+    {"structured_outputs": {"regex": "a{3}"}, "stop_token_ids": [81], "temperature": 0.0},
+    {"structured_outputs": {"regex": "[0-9]{2}"}, "min_tokens": 1},
+    {"structured_outputs": {"regex": "a|b"}, "repetition_penalty": 5e-324},
+    {"structured_outputs": {"regex": "\\S{5}"}, "top_p": 5e-324, "temperature": 100.0},
+    {"structured_outputs": {"json_object": True}, "allowed_token_ids": [107]},
+    {"structured_outputs": {"json_object": True}, "bad_words": ["{", " {"]},
+    {"temperature": 5e-324, "top_p": 5e-324, "min_p": 1.0, "top_k": 1},
+    {"temperature": 1e-45, "logit_bias": [[260, 100.0], [504, 100.0]]},
+    {"temperature": 3e38, "top_p": 1e-45},
+    {"temperature": 1e-38, "repetition_penalty": 1e-38},
+    {"repetition_penalty": 1e-45, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+    {"repetition_penalty": 5e-324, "temperature": 5e-324},
+    {"frequency_penalty": -2.0, "presence_penalty": -2.0, "repetition_penalty": 0.001},
+    {"min_p": 1.0, "temperature": 0.0, "top_k": 1},
+    {"min_p": 1.0, "temperature": 100.0},
+    {"sampling_mask": True, "top_k": 512, "top_p": 5e-324},
+    {"sampling_mask": True, "top_k": 512, "allowed_token_ids": [260]},
+    {"sampling_mask": True, "top_k": 5, "allowed_token_ids": [28], "bad_words": [","]},
+    {"top_logprobs": 128, "allowed_token_ids": [260]},
+    {"top_logprobs": 5, "allowed_token_ids": [28], "bad_words": [","]},
+    {"top_logprobs": 128, "temperature": 5e-324},
+    {"ignore_eos": True, "stop_token_ids": [EOS]},
+    {"ignore_eos": True, "min_tokens": 12, "logit_bias": [[EOS, 100.0]]},
+    {"ignore_eos": True, "allowed_token_ids": [EOS]},
+    {"stop": ["a", "b", "c", "d", "e", "f", "g", "h"], "min_tokens": 5},
+    {"bad_words": ["a", "b", "c", "d", "e", "f", "g", "h", " ", ",", "."], "temperature": 0.0},
+    {"bad_words": ["<|im_end|>", "<|endoftext|>"]},
+    {"logit_bias": {"260": 100.0}, "bad_words": [" the"], "temperature": 0.0},
+]
+"""Each is one odd request's sampling, with the prompt and lengths of a usual one."""

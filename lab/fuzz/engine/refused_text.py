@@ -1,0 +1,28 @@
+"""Refusals as people read them: one line that names the field, not too long, of characters that every door can send."""
+
+from tailrace.lab.fuzz.engine.fields import BATCH_FIELDS, CHUNK, GROUP, SAMPLING, SESSION_FIELDS
+
+MAX_CHARACTERS = 1_000
+FIELDS = frozenset((*SAMPLING, *GROUP, *SESSION_FIELDS, *BATCH_FIELDS, *CHUNK))
+OTHER_NAMES = "prompt", "context", "answer", "wants weights", "already running"
+"""Words that name the input where no single field is at fault."""
+
+
+def printable(text: str) -> str:
+    """Returns the text with half surrogate pairs written out: no stream takes them."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def fault(text: str) -> str | None:
+    """Returns in one line why a refusal is not fit to be read, or None."""
+    if not text.strip() or len(text.splitlines()) != 1:
+        return f"it has {len(text.splitlines())} lines: {text[:300]!r}"
+    if len(text) > MAX_CHARACTERS:
+        return f"it has {len(text)} characters: {text[:200]!r}"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"it is no Unicode: {text[:300]!r}"
+    if not any(name in text for name in (*FIELDS, *OTHER_NAMES)):
+        return f"it names no field: {text[:300]!r}"
+    return None

@@ -1,0 +1,51 @@
+"""Faults of the actors around the engines: the pool's master, and the shards of the group context."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from tailrace.deployments.context.shard_set import ShardSet
+
+if TYPE_CHECKING:
+    from tailrace.lab.fuzz.faults import Fault, FaultSite
+
+MAX_SHARDS = 4
+
+
+def meets(problem: str) -> Callable:
+    """An actor's calls meet this problem for a while, see `Actor`."""
+
+    async def do(site: "FaultSite", fault: "Fault") -> None:
+        cluster = site.cluster
+        actors = [cluster.master] if cluster.master else []
+        actors += cluster.shards.shards.values() if cluster.shards else []
+        if actors:
+            actor = actors[fault.target % len(actors)]
+            actor.problem = problem
+            await asyncio.sleep(fault.seconds)
+            actor.problem = None
+
+    return do
+
+
+async def master_restarts(site: "FaultSite", fault: "Fault") -> None:
+    """The master loses every key."""
+    if site.cluster.master:
+        site.cluster.master.restart()
+
+
+async def shard_dies(site: "FaultSite", fault: "Fault") -> None:
+    """A shard's process dies, and is started again."""
+    if site.cluster.shards:
+        site.cluster.shards.kill(fault.target)
+
+
+async def other_shards(site: "FaultSite", fault: "Fault") -> None:
+    """Another number of shards, at any time; the coordinator asks for its own soon."""
+    if site.cluster.shards:
+        with contextlib.suppress(RayError, RayServeException, asyncio.CancelledError, OSError):
+            await site.cluster.shards.at(0).resize.remote(1 + fault.number % MAX_SHARDS, ShardSet(0, 0))

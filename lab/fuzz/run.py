@@ -1,0 +1,283 @@
+"""One run of the shell simulation: a seed in, an outcome out. Also shortens the schedule of a run that fails.
+
+Checked: every driver ends once the faults are over; every token is right; no loop of the coordinator ends; no task's
+exception stays unread; nothing is left over in the books.
+"""
+
+import asyncio
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from tailrace.deployments.messages.delivery import WINDOW_BYTES
+from tailrace.deployments.staging.slots import SHARED_MEMORY
+from tailrace.lab.fuzz.checks import Ledger, Wrong
+from tailrace.lab.fuzz.cluster import SimulatedCluster, Size
+from tailrace.lab.fuzz.drivers import DriverPlan, SimulatedDriver
+from tailrace.lab.fuzz.faults import KINDS, Fault, FaultSite, schedule
+from tailrace.lab.fuzz.log_disk import KINDS as LOG_DISKS
+from tailrace.lab.fuzz.log_disk import LogDisk
+from tailrace.lab.fuzz.odd.idle_watch import IdleWatch
+from tailrace.lab.fuzz.odd.plan import PLAIN, Oddities, OddPlan
+from tailrace.lab.fuzz.odd.policies import Trouble, oddly
+from tailrace.lab.fuzz.virtual_time import Deadlock, Process, VirtualLoop
+
+FAULTS_S = 60.0
+"""Seconds of a run in which faults begin."""
+
+END_S = 4000.0
+"""Until then every driver must have ended: a load of weights may wait 600 s for a replica, a step in vain for 60 s."""
+
+SETTLE_S = 80.0
+"""Seconds until nothing may be left over: a lease lasts 60 s, Ray takes a silent host for dead after 73 s."""
+
+LATE_S = 5.0
+"""Seconds after the last late answer of an engine until it is taken, at the longest."""
+
+LOOK_S = 5
+"""Seconds between looks at samples that wait."""
+
+FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+"""Of the files of runs; None for the system's own: a disk takes a quarter of their time."""
+
+SINGLES_SHARE = 0.3
+ADAPTED_SHARE = 0.3
+"""Of drivers that load an adapter before each step."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All of a run: `seed` gives latencies and boot times."""
+
+    seed: int
+    size: Size
+    drivers: tuple[DriverPlan, ...]
+    faults: tuple[Fault, ...]
+    odd: OddPlan = PLAIN
+
+    @property
+    def all_faults(self) -> tuple[Fault, ...]:
+        return self.faults + self.odd.faults
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`problem`: one line, or None. `seconds`: virtual ones until the last driver had ended."""
+
+    seed: int
+    problem: str | None
+    faults: tuple[Fault, ...]
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def plan_of(seed: int, kinds: tuple[str, ...] = tuple(KINDS), singles: float = SINGLES_SHARE) -> RunPlan:
+    """The plan of a seed. `kinds`: of faults and oddities. `singles`: share of drivers that ask for single samples."""
+    odd = Oddities(seed, kinds)
+    asking, adapting = Random(f"singles/{seed}"), Random(f"adapters/{seed}")
+    rng = Random(f"plan/{seed}")
+    shares = Random(f"shares/{seed}")
+    replicas = rng.randint(1, 4)
+    policies = {
+        "ordering": {"type": rng.choice(("fcfs", "seer", "remaining_first", "group_static"))},
+        "placement": {"type": rng.choice(("least_kv", "round_robin", "cost_aware", "pinned"))},
+        "chunking": {"type": "fixed", "chunk_tokens": rng.choice((8, 16, 64))},
+        "kv_on_update": {"type": rng.choice(("fresh", "keep"))},
+        "prefetch": {"type": rng.choice(("off", "next_up"))},
+        "fairness": {"type": shares.choice(("fair_shares", "fair_shares", "one_queue"))},
+    }
+    limits = None
+    if rng.random() < 0.3:
+        limits = rng.randint(0, 1), replicas + 1
+        policies["tail"] = {"type": rng.choice(("hold", "release", "consolidate", "auto"))}
+    size = Size(
+        replicas=replicas,
+        limits=limits,
+        pooled=rng.random() < 0.5,
+        contexts=rng.random() < 0.5,
+        mean_tokens=rng.choice((20, 60, 200)),
+        step_tokens=rng.choice((1, 4, 16)),
+        step_s=rng.choice((0.05, 0.2, 1.0)),
+        kv_capacity_blocks=rng.choice((64, 400)),
+        policies=policies,
+        window_bytes=shares.choice((1, 20_000, WINDOW_BYTES)),
+    )
+    drivers = tuple(
+        DriverPlan(
+            name=f"d{number}",
+            steps=rng.randint(1, 3),
+            groups=rng.randint(1, 4),
+            samples=rng.randint(1, 6),
+            max_tokens=rng.choice((16, 64, 256)),
+            updates=number == 0 and rng.random() < 0.6,
+            until_s=FAULTS_S,
+            pause_s=rng.choice((0.0, 2.0, 10.0)),
+            seed=seed,
+            priority=shares.choice((0, 0, 1)),
+            share=shares.choice((0.5, 1.0, 4.0)),
+            singles=asking.random() < singles,
+            adapted=adapting.random() < ADAPTED_SHARE,
+            impossible=odd.chosen("impossible", f"d{number}") is not None,
+            hasty=odd.chosen("hasty", f"d{number}") is not None,
+        )
+        for number in range(rng.randint(1, 3))
+    )
+    of_faults = tuple(kind for kind in kinds if kind in KINDS)
+    faults = schedule(rng, FAULTS_S, of_faults) if of_faults else ()
+    if any(fault.kind == "policy" for fault in faults):
+        size = replace(size, policies=oddly(policies))
+    return RunPlan(seed, size, drivers, faults, odd.plan(FAULTS_S))
+
+
+def run(plan: RunPlan) -> Outcome:
+    """Runs a plan on a loop of its own."""
+    Trouble.family = None
+    loop = VirtualLoop(Random(f"orders/{plan.seed}") if plan.odd.orders else None)
+    ledger = Ledger()
+    try:
+        problem = loop.run_until_complete(_run(plan, ledger))
+    except Deadlock as error:
+        problem = str(error)
+    seconds = loop.time()
+    asyncio.set_event_loop(None)
+    end_of(loop)
+    problem = problem or next(iter(loop.errors), None)
+    return Outcome(
+        seed=plan.seed,
+        problem=problem,
+        faults=plan.all_faults,
+        samples=ledger.samples,
+        tokens=ledger.tokens,
+        seconds=seconds,
+    )
+
+
+def end_of(loop: VirtualLoop) -> None:
+    """End all tasks of a loop, and close it."""
+    while tasks := asyncio.all_tasks(loop):  # the end of a task may begin another
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    del tasks
+    gc.collect()  # tasks with an unread exception report it now
+    loop.close()
+
+
+async def _run(plan: RunPlan, ledger: Ledger) -> str | None:
+    with TemporaryDirectory(prefix="tailrace-fuzz-", dir=FOLDER) as folder:
+        rng = Random(f"token log/{plan.seed}")
+        log_disk = LogDisk(rng.choice(LOG_DISKS), Path(folder), rng)
+        history = Path(folder) / "history"
+        latency = Random(f"latency/{plan.seed}")
+        cluster = SimulatedCluster(plan.size, latency, log_disk, history, plan.odd.culprits())
+        return await _play(plan, ledger, cluster)
+
+
+async def _play(plan: RunPlan, ledger: Ledger, cluster: SimulatedCluster) -> str | None:
+    now = asyncio.get_running_loop().time
+    drivers = [SimulatedDriver(one, cluster, ledger) for one in plan.drivers]
+    running: dict[int, tuple[Process, asyncio.Task]] = {}
+
+    def start(number: int) -> None:
+        process = Process(f"driver-{number}")
+        running[number] = process, process.spawn(drivers[number].run())
+
+    def vanish(number: int, seconds: float) -> None:
+        number %= len(drivers)
+        process, task = running[number]
+        if process.alive and not task.done():
+            process.kill()
+            asyncio.get_running_loop().call_later(seconds, start, number)
+
+    for number in range(len(drivers)):
+        start(number)
+    site = FaultSite(cluster, ledger, vanish)
+    for fault in plan.all_faults:
+        cluster.controller.spawn(_later(site, fault))
+    watch = IdleWatch(cluster)
+    while now() < END_S:
+        await asyncio.sleep(1.0)
+        idle = watch.problem(now()) if int(now()) % LOOK_S == 0 else None
+        if (problem := _problem(cluster, running) or idle) is not None:
+            return problem
+        if all(driver.ended for driver in drivers):
+            faults_end_s = max((fault.end_s for fault in plan.all_faults), default=0.0)
+            await asyncio.sleep(max(0.0, faults_end_s - now()) + SETTLE_S)
+            late_s = max((replica.late_until_s for replica in cluster.replicas.values()), default=0.0) - now()
+            await asyncio.sleep(late_s + LATE_S if late_s > -LATE_S else 0.0)
+            left_over = _left_over(cluster) or (await cluster.shards.left_over() if cluster.shards else None)
+            return _problem(cluster, running) or left_over
+    late = [driver.plan.name for driver in drivers if not driver.ended]
+    return f"after {END_S:.0f} s {late} have not ended; {_state(cluster)}"
+
+
+async def _later(site: FaultSite, fault: Fault) -> None:
+    await asyncio.sleep(fault.at_s)
+    try:
+        await site.do(fault)
+    except Exception as error:  # noqa: BLE001 - a fault catches the errors that its own call may give
+        site.cluster.defects.append(f"{fault.kind} got {error!r}")
+
+
+def _problem(cluster: SimulatedCluster, running: dict) -> str | None:
+    for process, task in running.values():
+        if process.alive and task.done() and task.exception() is not None:
+            error = task.exception()
+            return str(error) if isinstance(error, Wrong) else f"a driver got {error!r}"
+    return next(iter(cluster.defects), None)
+
+
+def _left_over(cluster: SimulatedCluster) -> str | None:
+    """Entries that are still in the books, a while after the last batch and the last fault."""
+    if cluster.coordinator is None:
+        return None
+    books = cluster.coordinator.rollouts.books()
+    if any(books.values()):
+        return f"left over in the coordinator: { {name: n for name, n in books.items() if n} }"
+    if cluster.master and cluster.coordinator.rollouts.status().pool.status is None:
+        return "the pool answers, and the coordinator has no status of it"
+    if cluster.master and cluster.master.keys:
+        return f"left over in the pool: {len(cluster.master.keys)} keys"
+    for replica in cluster.replicas.values():
+        if replica.stepper.busy and replica.hung_until_s < 1e8:
+            return f"replica {replica.name} still runs {list(replica.loop.stats().running)}"
+    return None
+
+
+def _state(cluster: SimulatedCluster) -> str:
+    status = cluster.coordinator.rollouts.status() if cluster.coordinator else None
+    if status is None:
+        return "there is no coordinator"
+    ready = [replica.replica_id for replica in status.replicas if replica.ready]
+    return f"waiting {status.waiting}, running {status.running}, ready {ready}, waits_for {status.waits_for}"
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The plan with as few faults and drivers as still fail."""
+    shorter = True
+    while shorter:
+        shorter = False
+        for candidate in _shorter(plan):
+            if run(candidate).problem is not None:
+                plan, shorter = candidate, True
+                break
+    return plan
+
+
+def _shorter(plan: RunPlan):
+    for i in range(len(plan.faults)):
+        yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
+    for field, default in vars(PLAIN).items():
+        if getattr(plan.odd, field) != default:
+            yield replace(plan, odd=replace(plan.odd, **{field: default}))
+    for i in range(len(plan.drivers) if len(plan.drivers) > 1 else 0):
+        yield replace(plan, drivers=plan.drivers[:i] + plan.drivers[i + 1 :])
+    for i, driver in enumerate(plan.drivers):
+        for smaller in ({"steps": 1}, {"groups": 1}, {"samples": 1}, {"hasty": False}, {"impossible": False}):
+            if all(getattr(driver, name) > value for name, value in smaller.items()):
+                drivers = (*plan.drivers[:i], replace(driver, **smaller), *plan.drivers[i + 1 :])
+                yield replace(plan, drivers=drivers)

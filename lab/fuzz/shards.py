@@ -1,0 +1,122 @@
+"""The shards of a simulated cluster's group context: real ones, in simulated processes that die and are started again.
+
+Invariant: an answer that a shard has acknowledged is in the history of the shard that has its prompt, after whatever
+changes of their number; but for memory's, once a process has died. Checked at the end of a run.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from tailrace.deployments.context.config import ContextConfig
+from tailrace.deployments.context.history import Answer
+from tailrace.deployments.context.membership import NoShard
+from tailrace.deployments.context.shard import ContextShard
+from tailrace.deployments.context.shard_set import shard_of
+from tailrace.deployments.messages.context import GroupRef
+from tailrace.lab.fuzz.actors import Actor
+from tailrace.lab.fuzz.handles import ActorHandle
+from tailrace.lab.fuzz.virtual_time import Process
+
+RESTART_S = (0.5, 5.0)
+
+
+def config_of(rng: Random, folder: Path | None) -> ContextConfig:
+    """One shard for each busy replica, soon; history on disk for one run in four."""
+    history_dir = str(folder) if rng.random() < 0.25 and folder else None
+    return ContextConfig(
+        shards=rng.choice((1, 1, 2)), max_shards=4, replicas_per_shard=1, shrink_after_s=5.0, history_dir=history_dir
+    )
+
+
+class SimulatedShard(Actor):
+    """A ContextShard whose calls meet the fault of the moment. `recorded`: called with each answer that was taken."""
+
+    def __init__(self, config: ContextConfig, index: int, peers: "SimulatedShards", recorded: Callable):
+        super().__init__()
+        self.real, self._recorded = ContextShard(config, index, peers), recorded
+        if index:
+            self._looking = asyncio.get_running_loop().create_task(self.real.look())
+
+    def __getattr__(self, name: str) -> Callable:
+        async def method(*arguments):
+            await self._meet()
+            return await getattr(self.real, name)(*arguments)
+
+        return method
+
+    async def finish(self, group: GroupRef, epoch: int, answers: list[Answer]):
+        await self._meet()
+        moved = await self.real.finish(group, epoch, answers)
+        if moved is None:
+            self._recorded(group, epoch, answers)
+        return moved
+
+
+class SimulatedShards:
+    """The shards by index, as Ray keeps them; also their `Peers`. `spawn`: starts a task that outlives them."""
+
+    def __init__(self, config: ContextConfig, rng: Random, spawn: Callable):
+        self.config, self._rng, self._spawn = config, rng, spawn
+        self.shards: dict[int, SimulatedShard] = {}
+        self._processes: dict[int, Process] = {}
+        self._answers: dict[tuple[str, int], set[int]] = {}  # acknowledged, by prompt and epoch
+        self._lost = False
+        self.most = 0
+        for index in range(config.shards):
+            self.start(index)
+
+    def at(self, index: int) -> ActorHandle:
+        if index not in self.shards:
+            raise NoShard(str(index))
+        return ActorHandle(self._processes[index], self.shards[index], Random(self._rng.random()))
+
+    def start(self, index: int) -> None:
+        if index not in self.shards:
+            process = self._processes[index] = Process(f"shard-{index}")
+            self.shards[index] = process.run(SimulatedShard, self.config, index, self, self._record)
+            self.most = max(self.most, len(self.shards))
+
+    def end(self, index: int) -> None:
+        if index in self.shards:
+            self._processes[index].kill()
+            del self.shards[index], self._processes[index]
+
+    def lose(self, index: int) -> None:
+        """Each call gets the present process here."""
+
+    def kill(self, number: int) -> None:
+        """A process dies, and is started again with an empty memory."""
+        index = sorted(self.shards)[number % len(self.shards)]
+        self._lost = True
+        self._processes[index].kill()
+        self._spawn(self._restart(index, self._processes[index]))
+
+    async def _restart(self, index: int, dead: Process) -> None:
+        await asyncio.sleep(self._rng.uniform(*RESTART_S))
+        if self._processes.get(index) is dead:
+            del self.shards[index]
+            self.start(index)
+
+    def _record(self, group: GroupRef, epoch: int, answers: list[Answer]) -> None:
+        known = self._answers.setdefault((group.prompt_key, epoch), set())
+        known.update(answer.sample_index for answer in answers)
+
+    async def left_over(self) -> str | None:
+        """A while after the last sample: shards that should have ended, or history that is lost."""
+        if sorted(self.shards) != list(range(self.config.shards)):
+            return f"shards {sorted(self.shards)} are there, with nothing to do; {self.config.shards} are configured"
+        for index, shard in self.shards.items():
+            status = await shard.real.status()
+            if status["set"].shards != self.config.shards or status["to_hand_over"]:
+                return f"shard {index} is not as configured: {status}"
+        if self._lost and self.config.history_dir is None:
+            return None
+        for (prompt_key, epoch), samples in self._answers.items():
+            owner = self.shards[shard_of(prompt_key, self.config.shards)]
+            lengths = (await owner.real.lengths([prompt_key])).get(prompt_key, [])
+            if Counter(length.epoch for length in lengths)[epoch] < len(samples):
+                return f"history of {prompt_key}, epoch {epoch} is lost: {len(samples)} answers were acknowledged"
+        return None

@@ -1,0 +1,300 @@
+"""A simulated vLLM engine, by the stepper's interface: tokens are a function of key, weights and position.
+
+Invariant: `token_at` alone decides a token, so that a wrong one shows at once.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import takewhile
+
+import numpy as np
+
+from tailrace.deployments.engine.suspects import Suspects
+from tailrace.deployments.messages.adapters import digest_of as digest_of_adapter
+from tailrace.deployments.messages.chunk import (
+    TAGS,
+    WEIGHTS,
+    ChunkRequest,
+    ChunkResult,
+    EngineStats,
+    WeightsRead,
+)
+from tailrace.deployments.messages.errors import RequestRefused
+from tailrace.lab.fuzz.chunks import (
+    BLOCK_TOKENS,
+    EOS,
+    KEY_PREFIX,
+    VOCABULARY,
+    Blocks,
+    RunningChunk,
+    block_names,
+    logprob_of,
+    pool_key,
+    prompt_logprobs,
+    token_at,
+)
+from tailrace.lab.fuzz.disk import Disk, SimulatedAdapters, adapted, digest_of
+from tailrace.lab.fuzz.odd.culprits import RAISED, REFUSED, Culprits
+from tailrace.policies.protocol.events import ChunkEnd
+from tailrace.policies.protocol.performance import Performance
+
+MIXED = "mixed"
+"""Content in the place of the weights of a chunk that has read KV of another content."""
+
+
+class SimulatedStepper:
+    """One engine. `step_tokens`: tokens that a step makes of each chunk."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        disk: Disk,
+        mean_tokens: int,
+        step_tokens: int,
+        kv_capacity_blocks: int,
+        pool: dict[str, str] | None,
+        now: Callable[[], float],
+        culprits: Culprits,
+    ):
+        """`pool`: the KV pool's keys, each with the content of the weights that wrote it; None without a pool."""
+        self.disk, self._now, self._culprits = disk, now, culprits
+        self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
+        self._version, self._source = 0, ""
+        self._take(disk.read("start"))
+        self._pool = pool
+        self.adapters = SimulatedAdapters(disk)
+        self._running: dict[str, RunningChunk] = {}
+        self._ended: list[tuple[str, ChunkResult | Exception]] = []
+        self._blocks = Blocks(kv_capacity_blocks)
+        self._steps = self._made = 0
+        self._kv_counts: Counter[str] = Counter()
+        self.progress_s = 0.0
+        self._constant = {
+            "replica_id": replica_id,
+            "block_tokens": BLOCK_TOKENS,
+            "kv_capacity_blocks": kv_capacity_blocks,
+            "max_running": 8,
+            "max_model_len": 512,
+            "draft_tokens": 0,
+        }
+        self._asleep: tuple[str, ...] = ()
+        self.refuses = ""  # why chunks are refused; a fault sets it
+        self._swallowed: set[str] = set()  # chunks that run and make no token
+        self._suspects = Suspects()
+        self.broken = self.hiccup = False  # every step raises; the next one does
+        self.longest_wait_steps = 0  # of a chunk, for the search of a culprit
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._ended)
+
+    @property
+    def sample_keys(self) -> list[int]:
+        return sorted(running.chunk.sample_key for running in self._running.values())
+
+    def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
+        if self.refuses:
+            raise ValueError(f"chunk {chunk.chunk_id}: {self.refuses}")
+        if self._asleep:
+            raise ValueError(f"chunk {chunk.chunk_id}: this engine sleeps")
+        if chunk.chunk_id in self._running:
+            raise ValueError(f"chunk {chunk.chunk_id}: already running here")
+        if chunk.weights_version != self._version:
+            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_version}, this is {self._version}")
+        if chunk.weights_digest not in ("", self._digest):
+            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
+        if chunk.adapter is not None:
+            self.adapters.take(chunk.adapter)
+        key = chunk.sample_key
+        if self._culprits.refuses(key, len(chunk.token_ids)):
+            self._culprits.end(chunk)
+            raise RequestRefused(f"chunk {chunk.chunk_id}: {REFUSED}")
+        about = chunk, self._content_of(chunk), self._cached_tokens(chunk), self._culprits.raises_at(key)
+        self._running[chunk.chunk_id] = RunningChunk(*about)
+        self._suspects.join(chunk.chunk_id)
+
+    def _content_of(self, chunk: ChunkRequest) -> str:
+        """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
+        own = adapted(self._content, digest_of_adapter(chunk.adapter))
+        if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
+            return own
+        names = block_names(chunk, chunk.token_ids)
+        return own if {self._pool.get(pool_key(name), own) for name in names} <= {own} else MIXED
+
+    def _cached_tokens(self, chunk: ChunkRequest) -> int:
+        """Tokens of a context whose whole blocks are here or in the pool; the last token is always computed."""
+        names = block_names(chunk, chunk.token_ids[:-1])
+        pulls = self._pool if chunk.kv is not None and chunk.kv.min_pull_tokens is not None else None
+        found = takewhile(lambda name: name in self._blocks or pool_key(name) in (pulls or ()), names)
+        return BLOCK_TOKENS * sum(1 for _ in found)
+
+    def peek(self, chunk_id: str) -> np.ndarray:
+        running = self._running.get(chunk_id)
+        return np.array(running.tokens if running else (), np.int32)
+
+    def abort(self, chunk_id: str, keep_kv: bool) -> None:
+        if chunk_id in self._running:
+            self._finish(chunk_id, ChunkEnd.ABORTED)
+
+    def swallow(self, number: int) -> None:
+        """From now on a running chunk makes no token; the others continue."""
+        if self._running:
+            self._swallowed.add(sorted(self._running)[number % len(self._running)])
+
+    def step(self) -> list[tuple[str, ChunkResult | Exception]]:
+        self._steps += 1
+        names = list(self._running) if self._suspects.quiet else self._tried()
+        going = {name: self._running[name] for name in names if name not in self._swallowed}
+        if self._raises(going):
+            self._search(going)
+        else:
+            for chunk_id, running in going.items():
+                self._decode(chunk_id, running)
+        self.progress_s = self._now()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _tried(self) -> list[str]:
+        """The chunks of this step, while others wait for the search of a culprit."""
+        names = self._suspects.running()
+        for chunk_id, running in self._running.items():
+            running.waited_steps = 0 if chunk_id in names else running.waited_steps + 1
+            wait_steps = 0 if self._swallowed else running.waited_steps  # a chunk on trial that hangs holds all others
+            self.longest_wait_steps = max(self.longest_wait_steps, wait_steps)
+        return names
+
+    def _raises(self, going: dict[str, RunningChunk]) -> bool:
+        """Whether a step with these chunks raises. It then makes no token of any."""
+        hiccup, self.hiccup = self.hiccup, False
+        heavy = sum(1 for running in going.values() if self._culprits.is_heavy(running.chunk.sample_key))
+        fatal = any(running.is_fatal(*self._pace) for running in going.values())
+        return bool(going) and (hiccup or self.broken or fatal or heavy > 1)
+
+    def _search(self, going: dict[str, RunningChunk]) -> None:
+        """A step has raised: the next one tries fewer chunks, or one is to blame, or the engine itself is broken."""
+        self._blocks.clear()
+        blamed = self._suspects.raised({name: running.possible(self._step_tokens) for name, running in going.items()})
+        if blamed is None:
+            return
+        if self.broken:
+            raise RuntimeError("a healthy probe raised, too")
+        chunk = self._running.pop(blamed).chunk
+        self._culprits.end(chunk)
+        self._suspects.blame(blamed)
+        self._ended.append((blamed, RequestRefused(f"chunk {blamed}: {RAISED}")))
+
+    def _decode(self, chunk_id: str, running: RunningChunk) -> None:
+        chunk, before = running.chunk, len(running.tokens)
+        start = len(chunk.token_ids) + before
+        for position in range(start, start + self._step_tokens):
+            token = token_at(chunk.sample_key, running.content, position, self._mean_tokens)
+            running.tokens.append(token)
+            if token == EOS:
+                return self._finish(chunk_id, ChunkEnd.STOP)
+            if len(running.tokens) == chunk.max_tokens:
+                return self._finish(chunk_id, ChunkEnd.LENGTH)
+        self._suspects.made(chunk_id, len(running.tokens) - before)
+
+    def _finish(self, chunk_id: str, end: ChunkEnd) -> None:
+        running = self._running.pop(chunk_id)
+        self._suspects.leave(chunk_id)
+        self._swallowed.discard(chunk_id)
+        chunk, tokens = running.chunk, np.array(running.tokens, np.int32)
+        context = np.concatenate([chunk.token_ids, tokens])
+        self._blocks.keep(block_names(chunk, context[:-1]))
+        saved = self._save(chunk, context, end)
+        computed_tokens = len(chunk.token_ids) - running.cached_tokens
+        self._made += len(tokens)
+        self._kv_counts.update({"local_tokens": running.cached_tokens, "recomputed_tokens.miss": computed_tokens})
+        result = ChunkResult(
+            chunk_id=chunk_id,
+            token_ids=tokens,
+            logprobs=logprob_of(tokens).astype(np.float32),
+            raw_logprobs=2 * logprob_of(tokens).astype(np.float32),
+            end=end,
+            weights_version=self._version,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.0,
+            cached_tokens=running.cached_tokens,
+            computed_tokens=computed_tokens,
+            stored_tokens=BLOCK_TOKENS * len(saved),
+            kv_names=b"".join(saved),
+            sampling_mask=tuple((token, VOCABULARY) for token in running.tokens if chunk.sampling.sampling_mask),
+            prompt_logprobs=prompt_logprobs(chunk) if chunk.scores_prompt else None,
+        )
+        self._ended.append((chunk_id, result))
+
+    def _save(self, chunk: ChunkRequest, context: np.ndarray, end: ChunkEnd) -> list[bytes]:
+        """Save the KV of a chunk's context in the pool. Returns the names of its blocks."""
+        if self._pool is None or chunk.kv is None or not chunk.kv.save:
+            return []
+        if end is ChunkEnd.STOP and not chunk.kv.save_stopped:
+            return []
+        names = block_names(chunk, context)
+        for name in names:
+            self._pool.setdefault(pool_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
+        return names
+
+    def load_weights(self, version: int, source: str, digest: str) -> None:
+        if self._running:
+            raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
+        content = self.disk.read(source or "start")
+        if digest_of(content) != digest != "":
+            raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
+        self._take(content)
+        self._version, self._source = version, source
+        self._asleep = tuple(tag for tag in self._asleep if tag != WEIGHTS)
+
+    def fall_asleep(self) -> None:
+        if self._running:
+            raise ValueError(f"an engine cannot sleep while {len(self._running)} chunks run")
+        if digest_of(self.disk.read(self._source or "start")) != self._digest:
+            raise ValueError(f"weights folder {self._source}: holds other weights now, which could not come back")
+        self._blocks.clear()
+        self._asleep = TAGS
+
+    def wake_kv(self) -> None:
+        self._asleep = tuple(tag for tag in self._asleep if tag == WEIGHTS)
+
+    def read_weights(self) -> WeightsRead:
+        return WeightsRead(self._version, self._digest, {"w": self._content}, unlike=())
+
+    def _take(self, content: str) -> None:
+        self._content, self._digest = content, digest_of(content)
+
+    def weights_refusal(self, source: str) -> str | None:
+        try:
+            self.disk.read(source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def transfer_weights(self, transfer) -> str:
+        raise ValueError("a simulated engine has no transfer engine of vLLM")
+
+    def reset_cache(self) -> bool:
+        return not self._running
+
+    def stats(self) -> EngineStats:
+        made = self._made
+        return EngineStats(
+            **self._constant,
+            weights_version=self._version,
+            weights_source=self._source,
+            weights_digest=self._digest,
+            asleep=self._asleep,
+            observed_at=self._now(),
+            steps=self._steps,
+            step_counts=(0, self._steps),
+            performance=Performance.linear(self._now(), 0.003, 0.001, prefill_token_s=1e-4, start_s=1.0),
+            work={"steps": self._steps, "step_us": 4_000 * self._steps, "tokens": made, "verifications": made},
+            kv_counts=dict(self._kv_counts),
+            running={chunk_id: len(running.tokens) for chunk_id, running in self._running.items()},
+            key_prefixes=(KEY_PREFIX,) if self._pool is not None else (),
+            token_bytes=64,
+            adapters=self.adapters.known(),
+        )
+
+    def close(self) -> None:
+        self._running.clear()

@@ -1,0 +1,44 @@
+"""In which lane of its replica's row a span is drawn, and which span its sample came from. Pages and pictures ask."""
+
+from collections.abc import Sequence
+
+from tailrace.lab.simulator.types import Span
+
+
+def lanes_of(spans: Sequence[Span]) -> list[int]:
+    """`spans` by replica, then by time. A sample continues in the lane in which it was, if that is free; otherwise in
+    the first that is. No two spans of a replica overlap in a lane."""
+    found: list[int] = []
+    replica, free_s, lane_of = None, [], {}
+    for span in spans:
+        if span.replica != replica:
+            replica, free_s, lane_of = span.replica, [], {}
+        lane = lane_of.get(span.sample_id)
+        if lane is None or free_s[lane] > span.begin_s:
+            lane = next((at for at, until_s in enumerate(free_s) if until_s <= span.begin_s), len(free_s))
+        if lane == len(free_s):
+            free_s.append(0.0)
+        free_s[lane] = span.end_s
+        lane_of[span.sample_id] = lane
+        found.append(lane)
+    return found
+
+
+def sources_of(spans: Sequence[Span]) -> list[int | None]:
+    """For each span the place of the one on another replica that its sample continued from, or that it copies if that
+    was under way; None without one. No sample continues from a loser of a race."""
+    found: list[int | None] = [None] * len(spans)
+    first = kept = None  # the one that others copy; the last that did not lose
+    for place in sorted(range(len(spans)), key=lambda at: (spans[at].sample_id, spans[at].begin_s, at)):
+        span = spans[place]
+        if kept is None or spans[kept].sample_id != span.sample_id:
+            first = kept = None
+        copies = first is not None and span.begin_s < spans[first].end_s
+        source = first if copies else kept
+        if source is not None and spans[source].replica != span.replica:
+            found[place] = source
+        if not copies:
+            first = place
+        if kept is None or span.role != "lost":
+            kept = place
+    return found

@@ -1,0 +1,193 @@
+"""The shell of a simulated training: the rollout's shell with a learner, and weights that change.
+
+Each change of weights is the core's `WeightsChanged`, and each replica joins again once it has loaded them. With
+`own_update` the core knows one version: a replica keeps its own for samples under way, holds those of a later step
+until it runs nothing, and loads. Invariants: no token of step t is of weights that lack more than `ahead` updates, and
+none is of later ones. Called by `run`.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from tailrace.lab.simulated_training.busy_times import BusyTimes
+from tailrace.lab.simulated_training.figures import StepCosts
+from tailrace.lab.simulated_training.learner import Learner, trained_tokens
+from tailrace.lab.simulated_training.modes import TrainingMode
+from tailrace.lab.simulator.chunks import SimulatedChunk
+from tailrace.lab.simulator.fleet import ModelledFleet
+from tailrace.lab.simulator.host import SimulatedHost
+from tailrace.lab.simulator.replica import ModelledReplica
+from tailrace.lab.simulator.types import Workload, WorkloadGroup
+from tailrace.policies.families.registry import Policies
+from tailrace.policies.protocol import events as ev
+
+
+class TrainingHost(SimulatedHost):
+    """`train_gpus`: those that train, at the time that they do. The record: `published_s` (when the weights of each
+    step were made), `rolled_s` (when its last sample ended), `made` and `busy`."""
+
+    overlaps = True
+
+    def __init__(
+        self, *, workload: Workload, fleet: ModelledFleet, policies: Policies, mode: TrainingMode, costs: StepCosts,
+        train_gpus: int, check: bool, progress: Callable[[int, int], None] | None = None,
+    ):  # fmt: skip
+        super().__init__(
+            workload=workload,
+            fleet=fleet,
+            policies=policies,
+            admission=mode.system.admission,
+            reveal=False,
+            elastic=None,
+            spans=None,
+            check=check,
+            progress=progress,
+        )
+        piece = costs.piece_tokens * train_gpus if mode.streams else None
+        self._learner = Learner(workload.steps, costs.reward_sample_s, piece, mode.late)
+        self._mode, self._costs, self._train_gpus = mode, costs, train_gpus
+        self._training, self._version = False, 0
+        self._holds = [0] * len(fleet.replicas)  # versions that replicas hold or load
+        self._loading = [False] * len(fleet.replicas)
+        self._sent = [0] * len(fleet.replicas)  # chunks that are on a replica, or on their way to it
+        self._held: list[list[tuple[SimulatedChunk, int | None]]] = [[] for _ in fleet.replicas]
+        self._versions: dict[str, int] = {}  # of the weights that make a running chunk
+        self._groups: dict[str, tuple[int, WorkloadGroup]] = {}
+        self.published_s: list[float] = []
+        self.rolled_s = [0.0] * len(workload.steps)
+        self.made: Counter[tuple[int, int]] = Counter()  # tokens by step and weights version
+        self.versions_of: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (version, tokens) of each sample, in turn
+        self.busy = BusyTimes(len(fleet.replicas))
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._submit_allowed()
+
+    def _acted(self) -> None:
+        if self._mode.own_update:
+            for replica in self._fleet.replicas:
+                self._load_if_idle(replica)
+
+    def _submit_allowed(self) -> None:
+        """Steps within the capacity: no more than `ahead` updates before that after which they are trained on."""
+        while self._step + 1 < min(len(self._workload.steps), self._version + self._mode.ahead + 1):
+            if self._mode.rounds and not self._round_over():
+                return
+            self._submit()
+            self._groups |= {group.group_id: (self._step, group) for group in self._workload.steps[self._step]}
+
+    def _round_over(self) -> bool:
+        """Whether all that was submitted has ended, and all but the last step is trained on."""
+        return not self._samples and self._learner.version >= self._step
+
+    def _group_ended(self, group_id: str) -> None:
+        step, group = self._groups.pop(group_id)
+        self.rolled_s[step] = self._now
+        for at_s, scored in self._learner.ended(step, group, self._now):
+            self._at(at_s, self._scored, (step, scored.group_id))
+        if self._mode.rounds and not self._learner.steps[step].unended:
+            self._end_round()
+
+    def _scored(self, scored: tuple[int, str]) -> None:
+        step, group_id = scored
+        self._learner.steps[step].scored.add(group_id)
+        self._train()
+
+    # ---- training ----------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        if self._training:
+            return
+        if self._mode.rounds and self._learner.version > self._version:
+            return  # the weights of the last one are given out first
+        first = not self._learner.steps[min(self._learner.version, len(self._learner.steps) - 1)].taken
+        if piece := self._learner.next_piece():
+            seconds = sum(map(trained_tokens, piece)) * self._costs.token_gpu_s / self._train_gpus
+            begin_s = self._now + (0.0 if self._mode.apart or not first else self._costs.switch_s)
+            self._training = True
+            self.busy.trains(begin_s, begin_s + seconds)
+            self._at(begin_s + seconds, self._trained, piece)
+
+    def _trained(self, piece: list[WorkloadGroup]) -> None:
+        self._training = False
+        if self._learner.trained(piece):
+            self.published_s.append(self._now)
+            if self._mode.rounds:
+                self._end_round()
+            else:
+                self._publish()
+        self._train()
+
+    def _end_round(self) -> None:
+        """The rollout of a step, or the training on the one before, has ended: continue if both have."""
+        if self._step + 1 < len(self._workload.steps) and not self._round_over():
+            return
+        if self._learner.version > self._version and self._round_over():
+            self._publish()
+        else:
+            self._submit_allowed()
+        self._train()
+
+    def _publish(self) -> None:
+        """New weights: for all replicas now, or for each as it comes to them."""
+        self._version = self._learner.version
+        if self._version == len(self._workload.steps):
+            return
+        if not self._mode.own_update:
+            self._inbox.append(ev.WeightsChanged(self._now, self._version))
+            for replica in self._fleet.replicas:
+                self._load(replica, replica.boundary_s(self._now))
+        self._submit_allowed()
+
+    # ---- weights -----------------------------------------------------------------------------------------
+
+    def _load(self, replica: ModelledReplica, begin_s: float) -> None:
+        self._loading[replica.index] = True
+        self.busy.loads(replica.index, begin_s, begin_s + self._costs.load_s)
+        self._at(begin_s + self._costs.load_s, self._loaded, (replica, self._version))
+
+    def _loaded(self, loaded: tuple[ModelledReplica, int]) -> None:
+        replica, version = loaded
+        self._loading[replica.index], self._holds[replica.index] = False, version
+        if not self._mode.own_update:
+            if version == self._version:
+                self._inbox.append(self._fleet.rejoins(replica, version, self._admission, self._now))
+            return
+        replica.prompts.clear()
+        held, self._held[replica.index] = self._held[replica.index], []
+        touched: dict[int, None] = {}
+        for chunk, min_pull_tokens in held:
+            self._send(chunk, min_pull_tokens, touched)
+        for index in touched:
+            self._book(self._fleet.replicas[index])
+
+    def _load_if_idle(self, replica: ModelledReplica) -> None:
+        index = replica.index
+        if not self._sent[index] and not self._loading[index] and self._holds[index] < self._version:
+            self._load(replica, self._now)
+
+    def _send(self, chunk: SimulatedChunk, min_pull_tokens: int | None, touched: dict[int, None]) -> None:
+        index, step = chunk.replica.index, chunk.sample.progress.step
+        if self._mode.own_update and (self._loading[index] or self._holds[index] < step - self._mode.ahead):
+            self._held[index].append((chunk, min_pull_tokens))
+            return
+        self._sent[index] += 1
+        self._versions[chunk.chunk_id] = self._holds[index] if self._mode.own_update else chunk.weights_version
+        super()._send(chunk, min_pull_tokens, touched)
+
+    # ---- the record --------------------------------------------------------------------------------------
+
+    def _turn(self, replica: ModelledReplica) -> None:
+        super()._turn(replica)
+        self.busy.generates(replica.index, bool(replica.running), self._now)
+
+    def _stopped(self, chunk: SimulatedChunk) -> None:
+        self._sent[chunk.replica.index] -= 1
+        super()._stopped(chunk)
+
+    def _took(self, chunk: SimulatedChunk) -> None:
+        sample, version = chunk.sample, self._versions.pop(chunk.chunk_id)
+        step = sample.progress.step
+        self.made[step, version] += int(chunk.made)
+        self.versions_of.setdefault((step, sample.sample_id), []).append((version, int(chunk.made)))

@@ -1,0 +1,74 @@
+"""The ways in which steps of rollout and training follow each other, by name, with their policies and their GPUs.
+
+All have the same number of GPUs: with `apart` a share of them trains and the others roll out, else all do both by
+turns. Invariant: a mode is a value; its meaning in time is in `host` and `learner` alone.
+"""
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from tailrace.lab.simulator.systems import STATIC, SYSTEMS, System
+
+HISTO_PIPE = System(
+    "prompts bound to replicas by HistoPipe, drafts by goodput",
+    STATIC | {"ordering": "histo_pipe", "drafting": "goodput"},
+    admission=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMode:
+    """`ahead`: steps that the rollout may be ahead of training. `streams`: gradients begin before the step has ended,
+    in a fixed order. `rounds`: rollout and training begin together and wait for each other. `in_flight`: samples
+    continue through updates. `own_update`: each replica loads weights by itself, between two of its steps. `late`:
+    rewards begin once the rollout has ended. `old_logprobs`: the trainer computes them again."""
+
+    about: str
+    system: System
+    apart: bool
+    ahead: int = 0
+    streams: bool = False
+    rounds: bool = False
+    in_flight: bool = False
+    own_update: bool = False
+    late: bool = False
+    old_logprobs: bool = False
+
+
+TAILRACE, VERL = SYSTEMS["tailrace"], SYSTEMS["verl"]
+MODES = {
+    "verl": TrainingMode(
+        "verl's shape: static groups, no drafts, training waits; all GPUs by turns", VERL, False,
+        late=True, old_logprobs=True,
+    ),
+    "verl_no_old_pass": TrainingMode(
+        "the same, with the rollout's own logprobs as the old ones: verl's bypass mode", VERL, False, late=True
+    ),
+    "verl_apart": TrainingMode(
+        "as verl; training has GPUs of its own", VERL, True, late=True, old_logprobs=True
+    ),
+    "sync": TrainingMode("rollout, rewards, training and weights in turn; all GPUs by turns", TAILRACE, False),
+    "overlap": TrainingMode("on-policy: gradients begin group by group in a fixed order", TAILRACE, True, streams=True),
+    "one_step_off": TrainingMode(
+        "the next step is rolled out while this one trains", TAILRACE, True, ahead=1, rounds=True
+    ),
+    "bounded": TrainingMode(
+        "samples continue through updates; admission by capacity", TAILRACE, True,
+        ahead=2, streams=True, in_flight=True,
+    ),
+    "histopipe": TrainingMode(
+        "RhymeRL's: replicas update by themselves between steps, ranking groups take turns", HISTO_PIPE, True,
+        ahead=1, own_update=True,
+    ),
+}  # fmt: skip
+BASELINE = "verl"
+
+
+def mode(name: str, max_staleness: int = 2) -> TrainingMode:
+    """By name. Raises ValueError that gives the nearest."""
+    if name not in MODES:
+        near = get_close_matches(name, MODES, n=1, cutoff=0.4)
+        hint = f"nearest: {near[0]}; " if near else ""
+        raise ValueError(f"no mode is called {name!r}; {hint}known: {', '.join(MODES)}")
+    found = MODES[name]
+    return replace(found, ahead=max_staleness) if found.in_flight else found

@@ -1,0 +1,121 @@
+"""One simulated training: a mode on a scenario's cluster for some steps, and its figures.
+
+Every mode has the same GPUs: all of the scenario's. Where training has its own, `train_share` of them trains. Called
+by `tailrace simulate-training` and by tests. Invariant: the same arguments give the same figures.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+
+from tailrace.lab.simulated_training.busy_times import covered_s
+from tailrace.lab.simulated_training.figures import StepCosts, TrainingFigures
+from tailrace.lab.simulated_training.host import TrainingHost
+from tailrace.lab.simulated_training.learner import trained_tokens
+from tailrace.lab.simulated_training.modes import TrainingMode
+from tailrace.lab.simulated_training.steps import training_workload
+from tailrace.lab.simulator.fleet import ModelledFleet
+from tailrace.lab.simulator.hardware import replica_model
+from tailrace.lab.simulator.scenario import Scenario
+from tailrace.lab.simulator.speculation import by_policy
+from tailrace.lab.simulator.systems import Sees
+from tailrace.lab.simulator.types import Cluster
+from tailrace.policies.families.histo_pipe import HistoPipe
+
+WARM_UP = 2
+"""First steps that are not counted: rollout and training have not met yet."""
+
+RANKING_GROUPS = 16
+"""For mathematics (RhymeRL 7.2.3), on twice as many replicas or more; fewer where there are fewer."""
+
+
+def gpus_of(scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> tuple[int, int]:
+    """GPUs that roll out, in whole replicas, and GPUs that train."""
+    total, each = scenario.gpus.value, scenario.gpus_per_replica.value
+    if not mode.apart:
+        return total // each * each, total
+    rollout = max(each, round(total * (1 - figures.train_share.value) / each) * each)
+    if rollout >= total:
+        raise ValueError(f"{scenario.name}: {total} GPUs leave none for training; give a larger --scale")
+    return rollout, total - rollout
+
+
+def host_of(
+    scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures, *, check: bool = False,
+    kv_on_update: str = "fresh", progress: Callable[[int, int], None] | None = None,
+) -> TrainingHost:  # fmt: skip
+    """The shell of a mode, not yet run. Raises ValueError for too few GPUs."""
+    rollout_gpus, train_gpus = gpus_of(scenario, mode, figures)
+    model = replica_model(scenario.gpu.value, scenario.model.value, scenario.gpus_per_replica.value)
+    replicas = rollout_gpus // scenario.gpus_per_replica.value
+    cluster = Cluster(model, replicas, scenario.replicas_per_node)
+    workload = training_workload(scenario, seed, steps, figures.epoch_steps.value)
+    costs = StepCosts.of(scenario, figures, scenario.gpus.value, mode.old_logprobs)
+    policies = mode.system.bundle(scenario.chunk_tokens.value).model_copy(
+        update={"kv_on_update": type(mode.system.bundle(1))(kv_on_update=kv_on_update).kv_on_update}
+    )
+    if isinstance(policies.ordering, HistoPipe):
+        train_s = sum(map(trained_tokens, workload.steps[0])) * costs.token_gpu_s / train_gpus
+        knobs = {"ranking_groups": min(RANKING_GROUPS, max(replicas // 2, 1)), "train_s": train_s}
+        policies = policies.model_copy(update={"ordering": policies.ordering.model_copy(update=knobs)})
+    sees = None
+    if policies.drafting.max_draft_tokens:
+        sees = Sees(scenario.drafting()[0].acceptance, mode.system.evidence)
+    fleet = ModelledFleet(cluster, by_policy(policies.drafting, sees, model.step, seed), None)
+    return TrainingHost(
+        workload=workload,
+        fleet=fleet,
+        policies=policies,
+        mode=mode,
+        costs=costs,
+        train_gpus=train_gpus,
+        check=check,
+        progress=progress,
+    )
+
+
+def train_run(
+    scenario: Scenario, mode: TrainingMode, seed: int, steps: int, figures: TrainingFigures | None = None, **how
+) -> dict:
+    """Figures of one training; `how` as of `host_of`.
+
+    step_s: from one publication of weights to the next, mean after WARM_UP steps. Shares of that time: `rollout` some
+    replica generates, `train`, `weights` some replica loads, `waiting` none of these; they may overlap. idle_share: of
+    all GPU-seconds, in which a GPU neither generates, trains nor loads; rollout_idle_share: of GPUs that roll out.
+    staleness: updates that a token's weights lack when it is trained on.
+    """
+    figures = figures or TrainingFigures()
+    host = host_of(scenario, mode, seed, steps, figures, **how)
+    host.run()
+    return figures_of(host, scenario, mode, figures)
+
+
+def figures_of(host: TrainingHost, scenario: Scenario, mode: TrainingMode, figures: TrainingFigures) -> dict:
+    """Figures of a host that has run."""
+    steps = len(host.published_s)
+    warm = min(WARM_UP, steps - 1)
+    begin_s, end_s = host.published_s[warm - 1] if warm else 0.0, host.published_s[-1]
+    span_s, busy = end_s - begin_s, host.busy
+    rollout_gpus, train_gpus = gpus_of(scenario, mode, figures)
+    each = scenario.gpus_per_replica.value
+    used = [
+        covered_s([*made, *loaded], begin_s, end_s) for made, loaded in zip(busy.generating, busy.loading, strict=True)
+    ]
+    trained_s = covered_s(busy.training, begin_s, end_s)
+    generated, loaded = list(chain(*busy.generating)), list(chain(*busy.loading))
+    total = rollout_gpus + train_gpus if mode.apart else train_gpus
+    stale = {key: max(0, key[0] - key[1]) for key in host.made}
+    tokens = sum(host.made.values())
+    return {
+        "step_s": span_s / (steps - warm),
+        "tokens_s": sum(count for (step, _), count in host.made.items() if step >= warm) / span_s,
+        "rollout_share": covered_s(generated, begin_s, end_s) / span_s,
+        "train_share": trained_s / span_s,
+        "weights_share": covered_s(loaded, begin_s, end_s) / span_s,
+        "waiting_share": 1 - covered_s([*generated, *loaded, *busy.training], begin_s, end_s) / span_s,
+        "idle_share": 1 - (each * sum(used) + train_gpus * trained_s) / (total * span_s),
+        "rollout_idle_share": 1 - sum(used) / (len(used) * span_s) - (0.0 if mode.apart else trained_s / span_s),
+        "staleness_mean": sum(stale[key] * count for key, count in host.made.items()) / tokens,
+        "staleness_max": max(stale.values()),
+        "rollout_gpus": rollout_gpus,
+        "train_gpus": train_gpus,
+    }

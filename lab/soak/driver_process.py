@@ -1,0 +1,95 @@
+"""One driver as a process of its own, started again with the same batch whenever it ends, until it is to finish.
+
+Invariant: the process is gone once `run` has returned or was cancelled. Called by lab/soak/run.py.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tailrace.lab.soak.scripts import DriverScript
+
+MAX_LINE_BYTES = 1 << 26
+"""A group of results in JSON."""
+
+FINISH_S = 300.0
+"""Longest wait for the batch in flight at the end: a frozen engine costs a minute, and a start of another."""
+
+AGAIN_S = 1.0
+
+MODULE = ("-m", "tailrace.lab.soak.driver")
+
+
+class DriverProcess:
+    """`hear`: called with each event of the driver, see lab/soak/driver.py. `folder`: for its script and its stderr."""
+
+    def __init__(self, script: DriverScript, address: str, folder: Path, hear: Callable[[str, dict], None]):
+        self.script, self._address, self._hear = script, address, hear
+        self._file = folder / f"{script.name}.json"
+        self._file.write_text(script.model_dump_json())
+        self._number = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._finishing, self._in_batch = False, False
+
+    async def run(self) -> None:
+        """Until `finish`, and until the batch in flight has ended then."""
+        try:
+            while self._in_batch or not self._finishing:
+                with self._file.with_suffix(".stderr").open("ab") as errors:
+                    self._process = await self._start(errors)
+                async for line in self._process.stdout:
+                    self._take(line)
+                await self._process.wait()
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self.kill()
+            if self._process is not None:
+                await self._process.wait()
+
+    async def _start(self, errors) -> asyncio.subprocess.Process:
+        """In a session of its own, so that Ctrl-C reaches the soak alone."""
+        arguments = (str(self._file), self._address, str(self._number), "once" if self._finishing else "on")
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *MODULE,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,
+        )
+
+    def _take(self, line: bytes) -> None:
+        """A line of the driver. The last one of a killed driver may be torn."""
+        if not (line.startswith(b"{") and line.endswith(b"\n")):
+            return
+        event = json.loads(line)
+        self._hear(self.script.name, event)
+        match event["event"]:
+            case "began":
+                self._in_batch = True
+            case "ended":
+                self._number, self._in_batch = event["batch"] + 1, False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def kill(self) -> bool:
+        """Returns whether it ran."""
+        if self.pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        return True
+
+    def finish(self) -> None:
+        """Ask it to end after the batch in flight. One that is still connecting ends at once."""
+        self._finishing = True
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()

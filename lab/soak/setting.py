@@ -1,0 +1,50 @@
+"""The service of a soak: two drafted engines and a draft model, and the weights that take turns.
+
+Called by lab/soak/run.py.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tailrace.app.config import ServeFile, with_engine
+from tailrace.app.deployment_settings import DrafterSettings, UserConfig
+from tailrace.app.model import perturbed, resolve_model
+from tailrace.lab.verification.runs import GROUP, WHOLE, chunked
+from tailrace.lab.verification.services import drafter_like
+from tailrace.policies.families.registry import Policies
+
+KV_GIB = 0.5
+"""For each model at most: three of them share one machine."""
+
+DISTURBED = Policies(**chunked(32, {"type": "fixed", "tokens": 6}, "round_robin"))
+"""Every sample moves at every chunk, through the pool, and is drafted for."""
+
+UNDISTURBED = Policies(**WHOLE, drafting="off")
+"""Of the references: whole samples, each on one replica, without drafts."""
+
+OTHER_WEIGHTS = 2
+
+
+def file_of(file: ServeFile, folder: Path) -> ServeFile:
+    """The configuration of the service. `folder`: for the draft model's weights."""
+    engine = file.application.args.engine
+    file = with_engine(file, {**dict(GROUP), "kv_cache_gib": min(engine.kv_cache_gib, KV_GIB)})
+    application = file.application
+    args = application.args.model_copy(
+        update={"drafter": application.args.drafter or drafter_like(application.args.engine, folder)}
+    )
+    coordinator = application.of("Coordinator").model_copy(
+        update={"autoscaling_config": None, "user_config": UserConfig(policies=DISTURBED)}
+    )
+    engines = application.of("Engine")
+    fixed = engines.model_copy(update={"autoscaling_config": None, "num_replicas": engines.most_replicas})
+    drafters = DrafterSettings(name="Drafter", num_replicas=1, ray_actor_options=engines.ray_actor_options)
+    changes = {"args": args, "deployments": (coordinator, fixed, drafters), "autoscaling_policy": None}
+    return file.model_copy(update={"applications": (application.model_copy(update=changes),)})
+
+
+def weights_of(file: ServeFile, folder: Path) -> Sequence[str]:
+    """The configured weights first, then others made from them in `folder`."""
+    model = resolve_model(file.application.args.engine.model)
+    others = [perturbed(model, folder / f"weights-{seed}", seed) for seed in range(1, OTHER_WEIGHTS + 1)]
+    return [str(model), *map(str, others)]

@@ -1,0 +1,167 @@
+"""Chunks, races and replicas of a recorded run as values. Seconds count from the run's first submission.
+
+Invariant: a chunk's times lie within the run; of a race's runners at most one has won. `lab/timeline/record.py` makes
+them from a journal; roles, figures, page and picture read them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tailrace.lab.simulator.types import Ended, Span
+
+OWNER = "owner"
+"""The draft method of a runner that no copy names one for: it continues as it did before the race."""
+
+
+COUNTS = ("verifications", "drafted_tokens", "accepted_tokens", "pulled_tokens", "computed_tokens")
+"""Of a chunk's end; 0 in journals of cores that did not write them down."""
+
+
+class ReplicaLifetime(NamedTuple):
+    """A replica was up from begin_s to end_s. `closing_s`: when it began to close, or None if it never did."""
+
+    begin_s: float
+    end_s: float
+    closing_s: float | None = None
+
+
+@dataclass(slots=True)
+class RecordedChunk:
+    """One chunk on one replica, which is a number: its place in the order of joining.
+
+    `silent_s`: the last report in which it had no token yet (begin_s: there was none, so that it may have been
+    silent for up to one report longer); `seen`: a later report had tokens. `race`: the id of the chunk that it
+    races with, its own if others copy it; None outside races. `won`: None while a race is undecided. `end`: stop,
+    length, aborted, failed, lost, or running where the journal ends before it does; `error`: why it was aborted or
+    failed. `stopping`: it was aborted and has not ended yet.
+    """
+
+    chunk_id: str
+    sample_id: str
+    replica: int
+    begin_s: float
+    start: int
+    context_tokens: int
+    reason: str
+    method: str | None = None
+    race: str | None = None
+    silent_s: float = 0.0
+    seen: bool = False
+    end_s: float = 0.0
+    new_tokens: int = 0
+    stopping: bool = False
+    end: str = "running"
+    error: str = ""
+    won: bool | None = None
+    weights_version: int = 0
+    verifications: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    pulled_tokens: int = 0
+    computed_tokens: int = 0
+    expected_tokens: int = 0  # of the whole answer, as estimated at its start
+
+    def count(self, event) -> None:
+        """Note the counts of its `ChunkFinished`."""
+        self.new_tokens = event.new_tokens
+        for name in COUNTS:
+            setattr(self, name, getattr(event, name, 0))
+
+    @property
+    def is_copy(self) -> bool:
+        return self.race not in (None, self.chunk_id)
+
+    def spans(self) -> list[Span]:
+        """One, or two: until its first token was seen, and from then on. Chunks of a race are not divided."""
+        if self.race is not None:
+            role = {True: "won", False: "lost", None: "race"}[self.won]
+            return [self._span(role, self.begin_s, self.end_s, self.new_tokens)]
+        parts = [self._span("generate", self.silent_s, self.end_s, self.new_tokens)]
+        if self.silent_s > self.begin_s:
+            parts.insert(0, self._span("prefill", self.begin_s, self.silent_s, self.context_tokens))
+        return parts
+
+    def _span(self, role: str, begin_s: float, end_s: float, tokens: int) -> Span:
+        return Span(
+            replica=self.replica,
+            sample_id=self.sample_id,
+            role=role,
+            begin_s=begin_s,
+            end_s=end_s,
+            tokens=tokens,
+            verifications=0 if role == "prefill" else self.verifications,
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        """Few notes differ, since a page keeps each of them once."""
+        words = [self.reason]
+        if self.race is not None:
+            words.append({True: "won the race", False: "lost the race", None: "races"}[self.won])
+            words.append(f"with {self.method or OWNER}")
+        if self.end in ("failed", "lost", "aborted", "running") and not (self.end == "aborted" and self.won is False):
+            words.append(f"{self.end}: {self.error}" if self.error else self.end)
+        return ", ".join(words)
+
+
+@dataclass(slots=True)
+class RecordedRace:
+    """Chunks that make the same tokens: the first of `runners` was there before the others; `winner` ended first.
+
+    `original`: its end is the end of the race even if it is aborted. It is the first runner, or the copy that took its
+    place if that is lost, or None if no runner is left that could. An aborted copy gives way.
+    """
+
+    runners: list[RecordedChunk]
+    original: RecordedChunk | None
+    winner: RecordedChunk | None = None
+
+    def as_json(self, names: Sequence[str]) -> dict:
+        runners = [{"replica": names[chunk.replica], "method": chunk.method or OWNER} for chunk in self.runners]
+        ended_s = max(chunk.end_s for chunk in self.runners) if self.winner is None else self.winner.end_s
+        return {
+            "sample": self.runners[0].sample_id,
+            "began_s": round(self.runners[1].begin_s, 3),
+            "ended_s": round(ended_s, 3),
+            "runners": runners,
+            "winner": None if self.winner is None else runners[self.runners.index(self.winner)],
+        }
+
+
+@dataclass(slots=True)
+class RecordedSample:
+    """`where`: the replica of its last chunk that counted; None before the first. `batch`: a number.
+    `prompt_tokens`: of its context, also those that came between its turns."""
+
+    batch: int
+    prompt_tokens: int
+    submitted_s: float
+    where: int | None = None
+    chunks: list[RecordedChunk] = field(default_factory=list)
+    moves: int = 0
+    ended_s: float | None = None
+    end: str = ""
+    max_tokens: int = 0  # of its first turn
+
+    @property
+    def tokens(self) -> int:
+        """Answer tokens that are known of; copies make the same ones."""
+        return max((chunk.start + chunk.new_tokens for chunk in self.chunks), default=0)
+
+    def as_ended(self, sample_id: str) -> Ended:
+        """Its drafts are those of all its chunks, copies included."""
+        return Ended(
+            sample_id=sample_id,
+            step=self.batch,
+            tokens=self.tokens,
+            submitted_s=self.submitted_s,
+            ended_s=self.ended_s,
+            chunks=len(self.chunks),
+            moves=self.moves,
+            preemptions=0,
+            recomputed_tokens=0,
+            verifications=sum(chunk.verifications for chunk in self.chunks),
+            drafted=sum(chunk.drafted_tokens for chunk in self.chunks),
+            accepted=sum(chunk.accepted_tokens for chunk in self.chunks),
+        )

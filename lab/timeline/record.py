@@ -1,0 +1,293 @@
+"""The record of a run by its journal: chunks, samples, races and lifetimes of replicas. Its clock starts at the first
+submission and stops as the last sample ends.
+
+Kinds of entries without a handler here say nothing that a timeline shows. Of a single batch, samples go by their names
+within it. `tailrace timeline` calls it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tailrace.lab.simulator.types import Moment, SimulatedRun
+from tailrace.lab.timeline.chunks import RecordedChunk, RecordedRace, RecordedSample, ReplicaLifetime
+from tailrace.lab.timeline.entries import Entry, entries
+from tailrace.lab.timeline.replica_lifetimes import ReplicaLifetimes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run as it went. Replicas are numbers: places in `names` and `lifetimes`, in the order of joining.
+
+    `asked`: (seconds, replicas that there should be, why). `weights`: (seconds, version), from the first submission.
+    `dropped`: entries that the journal does not hold.
+    """
+
+    run: SimulatedRun
+    names: tuple[str, ...]
+    lifetimes: tuple[tuple[ReplicaLifetime, ...], ...]
+    samples: dict[str, RecordedSample]
+    chunks: tuple[RecordedChunk, ...]
+    races: tuple[RecordedRace, ...]
+    asked: tuple[tuple[float, int, str], ...]
+    weights: tuple[tuple[float, int], ...]
+    dropped: int
+
+
+def record(lines: Iterable[str]) -> Record:
+    """The record of a journal. Raises ValueError that names the line: no journal, no submission, an entry without a
+    needed field, or one about an unknown id."""
+    reading = _Reading()
+    for entry in entries(lines):
+        try:
+            reading.take(entry)
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"line {entry.line}: {entry.kind}: does not fit the entries before it: {error}") from error
+    return reading.finished()
+
+
+class _Reading:
+    def __init__(self):
+        self._zero: float | None = None  # the first submission
+        self._now, self._taken, self._dropped = 0.0, 0, 0
+        self._lifetimes = ReplicaLifetimes()
+        self._looks: dict[int, tuple[float, float]] = {}  # the last two
+        self._samples: dict[str, RecordedSample] = {}
+        self._batches: list[str] = []
+        self._sizes: Counter = Counter()  # samples by group
+        self._made: list[RecordedChunk] = []
+        self._chunks: dict[str, RecordedChunk] = {}  # by id; a copy may come again under the id of one that gave way
+        self._running: dict[str, RecordedChunk] = {}
+        self._races: dict[str, RecordedRace] = {}
+        self._chunks_of: Counter = Counter()  # running, by sample that has not ended
+        self._unended = 0
+        self._weights: list[tuple[float, int]] = []
+        self._moments: list[Moment] = []
+
+    def take(self, entry: Entry) -> None:
+        if self._zero is None and entry.kind == "SamplesSubmitted":
+            self._zero = entry.now
+        self._now = 0.0 if self._zero is None else max(self._now, entry.now - self._zero)
+        self._taken += 1
+        handler = _HANDLERS.get(entry.kind)
+        if handler is not None:
+            handler(self, entry.fields)
+        if entry.kind not in _UNSETTLED and (handler is not None or entry.kind == "Tick"):
+            self._note_moment()
+
+    def _note_moment(self) -> None:
+        running = len(self._chunks_of)
+        seen = Moment(self._now, running, self._unended - running, 0, len(self._lifetimes.up))
+        if self._moments and self._moments[-1].at_s == self._now:
+            self._moments.pop()
+        if not self._moments or self._moments[-1][1:] != seen[1:]:
+            self._moments.append(seen)
+
+    # ---- replicas --------------------------------------------------------------------------------
+
+    def _header(self, header) -> None:
+        self._dropped = header.dropped
+        self._weights.append((0.0, header.weights_version))
+
+    def _joined(self, event) -> None:
+        self._lifetimes.join(event.replica_id, self._now)
+
+    def _left(self, event) -> None:
+        number = self._lifetimes.names[event.replica_id]
+        for chunk in [chunk for chunk in self._running.values() if chunk.replica == number]:
+            self._lose(chunk, "lost", event.error)
+        self._lifetimes.leave(number, self._now)
+
+    def _set_replicas(self, action) -> None:
+        self._lifetimes.asked.append((self._now, action.replicas, action.reason))
+
+    def _changed_weights(self, event) -> None:
+        self._weights = [one for one in self._weights if one[0] < self._now] + [(self._now, event.version)]
+
+    # ---- samples and their chunks ----------------------------------------------------------------
+
+    def _submitted(self, event) -> None:
+        if event.batch_id not in self._batches:
+            self._batches.append(event.batch_id)
+        batch = self._batches.index(event.batch_id)
+        for group in event.groups:
+            name = group["group_id"]
+            for _ in range(group["samples"]):  # an open group's come in several events
+                sample = RecordedSample(batch, group["prompt_tokens"], self._now, max_tokens=group.get("max_tokens", 0))
+                self._samples[f"{name}#{self._sizes[name]}"] = sample
+                self._sizes[name] += 1
+            self._unended += group["samples"]
+
+    def _returned(self, event) -> None:
+        self._samples[event.sample_id].prompt_tokens += event.outside_tokens
+
+    def _started(self, action) -> None:
+        sample, number = self._samples[action.sample_id], self._lifetimes.names[action.replica_id]
+        raced = getattr(action, "copy_of", None)
+        chunk = RecordedChunk(
+            chunk_id=action.chunk_id,
+            sample_id=action.sample_id,
+            replica=number,
+            begin_s=self._now,
+            start=action.start,
+            context_tokens=sample.prompt_tokens + action.start,
+            reason=action.reason,
+            method=getattr(action, "method", None),
+            weights_version=getattr(action, "weights_version", 0),
+            expected_tokens=getattr(action, "expected_tokens", 0),
+        )
+        if raced in self._chunks:
+            self._enter(chunk, self._chunks[raced])
+        else:
+            sample.moves += sample.where not in (None, number)
+            sample.where = number
+        sample.chunks.append(chunk)
+        self._made.append(chunk)
+        self._chunks[action.chunk_id] = self._running[action.chunk_id] = chunk
+        self._chunks_of[action.sample_id] += 1
+        self._lifetimes.start(number, self._now)
+
+    def _enter(self, chunk: RecordedChunk, first: RecordedChunk) -> None:
+        name = first.race or first.chunk_id  # a copy that took the first one's place is copied in its turn
+        first.race = chunk.race = name
+        self._races.setdefault(name, RecordedRace([first], first)).runners.append(chunk)
+
+    def _measured(self, event) -> None:
+        """A report of the replica: the chunks that run there, each with its progress."""
+        performance = getattr(event, "performance", None)  # absent in a journal from before that record
+        observed_at = event.observed_at if performance is None else performance["observed_at"]
+        self._look_at(self._lifetimes.names[event.replica_id], observed_at)
+
+    def _streamed(self, event) -> None:
+        made = event.tokens
+        if not isinstance(made, dict):  # a journal from before an event was that of a replica
+            made = {event.chunk_id: made}
+        running = [(self._running[name], n) for name, n in made.items() if name in self._running]
+        for chunk, tokens in running:
+            before_s = self._look_at(chunk.replica, event.observed_at)
+            if tokens and not chunk.seen:
+                chunk.seen = True
+                chunk.silent_s = max(chunk.begin_s, before_s)
+
+    def _look_at(self, number: int, observed_at: float) -> float:
+        """Notes a look at a replica; returns the one before it."""
+        before_s, last_s = self._looks.get(number, (0.0, 0.0))
+        at_s = 0.0 if self._zero is None else max(0.0, observed_at - self._zero)
+        if at_s > last_s:
+            before_s, last_s = self._looks[number] = last_s, at_s
+        return before_s
+
+    def _aborting(self, action) -> None:
+        self._lifetimes.abort(action.replica_id, self._now)
+        if (chunk := self._running.get(action.chunk_id)) is not None:
+            chunk.error, chunk.stopping = action.reason, True
+
+    def _finished_chunk(self, event) -> None:
+        chunk = self._running.get(event.chunk_id)
+        if chunk is None:  # of a copy whose race was over
+            return
+        chunk.count(event)
+        self._stop(chunk, event.end, chunk.error)
+        race = self._races.get(chunk.race)
+        if race is not None and race.winner is None and (chunk is race.original or chunk.end != "aborted"):
+            race.winner = chunk
+            self._samples[chunk.sample_id].where = chunk.replica
+
+    def _failed(self, event) -> None:
+        if event.chunk_id in self._running:
+            self._lose(self._running[event.chunk_id], "failed", event.error)
+
+    def _lose(self, chunk: RecordedChunk, end: str, error: str) -> None:
+        self._stop(chunk, end, error)
+        race = self._races.get(chunk.race)
+        if race is not None and chunk is race.original:
+            heirs = (one for one in race.runners if self._running.get(one.chunk_id) is one and not one.stopping)
+            race.original = next(heirs, None)
+
+    def _stop(self, chunk: RecordedChunk, end: str, error: str = "") -> None:
+        chunk.end_s, chunk.end, chunk.error = self._now, end, error
+        if not chunk.seen:
+            chunk.silent_s = max(chunk.begin_s, self._looks.get(chunk.replica, (0.0, 0.0))[1])
+        self._lifetimes.stop(chunk.replica, self._now)
+        del self._running[chunk.chunk_id]
+        self._chunks_of[chunk.sample_id] -= 1
+        if self._chunks_of[chunk.sample_id] <= 0:  # below: it has ended before its last copy
+            del self._chunks_of[chunk.sample_id]
+
+    def _ended(self, action) -> None:
+        sample = self._samples[action.sample_id]
+        sample.ended_s, sample.end = self._now, action.end
+        self._unended -= 1
+        self._chunks_of.pop(action.sample_id, None)
+
+    # ---- the whole -------------------------------------------------------------------------------
+
+    def finished(self) -> Record:
+        if self._zero is None:
+            raise ValueError("no samples were ever submitted")
+        for chunk in list(self._running.values()):
+            self._stop(chunk, "running")
+        ends = [sample.ended_s for sample in self._samples.values()]
+        until_s = self._now if None in ends else max(ends)
+        for chunk in self._made:
+            chunk.begin_s, chunk.silent_s = min(chunk.begin_s, until_s), min(chunk.silent_s, until_s)
+            chunk.end_s = min(chunk.end_s, until_s)
+        for race in self._races.values():
+            for runner in race.runners if race.winner is not None else ():
+                runner.won = runner is race.winner
+        self._shorten()
+        chunks = tuple(self._made)
+        return Record(
+            run=self._run(chunks, until_s),
+            names=tuple(self._lifetimes.names),
+            lifetimes=self._lifetimes.until(until_s),
+            samples=self._samples,
+            chunks=chunks,
+            races=tuple(self._races.values()),
+            asked=tuple(self._lifetimes.asked),
+            weights=tuple(one for one in self._weights if one[0] <= until_s),
+            dropped=self._dropped,
+        )
+
+    def _shorten(self) -> None:
+        prefix = f"{self._batches[0]}/" if len(self._batches) == 1 else ""
+        self._samples = {name.removeprefix(prefix): sample for name, sample in self._samples.items()}
+        for chunk in self._made:
+            chunk.sample_id = chunk.sample_id.removeprefix(prefix)
+
+    def _run(self, chunks: tuple[RecordedChunk, ...], until_s: float) -> SimulatedRun:
+        spans = tuple(span for chunk in chunks for span in chunk.spans())
+        ended = tuple(sample.as_ended(name) for name, sample in self._samples.items() if sample.ended_s is not None)
+        moments = tuple(moment for moment in self._moments if moment.at_s <= until_s)
+        return SimulatedRun(
+            system="run",
+            workload=", ".join(self._batches),
+            seed=0,
+            makespan_s=until_s,
+            ended=ended,
+            moments=moments,
+            spans=spans,
+            events=self._taken,
+            bounds={},
+        )
+
+
+_UNSETTLED = ("ChunkFinished", "ChunkFailed")
+"""Until the next tick has decided on it, a sample whose chunk has ended neither waits nor has ended."""
+
+_HANDLERS = {
+    "journal": _Reading._header,
+    "SamplesSubmitted": _Reading._submitted,
+    "SampleReturned": _Reading._returned,
+    "ReplicaJoined": _Reading._joined,
+    "ReplicaLeft": _Reading._left,
+    "SetReplicas": _Reading._set_replicas,
+    "WeightsChanged": _Reading._changed_weights,
+    "StartChunk": _Reading._started,
+    "ReplicaMeasured": _Reading._measured,
+    "TokensStreamed": _Reading._streamed,
+    "AbortChunk": _Reading._aborting,
+    "ChunkFinished": _Reading._finished_chunk,
+    "ChunkFailed": _Reading._failed,
+    "EndSample": _Reading._ended,
+}
