@@ -42,8 +42,8 @@ COMMANDS = {
 
 VIEWS = "logs", "status", "top"
 LAB = "board", "compare", "demo", "fuzz", "pool", "simulate", "simulate-training", "soak", "timeline", "verify"
-PLACES = dict.fromkeys(VIEWS, "app.commands.views") | dict.fromkeys(LAB, "lab.commands")
-"""Packages of commands that show a service, and of those that simulate, check or draw; others are in `app/commands`."""
+PLACES = dict.fromkeys(VIEWS, "app/commands/views") | dict.fromkeys(LAB, "lab/commands")
+"""Folders of the commands that show a service, and of those that simulate, check or draw; others: `app/commands`."""
 
 
 class LazyGroup(click.Group):
@@ -55,8 +55,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in COMMANDS:
             return None
-        place = PLACES.get(cmd_name, "app.commands")
-        return import_module(f"tailrace.{place}.{cmd_name.replace('-', '_')}").command
+        folder = PLACES.get(cmd_name, "app/commands").replace("/", ".")
+        return import_module(f"tailrace.{folder}.{cmd_name.replace('-', '_')}").command
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in COMMANDS:

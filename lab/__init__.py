@@ -1,1 +1,1 @@
-"""Beside the service: simulators, replays, reports, faults and verification. The service never imports it."""
+"""Simulators, replays, reports, faults and verification. The service never imports this package."""

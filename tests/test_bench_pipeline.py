@@ -8,8 +8,8 @@ import pytest
 from research.histopipe import bench
 from research.histopipe.bench import DRAFTED, EPOCH_STEPS, aimd_verifications, history_drafts, steps_of
 from tailrace.app.cli import run
+from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import PICTURE
 from tailrace.lab.simulator.acceptance import aimd_share
 from tailrace.lab.simulator.hardware import replica_model
 from tailrace.lab.simulator.scenario import load_scenario

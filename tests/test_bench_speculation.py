@@ -6,9 +6,9 @@ from benchmarks.commands.bench import command
 from benchmarks.live.pictures import acceptance_over_time
 from benchmarks.live.speculation import BUDGETS, Look, ratios, shares
 from tailrace.app.errors import BadInput
+from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
 from tailrace.app.step_profile import MOST_TOKENS, fit, planner_step, points
-from tailrace.app.style.figures import PICTURE
 from tailrace.deployments.messages.status import ReplicaStatus, ServiceStatus
 from tailrace.policies.families.draft_models import Planned
 from tailrace.policies.families.registry import Policies, members

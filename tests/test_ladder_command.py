@@ -9,8 +9,8 @@ from benchmarks.drafting.acceptance_profiles import profiles, rate
 from benchmarks.drafting.drafts import Rollouts
 from benchmarks.drafting.ladder import RATES, Method, ladders, model_method, rung
 from tailrace.app.cli import run
+from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import PICTURE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.protocol.step_cost import StepCost
 

@@ -21,7 +21,7 @@ from tailrace.app.trl.weights_folders import WeightsFolders
 CHECKED = {
     "app/files/output_file.py": "the check itself",
     "app/files/lines_file.py": "the same for files of lines",
-    "app/style/figures.py": "draws into memory, and writes through the check",
+    "app/files/figures.py": "draws into memory, and writes through the check",
 }
 """Writers of files that a user names."""
 

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from parser_mutations import json_lines, mutated_bytes, mutated_value
 
-from tailrace.app.commands import compare
 from tailrace.app.config import DEFAULT_CONFIG, ELASTIC_CONFIG, load_config
 from tailrace.app.errors import BadInput
 from tailrace.app.files.dumps import read_dump
@@ -22,6 +21,7 @@ from tailrace.app.files.traces import read_trace, replay_groups
 from tailrace.deployments.coordinator.journal import read_journal
 from tailrace.deployments.drafter.wire import decode
 from tailrace.deployments.vllm_exact.weight_loading import checked_digest
+from tailrace.lab.commands import compare
 from tailrace.lab.fuzz.outcomes_file import OutcomesFile
 from tailrace.lab.simulator.scenario import FOLDER, load_scenario
 from tailrace.lab.timeline.record import record

@@ -13,7 +13,7 @@ from test_sim_page import HOSTILE, Reader, data_of
 
 from tailrace.app.cli import run
 from tailrace.app.errors import BadInput
-from tailrace.app.style.figures import new_figure
+from tailrace.app.files.figures import new_figure
 from tailrace.lab.report.span_lanes import lanes_of, sources_of
 from tailrace.lab.simulator.types import Span
 from tailrace.lab.timeline.chunks import ReplicaLifetime

@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import PICTURE
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.app.files.figures import new_figure, save
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import new_figure, save
 from tailrace.app.style.palette import REFERENCE
 from tailrace.policies.families.racing import MethodProfile, MethodTable
 from tailrace.policies.models.spec_cost_model import verified

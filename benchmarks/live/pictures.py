@@ -1,7 +1,7 @@
 """The picture of `bench live --drafts`, as a file that any viewer opens; the path's suffix says which kind."""
 
+from tailrace.app.files.figures import new_figure, save
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import new_figure, save
 from tailrace.app.style.palette import PART, SERIES, WHOLE
 
 WINDOW = 8

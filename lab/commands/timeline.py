@@ -81,7 +81,7 @@ def _kind(out: Path | None):
         from tailrace.lab.timeline.perfetto import TRACE
 
         return TRACE
-    from tailrace.app.style.figures import PICTURE
+    from tailrace.app.files.figures import PICTURE
 
     return PICTURE
 

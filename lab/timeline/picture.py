@@ -6,8 +6,8 @@ Rows, lanes, colours and signs are those of the page. `tailrace timeline RUN --o
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
 
+from tailrace.app.files.figures import new_figure, save
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import new_figure, save
 from tailrace.app.style.palette import ACTIVITIES, GONE, PAPER, REFERENCE, SERIES, STRIPS, TAIL
 from tailrace.lab.report.curves import over_moments
 from tailrace.lab.report.span_columns import Band, drawable

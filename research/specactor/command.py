@@ -4,7 +4,7 @@ import click
 
 from research.specactor.systems import SYSTEMS
 from research.specactor.systems import run as run_specactor
-from tailrace.app.commands import simulate
+from tailrace.lab.commands import simulate
 
 EXTRA = simulate.ExtraSystems(SYSTEMS, run_specactor)
 

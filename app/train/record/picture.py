@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from tailrace.app.files.figures import save
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import save
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from tailrace.app.errors import BadInput
+from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile, output_folder
 from tailrace.app.strict_json import parse_object
-from tailrace.app.style.figures import PICTURE
 from tailrace.app.train.config import MAY_CHANGE, TrainConfig
 from tailrace.app.train.record.accuracy import Accuracy
 from tailrace.app.train.record.ledger import LedgerRow

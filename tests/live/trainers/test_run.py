@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from live.trainers.stand_in import StandIn
 
+from tailrace.app.files.figures import PICTURE
 from tailrace.app.files.output_file import OutputFile
-from tailrace.app.style.figures import PICTURE
 from tailrace.app.train.config import TrainConfig
 from tailrace.app.train.evaluation import HELD_OUT_STEPS
 from tailrace.app.train.record.picture import draw
