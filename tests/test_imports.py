@@ -42,7 +42,6 @@ ROOMS = (
     "deployments/batches",
     "deployments/feed",
     "deployments/metrics",
-    "deployments/cells",
     "deployments/coordinator",
     "app/calls",
     "app/http",

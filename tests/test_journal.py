@@ -153,10 +153,10 @@ def test_what_came_to_be_told_since_it_was_written_is_at_its_default():
     assert event == ev.ReplicaJoined(**JOINED)
 
 
-def test_a_journal_from_before_batches_had_shares_has_one_queue(lines):
-    header = json.loads(lines[0])
-    header["policies"].pop("fairness", None)
-    assert read_journal([json.dumps(header), *lines[1:]]).policies.fairness.type == "one_queue"
+def test_a_journal_of_an_older_version_is_refused_by_the_field_that_it_lacks():
+    rates = {"now": 1.0, "replica_id": "r", "prefill_tokens_s": 9.0, "observed_at": 1.0}
+    with pytest.raises(ValueError, match=r"line 2: not a line of a journal: ReplicaMeasured.performance: .*required"):
+        read_journal([HEADER, json.dumps({"ReplicaMeasured": rates})])
 
 
 @pytest.mark.parametrize("header", [[], ["{}"], [HEADER.replace('"journal": 1', '"journal": 2')]])

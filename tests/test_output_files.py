@@ -257,7 +257,7 @@ def test_folders_of_weights_replace_none_but_their_own(tmp_path):
         "rollout --prompts PROMPTS --out NEW --trace FILE", "rollout --prompts PROMPTS --out NEW --journal FILE",
         "simulate --out FILE", "simulate --report FILE", "profile --out FILE", "schema --out FILE",
         "demo --out FILE", "demo --replay --out FILE", "soak --out FILE",
-        "timeline JOURNAL --out FILE.html", "timeline JOURNAL --out FILE.png",
+        "timeline JOURNAL --out FILE.html",
         "timeline JOURNAL --out FILE.perfetto.json",
         "model --out FILE", "distill-drafter --rollouts PROMPTS --out FILE", "train TASK --out FILE",
         "history import PROMPTS --history-dir FILE", "history list --history-dir FILE",

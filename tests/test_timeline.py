@@ -1,12 +1,11 @@
 """Laws of a recorded run's timeline: nothing of the journal is lost or told twice; whoever is first in a race has won;
-roles fill the time a replica is up, and page and picture show it, whatever ids and however many."""
+roles fill the time a replica is up, and the page shows it, whatever ids and however many."""
 
 import gzip
 import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_sim_page import HOSTILE, Reader, data_of
@@ -16,10 +15,8 @@ from tailrace.app.errors import BadInput
 from tailrace.app.files.figures import new_figure
 from tailrace.lab.report.span_lanes import lanes_of, sources_of
 from tailrace.lab.simulator.types import Span
-from tailrace.lab.timeline.chunks import ReplicaLifetime
 from tailrace.lab.timeline.figures import figures, longest
 from tailrace.lab.timeline.page import page
-from tailrace.lab.timeline.picture import absences
 from tailrace.lab.timeline.record import Record, record
 from tailrace.lab.timeline.replica_states import bands
 
@@ -294,7 +291,7 @@ def test_lines_go_from_where_a_sample_was_to_where_it_went_on():
 def test_the_command_draws_and_says_what_is_wrong(tmp_path, capsys):
     journal = tmp_path / "run.jsonl"
     journal.write_text("\n".join(raced().lines()) + "\n")
-    for name, head in (("x.html", b"<!DOCTYPE html>"), ("x.png", b"\x89PNG")):
+    for name, head in (("x.html", b"<!DOCTYPE html>"), ("x.perfetto.json", b"{")):
         assert run(["timeline", str(journal), "--out", str(tmp_path / name), "--json"]) == 0
         assert (tmp_path / name).read_bytes().startswith(head)
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -306,19 +303,13 @@ def test_the_command_draws_and_says_what_is_wrong(tmp_path, capsys):
         ([tmp_path / "none.jsonl"], "cannot be read"),
         ([tmp_path / "bad.jsonl"], "line 2: not a line of a journal"),
         ([tmp_path / "bad.gz"], "cannot be read"),
-        ([journal, "--out", "x.gif"], ".html or .png"),
-        ([journal, "--out", tmp_path / "no" / "x.png"], "its folder does not exist"),
+        ([journal, "--out", "x.png"], ".html or .perfetto.json"),
+        ([journal, "--out", tmp_path / "no" / "x.html"], "its folder does not exist"),
     ):
         capsys.readouterr()
         assert run(["timeline", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert what in error and error.count("\n") == 1
-
-
-def test_a_replica_that_is_up_has_no_absence():
-    lifetimes = ((ReplicaLifetime(0.0, 4.0), ReplicaLifetime(6.0, 10.0)), (ReplicaLifetime(0.0, 10.0),))
-    record = SimpleNamespace(lifetimes=lifetimes, run=SimpleNamespace(makespan_s=10.0))
-    assert absences(record, 0) == [(4.0, 6.0)] and absences(record, 1) == []
 
 
 def test_a_picture_without_matplotlib_says_which_extra_brings_it(monkeypatch):

@@ -63,7 +63,6 @@ class EngineClient:
         running: Callable[[DeploymentHandle], Iterable[str]] = running_replicas,
     ):
         self._handle, self._all_running = handle, running
-        self.owned: frozenset[str] | None = None  # replicas of this coordinator's cell; None if there are no cells
         self._changed = asyncio.Event()
         self._lines = CoordinatorLines(listen, self._changed.set, nonce)
         self._holds: dict[str, asyncio.Task] = {}  # calls of Serve that hold lines, by replica
@@ -85,17 +84,9 @@ class EngineClient:
         """The latest report of each replica that has a line."""
         return self._lines.heard()
 
-    def own(self, replicas: frozenset[str]) -> None:
-        """Use these replicas alone from now on. Chunks on others are lost, and run again here."""
-        self.owned = replicas
-        for replica_id in [held for held in self._holds if held not in replicas]:
-            self._lines.close(replica_id, "it belongs to another cell now")
-            self._holds[replica_id].cancel()
-
     def _running(self) -> dict[str, None]:
         """The replicas, in an order that does not depend on hashes: a simulated run can be repeated."""
-        running = sorted(self._all_running(self._handle))
-        return dict.fromkeys(name for name in running if self.owned is None or name in self.owned)
+        return dict.fromkeys(sorted(self._all_running(self._handle)))
 
     @property
     def settled(self) -> bool:

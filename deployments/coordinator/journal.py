@@ -19,7 +19,6 @@ from tailrace.policies.core.scaling import Limits
 from tailrace.policies.families.registry import Policies
 from tailrace.policies.protocol.actions import Action
 from tailrace.policies.protocol.events import Event, Tick
-from tailrace.policies.protocol.performance import Performance
 
 FORMAT = 1
 
@@ -27,10 +26,6 @@ MOST_ENTRIES = 500_000
 """Events and ticks; about 200 MB. Two replicas make ten in a second, 512 some thousands."""
 
 _KINDS = {kind.__name__: TypeAdapter(kind) for kind in (*get_args(Event), *get_args(Action), Tick)}
-
-
-_RATES = {"now", "replica_id", "prefill_tokens_s", "fetch_tokens_s", "fetch_base_s", "step_base_s",
-          "step_per_chunk_s", "observed_at"}  # fmt: skip
 
 
 class Decision(NamedTuple):
@@ -127,8 +122,7 @@ def _header(data: dict) -> tuple[Policies, int, Limits | None, int]:
         if colon and module not in sys.modules:
             raise ValueError(f"policies.{family} is of module {module}; a journal imports no code, import it first")
     limits = None if data["limits"] is None else Limits(*map(int, data["limits"]))
-    policies = {"fairness": "one_queue"} | data["policies"]  # a journal from before that family has one queue
-    return Policies(**policies), int(data["weights_version"]), limits, int(data["dropped"])
+    return Policies(**data["policies"]), int(data["weights_version"]), limits, int(data["dropped"])
 
 
 def _entry(data: dict) -> Event | Decision:
@@ -146,14 +140,6 @@ def _entry(data: dict) -> Event | Decision:
 
 def _object(data: dict) -> Any:
     ((name, fields),) = data.items()
-    if name == "TokensStreamed" and "chunk_id" in fields:  # a journal from before an event was that of a replica
-        fields = {
-            "now": fields["now"],
-            "tokens": {fields["chunk_id"]: fields["tokens"]},
-            "observed_at": fields["observed_at"],
-        }
-    if name == "ReplicaMeasured" and fields.keys() == _RATES:  # a journal from before the record of performance
-        fields = _measured(fields)
     if name not in _KINDS:
         raise ValueError(f"{name!r} is neither an event nor an action")
     try:
@@ -164,23 +150,6 @@ def _object(data: dict) -> Any:
     if not _holds(json.loads(json.dumps(asdict(value))), fields):  # an unknown key, a number in quotes
         raise ValueError(f"{name}: other fields than {', '.join(asdict(value))}, or values of other kinds")
     return value
-
-
-def _measured(fields: dict) -> dict:
-    """The event of a replica that had measured a base and a slope for its steps, and rates. Raises ValueError."""
-    rates = fields["prefill_tokens_s"], fields["fetch_tokens_s"]
-    if not (all(isinstance(rate, float) and rate >= 0 for rate in rates) and rates[0]):
-        raise ValueError(f"no replica is as fast as {rates} tokens a second")
-    performance = Performance.linear(
-        fields["observed_at"],
-        fields["step_base_s"],
-        fields["step_per_chunk_s"],
-        prefill_token_s=1 / rates[0],
-        fetch_base_s=fields["fetch_base_s"],
-        fetch_token_s=1 / rates[1] if rates[1] else 0.0,
-    )
-    event = {"now": fields["now"], "replica_id": fields["replica_id"], "performance": asdict(performance)}
-    return json.loads(json.dumps(event))
 
 
 def _holds(known: Any, fields: Any) -> bool:

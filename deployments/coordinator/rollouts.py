@@ -57,7 +57,6 @@ from tailrace.deployments.telemetry import Telemetry
 from tailrace.policies.core.rollout import RolloutCore
 from tailrace.policies.families.ordering import OracleLongestFirst
 from tailrace.policies.families.registry import Policies
-from tailrace.policies.models.lending import CellView
 from tailrace.policies.protocol import events as ev
 from tailrace.policies.protocol.actions import (
     AbortChunk,
@@ -323,11 +322,6 @@ class Rollouts:
             held_bytes=sum(self.deliveries.held_bytes().values()),
             weights_version=self._weights.version,
         )
-
-    def cell_view(self, name: str) -> CellView:
-        """For the lender of cells, see `policies.models.lending`."""
-        idle = tuple(one.replica_id for one in self._core.replicas.views() if not one.running)
-        return CellView(name, self._core.counts()["waiting"], tuple(sorted(self._engines.owned or ())), idle)
 
     def longest_samples(self, count: int) -> tuple[SampleStatus, ...]:
         return longest_samples(self._core, count)

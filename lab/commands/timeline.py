@@ -1,4 +1,4 @@
-"""`tailrace timeline`: the activity of every replica in a recorded run, as a page, a picture or figures."""
+"""`tailrace timeline`: the activity of every replica in a recorded run, as a page, for Perfetto or as figures."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import click
 from tailrace.app.errors import BadInput
 from tailrace.app.files.output_file import OutputFile, check_apart
 
-KINDS = (".html", ".png", ".perfetto.json")
+KINDS = (".html", ".perfetto.json")
 
 
 @click.command()
@@ -20,7 +20,7 @@ KINDS = (".html", ".png", ".perfetto.json")
     "--out",
     type=click.Path(path_type=Path),
     default=None,
-    help="File of the drawing: x.html, x.png, or x.perfetto.json.",
+    help="File of the drawing: x.html or x.perfetto.json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, the last line of stdout.")
 def command(run, out, as_json):
@@ -77,13 +77,9 @@ def _kind(out: Path | None):
         from tailrace.lab.report.document import PAGE
 
         return PAGE
-    if out.suffix == ".json":
-        from tailrace.lab.timeline.perfetto import TRACE
+    from tailrace.lab.timeline.perfetto import TRACE
 
-        return TRACE
-    from tailrace.app.files.figures import PICTURE
-
-    return PICTURE
+    return TRACE
 
 
 def _draw(out: OutputFile, title: str, recorded, found, said: dict) -> None:
@@ -91,14 +87,10 @@ def _draw(out: OutputFile, title: str, recorded, found, said: dict) -> None:
         from tailrace.lab.timeline.page import page
 
         out.write(page(title, recorded, found, said))
-    elif out.path.suffix == ".json":
+    else:
         from tailrace.lab.timeline.perfetto import trace_events
 
         out.write(json.dumps(trace_events(title, recorded, found)))
-    else:
-        from tailrace.lab.timeline.picture import picture
-
-        picture(out, title, recorded, found)
 
 
 def _print(said: dict) -> None:

@@ -154,15 +154,10 @@ class _Reading:
 
     def _measured(self, event) -> None:
         """A report of the replica: the chunks that run there, each with its progress."""
-        performance = getattr(event, "performance", None)  # absent in a journal from before that record
-        observed_at = event.observed_at if performance is None else performance["observed_at"]
-        self._look_at(self._lifetimes.names[event.replica_id], observed_at)
+        self._look_at(self._lifetimes.names[event.replica_id], event.performance["observed_at"])
 
     def _streamed(self, event) -> None:
-        made = event.tokens
-        if not isinstance(made, dict):  # a journal from before an event was that of a replica
-            made = {event.chunk_id: made}
-        running = [(self._running[name], n) for name, n in made.items() if name in self._running]
+        running = [(self._running[name], n) for name, n in event.tokens.items() if name in self._running]
         for chunk, tokens in running:
             before_s = self._look_at(chunk.replica, event.observed_at)
             if tokens and not chunk.seen:
