@@ -11,6 +11,7 @@ from tailrace.app.model import resolve_model
 from tailrace.deployments.coordinator.coordinator import Coordinator
 from tailrace.deployments.drafter.replica import Drafter
 from tailrace.deployments.engine.replica import Engine
+from tailrace.deployments.telemetry import TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
 
 
@@ -43,11 +44,9 @@ def _bind(args: AppArgs, coordinator, engine, drafter) -> Application:
         engines,
         model,
         config.max_model_len,
-        otlp,
+        TelemetryExport(spans=otlp, metrics=otlp_wanted("METRICS"), every_group=sampler_named()),
         args.pool,
         args.context,
         token_log_dir=args.token_log_dir,
-        otlp_metrics=otlp_wanted("METRICS"),
         allow_no_token=args.allow_no_token,
-        every_group=sampler_named(),
     )

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from opentelemetry import context, trace
@@ -157,6 +157,14 @@ def resource_of(service: str, instance: str) -> Resource:
         release = {}
     about = {"service.namespace": SCOPE, "service.name": service, "service.instance.id": instance}
     return Resource.create(about | release)
+
+
+class TelemetryExport(NamedTuple):
+    """`spans`, `metrics`: export them over OTLP. `every_group`: see `Telemetry`."""
+
+    spans: bool
+    metrics: bool
+    every_group: bool
 
 
 class Telemetry:

@@ -11,6 +11,7 @@ from benchmarks.observability.totals import NoTotals, TimedTotals
 from benchmarks.observability.tracing_cost import collector
 from benchmarks.observability.windows import WINDOW_S, Window, costs
 from tailrace.app.cli import run
+from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.metrics.totals import EndTotals
 from tailrace.policies.protocol.actions import SampleEnd
 
@@ -49,7 +50,8 @@ def told(totals: EndTotals) -> EndTotals:
     sample = of_batch.samples["b/p#0"]
     for start, replica in ((0, "a"), (2, "b")):
         totals.chunk_came(result())
-        totals.write(of_batch, sample, start, result(), replica)
+        moved = MadeTokens(of_batch, sample, start, result(), replica, "", "").write()
+        totals.wrote(result(), moved)
     totals.sample_ended(SampleEnd.LENGTH)
     totals.settle()
     assert sample.tokens == 4, "tokens are written whatever is counted"

@@ -10,6 +10,8 @@ from performances import performance
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
+from tailrace.deployments.coordinator.loop import Loop
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.chunk import ChunkResult, EngineStats
 from tailrace.deployments.messages.errors import ChunkError, ReplicaLost, SampleRefused
@@ -62,21 +64,39 @@ def batch() -> LiveBatch:
     return made
 
 
+class ClockLoop(Loop):
+    """The coordinator's loop with a clock of its own: `clock[0]`, in seconds."""
+
+    def __init__(self, clock):
+        super().__init__(asyncio.Event())
+        self._given = clock
+
+    def now(self):
+        return self._given[0]
+
+
+def runner_of(engines, clock=(NOW_S,)) -> ChunkRunner:
+    totals = EndTotals(lambda: NOW_S)
+    return ChunkRunner(ClockLoop(clock), engines, ReplicaRegistry(), {3: "digest"}, totals, Acceptance())
+
+
 def run(answer, of: LiveBatch | None = None):
-    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S), Acceptance())
-    return asyncio.run(runner.run(START, of or batch(), Policies().drafting))
+    async def once():
+        return await runner_of(Script(answer)).run(START, of or batch(), Policies().drafting)
+
+    return asyncio.run(once())
 
 
 def test_a_result_is_an_event_and_its_tokens_are_written_when_asked():
     of = batch()
-    event, write = run(RESULT, of)
+    event, made = run(RESULT, of)
     assert event == ChunkFinished(
         now=NOW_S, chunk_id=START.chunk_id, new_tokens=2, end=ChunkEnd.LENGTH, weights_version=3, stored_tokens=4,
         drafted_tokens=7, accepted_tokens=1, computed_tokens=3,
     )  # fmt: skip
     sample = of.samples["b/p#0"]
     assert sample.tokens == 0 and sample.started_s == 2.5
-    write()
+    made.write()
     assert sample.tokens == 2
 
 
@@ -99,15 +119,15 @@ def test_an_exception_is_an_event_too(answer, event):
 
 
 def test_an_answer_that_is_no_result_fails_the_chunk():
-    event, write = run("not a ChunkResult")
-    assert isinstance(event, ChunkFailed) and write is None
+    event, made = run("not a ChunkResult")
+    assert isinstance(event, ChunkFailed) and made is None
 
 
 def test_a_request_that_cannot_be_made_fails_the_chunk():
     of = batch()
     of.samples.clear()
-    event, write = run(RESULT, of)
-    assert event == ChunkFailed(NOW_S, START.chunk_id, "KeyError: 'b/p#0'") and write is None
+    event, made = run(RESULT, of)
+    assert event == ChunkFailed(NOW_S, START.chunk_id, "KeyError: 'b/p#0'") and made is None
 
 
 def test_a_cancelled_call_stays_cancelled():
@@ -118,7 +138,7 @@ def test_a_cancelled_call_stays_cancelled():
             await asyncio.sleep(60.0)
 
     async def cancelled():
-        runner = ChunkRunner(Slow(), lambda: NOW_S, {}, EndTotals(lambda: NOW_S), Acceptance())
+        runner = runner_of(Slow())
         running = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         await asyncio.sleep(0)
         running.cancel()
@@ -130,8 +150,8 @@ def test_a_cancelled_call_stays_cancelled():
 
 def test_a_call_that_serve_has_cancelled_fails_the_chunk():
     """Serve raises CancelledError for a callee whose task was cancelled; nobody has cancelled this one."""
-    event, write = run(asyncio.CancelledError())
-    assert event == ChunkFailed(NOW_S, START.chunk_id, "CancelledError: no message") and write is None
+    event, made = run(asyncio.CancelledError())
+    assert event == ChunkFailed(NOW_S, START.chunk_id, "CancelledError: no message") and made is None
 
 
 @pytest.mark.parametrize(
@@ -146,22 +166,27 @@ def test_a_call_that_serve_has_cancelled_fails_the_chunk():
     ],
 )
 def test_an_impossible_result_fails_the_chunk(changes, problem):
-    event, write = run(replace(RESULT, **changes))
-    assert isinstance(event, ChunkFailed) and problem in event.error and write is None
+    event, made = run(replace(RESULT, **changes))
+    assert isinstance(event, ChunkFailed) and problem in event.error and made is None
 
 
 def test_the_segment_names_the_content_of_the_weights():
     of = batch()
-    _, write = run(RESULT, of)
-    write()
+    _, made = run(RESULT, of)
+    made.write()
     (segment,) = of.samples["b/p#0"].segments
     assert (segment.weights_version, segment.weights_digest) == (3, "digest")
 
 
 @pytest.mark.parametrize("answer", [ReplicaLost("gone"), ChunkError("refused"), None])
 def test_an_abort_that_comes_too_late_is_no_error(answer):
-    runner = ChunkRunner(Script(answer), lambda: NOW_S, {3: "digest"}, EndTotals(lambda: NOW_S), Acceptance())
-    assert asyncio.run(runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))) is None
+    async def aborted():
+        runner = runner_of(Script(answer))
+        runner.abort(AbortChunk(START.chunk_id, "r1", False, "test"))
+        (task,) = runner._loop.tasks
+        return await task
+
+    assert asyncio.run(aborted()) is None
 
 
 class Silent:
@@ -176,7 +201,7 @@ def watched(reports, step_s=4.0) -> tuple[list, int]:
 
     async def play():
         clock = [0.0]
-        runner = ChunkRunner(Silent(), lambda: clock[0], {3: "digest"}, EndTotals(lambda: NOW_S), Acceptance())
+        runner = runner_of(Silent(), clock)
         run = asyncio.ensure_future(runner.run(START, batch(), Policies().drafting))
         for report in reports:
             await asyncio.sleep(0)
@@ -208,8 +233,8 @@ POLLS = 200
 
 @pytest.mark.parametrize("running", [{}, {START.chunk_id: 0}, {START.chunk_id: 7}])
 def test_a_chunk_without_progress_on_a_replica_that_answers_fails(running):
-    ((event, write),), left = watched(report(turn, running=running) for turn in range(POLLS))
-    assert isinstance(event, ChunkFailed) and write is None and left == 0
+    ((event, made),), left = watched(report(turn, running=running) for turn in range(POLLS))
+    assert isinstance(event, ChunkFailed) and made is None and left == 0
     assert event.error.startswith(f"chunk {START.chunk_id}: r1 answers, but made no token of it in 6")
 
 
@@ -228,3 +253,21 @@ def test_a_chunk_of_a_slow_or_busy_replica_goes_on(fields):
 
 def test_one_poll_counts_for_seconds_alone():
     assert watched((report(turn) for turn in range(100)), step_s=1000.0) == ([], 0)
+
+
+def test_a_chunk_s_event_comes_with_a_turn_and_its_call_is_forgotten():
+    async def started(answer):
+        runner, of = runner_of(Script(answer)), batch()
+        runner._registry.joined["r1"] = None
+        runner.start(START, of, Policies().drafting)
+        assert list(runner.calls) == [START.chunk_id]
+        await asyncio.gather(*runner.calls.values())
+        await asyncio.sleep(0)
+        assert not runner.calls and not runner._loop.tasks
+        ((event, made),) = runner._loop.take()
+        return event, made, "r1" in runner._registry.joined
+
+    event, made, is_here = asyncio.run(started(RESULT))
+    assert isinstance(event, ChunkFinished) and made.result is RESULT and is_here
+    event, made, is_here = asyncio.run(started(ReplicaLost("gone")))
+    assert isinstance(event, ReplicaLeft) and made is None and not is_here

@@ -17,6 +17,7 @@ from test_rollout_cases import finish, join, submit, tick
 from tailrace.deployments.batches.deliveries import Delivery
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.prompts import Prepared
+from tailrace.deployments.coordinator.loop import MadeTokens
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkResult, EngineStats
 from tailrace.deployments.messages.rollout import PromptGroup, RolloutBatch
 from tailrace.deployments.messages.status import PoolView
@@ -159,16 +160,17 @@ def test_the_tail_is_the_time_of_the_last_tenth():
 
 
 def test_a_chunk_that_is_written_elsewhere_is_a_move_by_the_way_of_its_kv():
-    clock = [12.0]
-    totals, of_batch = EndTotals(lambda: clock[0]), batch(1)
+    totals, of_batch = EndTotals(lambda: 12.0), batch(1)
     sample = of_batch.samples["b/p#0"]
+
+    def write(start, replica, one):
+        totals.wrote(one, MadeTokens(of_batch, sample, start, one, replica, "digest", "").write())
+
     for start, (replica, pulled) in enumerate((("a", 0), ("a", 5), ("b", 5), ("a", 0), ("a", 0))):
-        clock[0] += 1
-        totals.write(of_batch, sample, start, result(tokens=1, pulled_tokens=pulled), replica, "digest")
+        write(start, replica, result(tokens=1, pulled_tokens=pulled))
     assert totals.moves == {"pulled": 1, "recomputed": 1} and totals.tokens == 5 == sample.tokens
-    assert of_batch.progress_s == 17.0
     with pytest.raises(ValueError, match="begins at 9"):
-        totals.write(of_batch, sample, 9, result(), "a")
+        write(9, "a", result())
     assert totals.tokens == 5
 
 

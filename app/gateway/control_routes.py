@@ -15,7 +15,7 @@ from tailrace.app.gateway.edge.errors import error_body
 from tailrace.app.gateway.edge.fields import RequestBody
 from tailrace.app.gateway.service import GatewayService
 from tailrace.app.gateway.vllm_config import vllm_config
-from tailrace.deployments.coordinator.pause import PauseMode
+from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.weight_transfer import backend_of, named_in_memory
 from tailrace.deployments.messages.chunk import TAGS
 from tailrace.deployments.messages.roles import Role

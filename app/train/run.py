@@ -32,7 +32,7 @@ from tailrace.app.train.record.sent_weights import SentWeights
 from tailrace.app.train.record.stored_groups import ANY_WEIGHTS, StoredGroups
 from tailrace.app.train.replica_seconds import ReplicaSeconds
 from tailrace.app.train.rewards import RewardPool
-from tailrace.app.train.step_recorder import StepRecorder
+from tailrace.app.train.step_recorder import RunFiles, StepRecorder
 from tailrace.app.train.step_rewards import StepRewards
 from tailrace.app.train.task import Question, Task
 from tailrace.app.train.trl_settings import defaults, settings_of
@@ -156,8 +156,7 @@ class _Run:
             feed=self._feed,
             rewards=rewards,
             replicas=self._replicas,
-            sent=self._folder.sent,
-            ledger=self._folder.ledger,
+            files=RunFiles(self._folder.sent, self._folder.ledger),
             after_step=self._after_step,
             say=self._say,
         )

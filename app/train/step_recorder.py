@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from transformers import TrainerCallback
 
@@ -16,6 +17,13 @@ from tailrace.app.train.replica_seconds import ReplicaSeconds
 from tailrace.app.train.step_rewards import RewardedStep, StepRewards
 
 
+class RunFiles(NamedTuple):
+    """The files that grow with a run: a row for each update of the weights, and for each step."""
+
+    sent: RowFile[SentWeights]
+    ledger: RowFile[LedgerRow]
+
+
 class StepRecorder(TrainerCallback):
     """`after_step`: called with the number of each step that is in the ledger."""
 
@@ -27,14 +35,13 @@ class StepRecorder(TrainerCallback):
         feed: StepFeed,
         rewards: StepRewards,
         replicas: ReplicaSeconds,
-        sent: RowFile[SentWeights],
-        ledger: RowFile[LedgerRow],
+        files: RunFiles,
         after_step: Callable[[int], None],
         say: Callable[[str], None],
     ):
         self._config, self._trainer, self._feed, self._rewards = config, trainer, feed, rewards
-        self._replicas, self._sent = replicas, sent
-        self._ledger, self._after_step, self._say = ledger, after_step, say
+        self._replicas, self._after_step, self._say = replicas, after_step, say
+        self._sent, self._ledger = files
 
     def on_step_begin(self, args, state, control, **_):
         self._started, self._cpu_s = time.monotonic(), time.process_time()

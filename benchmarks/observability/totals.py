@@ -11,7 +11,7 @@ class NoTotals(EndTotals):
     def chunk_came(self, result) -> None:
         pass
 
-    def wrote(self, batch, result, moved) -> None:
+    def wrote(self, result, moved) -> None:
         pass
 
     def sample_ended(self, end) -> None:
@@ -34,8 +34,8 @@ class TimedTotals(EndTotals):
     def chunk_came(self, result) -> None:
         self._time(super().chunk_came, result)
 
-    def wrote(self, batch, result, moved) -> None:
-        self._time(super().wrote, batch, result, moved)
+    def wrote(self, result, moved) -> None:
+        self._time(super().wrote, result, moved)
 
     def sample_ended(self, end) -> None:
         self._time(super().sample_ended, end)

@@ -7,9 +7,9 @@ not depend on the order of requests. Called by `Rollouts` and the coordinator.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.batches.asked_sample import AskedSample
@@ -52,10 +52,27 @@ class OpenSession:
         self.tokens -= asked.identity.max_tokens
 
 
+class SampleAdmission(Protocol):
+    """The coordinator's admission and loop, as far as sessions use them."""
+
+    async def refusal(self, message: BatchSettings) -> Rejected | None:
+        """Why a batch cannot run under the present weights, or None."""
+
+    async def admitted(self, batch_id: str) -> None:
+        """Wait for a change of the core that is due."""
+
+
+class SessionLoop(Protocol):
+    def now(self) -> float:
+        """Seconds on the coordinator's clock."""
+
+    def tell(self, event: ev.Event) -> None:
+        """Give the core an event in its next turn."""
+
+
 class OpenSessions:
-    """`refusal`: why a batch cannot run under the present weights. `quota`: why a named load, or that of all which is
-    asked for with it, is beyond the quotas. `pass_door`: waits for a change of the core. `observe`: gives the core an
-    event at once, and returns why it does not take it. `later`: gives it one in its next turn."""
+    """`quota`: why a named load, or that of all which is asked for with it, is beyond the quotas. `observe`: gives the
+    core an event at once, and returns why it does not take it."""
 
     def __init__(
         self,
@@ -63,16 +80,13 @@ class OpenSessions:
         context: "ContextService | None",
         batches: LiveBatches,
         adapters: AdapterBook,
-        refusal: Callable[[BatchSettings], Awaitable[Rejected | None]],
+        admission: SampleAdmission,
+        loop: SessionLoop,
         quota: Callable[[str, BatchLoad, BatchLoad], Rejected | None],
-        pass_door: Callable[[str], Awaitable[None]],
         observe: Callable[[ev.Event], Rejected | None],
-        later: Callable[[ev.Event], None],
-        now: Callable[[], float],
     ):
         self._prompts, self._context, self._batches, self._adapters = prompts, context, batches, adapters
-        self._refusal, self._quota, self._pass_door = refusal, quota, pass_door
-        self._observe, self._later, self._now = observe, later, now
+        self._admission, self._loop, self._quota, self._observe = admission, loop, quota, observe
         self._sessions: dict[str, OpenSession] = {}
         self._submissions: set[asyncio.Task] = set()
 
@@ -109,7 +123,7 @@ class OpenSessions:
         for message in (settings, request):
             if isinstance(message, Rejected):
                 return message
-        if (refused := await self._refusal(settings)) is not None:
+        if (refused := await self._admission.refusal(settings)) is not None:
             return refused
         prepared = await asyncio.to_thread(self._prompts.prepare_group, request.group)
         if not isinstance(prepared, Rejected):
@@ -130,10 +144,10 @@ class OpenSessions:
         name = settings.batch_id
         session = self._sessions.get(name)
         if session is None:
-            session = self._sessions[name] = OpenSession(settings, self._now())
+            session = self._sessions[name] = OpenSession(settings, self._loop.now())
         if (unlike := differing(session.settings, settings)) is not None:
             return Rejected(reason=f"session {name!r} is open with another {unlike}; give another batch_id")
-        session.renewed_s = self._now()
+        session.renewed_s = self._loop.now()
         return session
 
     def _ask(self, session: OpenSession, prepared: Prepared, request: SampleRequest) -> AskedSample | Rejected:
@@ -156,7 +170,7 @@ class OpenSessions:
         try:
             keys = [prepared.prompt_key]
             past = await self._context.lengths(keys) if self._context is not None else {}
-            await self._pass_door(session.settings.batch_id)
+            await self._admission.admitted(session.settings.batch_id)
             refused = self._give(session, asked, prepared, request, past.get(prepared.prompt_key, []))
         except Exception as error:  # noqa: BLE001 - of one request: its callers must hear of it
             refused = Rejected(reason=f"session {session.settings.batch_id!r}: {error!r}")
@@ -171,20 +185,20 @@ class OpenSessions:
             return Rejected(reason=f"session {session.settings.batch_id!r} has been closed")
         batch = session.batch
         if batch is not None and batch.is_open:
-            if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._now())) is not None:
+            if (sample_id := batch.turn(prepared, request, asked.give, self._observe, self._loop.now())) is not None:
                 self._taken(asked, sample_id, batch.samples[sample_id])
                 return None
             self._end_held(batch, request.group.prompt_id, request.index)
         if batch is None or not batch.is_open:  # also if an error has just ended it
             core_id = self._batches.new_core_id(session.settings.batch_id)
-            batch = OpenBatch(session.settings, core_id, self._now())
+            batch = OpenBatch(session.settings, core_id, self._loop.now())
         new = batch.plan(prepared, request, past)
-        if (refused := self._observe(batch.addition([new.spec], self._now()))) is not None:
+        if (refused := self._observe(batch.addition([new.spec], self._loop.now()))) is not None:
             return refused
         if session.batch is not batch:
             session.batch = batch
             self._batches.add(batch)
-        record = batch.take(new, prepared, request, asked.give, self._now())
+        record = batch.take(new, prepared, request, asked.give, self._loop.now())
         self._batches.add_sample(batch, new.group.group_id, new.sample_id)
         self._taken(asked, new.sample_id, record)
         return None
@@ -192,7 +206,7 @@ class OpenSessions:
     def _end_held(self, batch: OpenBatch, name: str | None = None, index: int | None = None) -> None:
         """End samples between two turns, of one group or one index if given."""
         for sample_id in batch.held.of(name, index):
-            self._later(ev.SampleCancelled(self._now(), sample_id))
+            self._loop.tell(ev.SampleCancelled(self._loop.now(), sample_id))
 
     def _taken(self, asked: AskedSample, sample_id: str, record: SampleRecord) -> None:
         asked.take(sample_id, record)
@@ -218,7 +232,7 @@ class OpenSessions:
     def _cancel(self, asked: AskedSample) -> None:
         asked.is_cancelled = True
         if asked.sample_id is not None and not asked.answer.done():
-            self._later(ev.SampleCancelled(self._now(), asked.sample_id))
+            self._loop.tell(ev.SampleCancelled(self._loop.now(), asked.sample_id))
 
     def cancel(self, name: str, group: str | None, index: int | None) -> int:
         """End the samples in flight of a session, of one of its groups, or one sample: they are answered with their
@@ -239,7 +253,7 @@ class OpenSessions:
         """A sign of life of a session's driver. Returns False if there is no such session."""
         session = self._sessions.get(name)
         if session is not None:
-            session.renewed_s = self._now()
+            session.renewed_s = self._loop.now()
         return session is not None
 
     def close(self, name: str) -> bool:
@@ -257,7 +271,7 @@ class OpenSessions:
         """Close its batch in the core, which cancels samples in flight."""
         batch, session.batch = session.batch, None
         batch.close()
-        self._observe(ev.BatchCancelled(self._now(), batch.core_id))
+        self._observe(ev.BatchCancelled(self._loop.now(), batch.core_id))
         if batch.over:
             self._batches.drop(batch)
 
@@ -268,7 +282,7 @@ class OpenSessions:
 
         `hasty`: a change of the core is due, which waits until nothing is in flight.
         """
-        now = self._now()
+        now = self._loop.now()
         gone = [name for name, one in self._sessions.items() if now > one.renewed_s + LEASE_S]
         for name in gone:
             self.close(name)
@@ -285,7 +299,7 @@ class OpenSessions:
             session.batch = None
             return
         if specs := batch.close_idle(before_s):
-            self._observe(batch.addition(specs, self._now()))
+            self._observe(batch.addition(specs, self._loop.now()))
         if not batch.groups:
             self._end_batch(session)
 

@@ -1,4 +1,4 @@
-"""Runs chunks on replicas: a `StartChunk` in; an event out, with the function that writes the tokens down.
+"""Runs chunks on replicas: a `StartChunk` in; an event out, with the tokens that were made.
 
 Invariant: every `StartChunk` gives exactly one event, whatever happens to its replica or to this code. Called by
 `Rollouts`.
@@ -6,8 +6,7 @@ Invariant: every `StartChunk` gives exactly one event, whatever happens to its r
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,8 @@ from opentelemetry.trace import INVALID_SPAN
 from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.coordinator.chunk_watch import ChunkWatch
+from tailrace.deployments.coordinator.loop import Loop, MadeTokens
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.feed.acceptance import Acceptance
 from tailrace.deployments.messages.adapters import digest_of
 from tailrace.deployments.messages.chunk import ChunkResult
@@ -36,68 +37,79 @@ from tailrace.policies.protocol.events import ChunkFailed, ChunkFinished, Event,
 if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
     from tailrace.deployments.coordinator.engine_client import EngineClient
 
-Write = Callable[[], None] | None
-
 
 class ChunkRunner:
-    """`now`: the coordinator's clock, in seconds. `digests`: of weights, by version. `totals`: counts each end;
-    `acceptance`: of all drafts."""
+    """`digests`: of weights, by version. `totals`: counts each end; `acceptance`: of all drafts. `calls`: tasks of
+    running chunks, by chunk id."""
 
     def __init__(
         self,
+        loop: Loop,
         engines: "EngineClient",
-        now: Callable[[], float],
+        registry: ReplicaRegistry,
         digests: Mapping[int, str],
         totals: EndTotals,
         acceptance: Acceptance,
     ):
-        self._engines, self._now, self._digests = engines, now, digests
+        self._loop, self._engines, self._registry, self._digests = loop, engines, registry, digests
         self.totals, self._acceptance = totals, acceptance
-        self.watch = ChunkWatch(now)
+        self.watch = ChunkWatch(loop.now)
+        self.calls: dict[str, asyncio.Task] = {}
 
-    async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, Write]:
-        """Returns ChunkFinished and the function that writes its tokens down; or ChunkFailed or ReplicaLeft, and None.
+    def start(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> None:
+        """Run a chunk; its event comes with a later turn of the loop."""
+        call = self.calls[start.chunk_id] = self._loop.spawn(self._call(start, batch, drafting))
+        call.add_done_callback(lambda _: self.calls.pop(start.chunk_id))
+
+    async def _call(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> None:
+        event, made = await self.run(start, batch, drafting)
+        if isinstance(event, ReplicaLeft):
+            self._registry.lose(start.replica_id, self._loop.now())
+        self._loop.tell(event, made)
+
+    async def run(self, start: StartChunk, batch: LiveBatch, drafting: Drafting) -> tuple[Event, MadeTokens | None]:
+        """Returns ChunkFinished and its tokens; or ChunkFailed or ReplicaLeft, and None.
 
         Never raises: an exception that escaped would leave the chunk running for ever in the core's books.
         """
-        span, write = INVALID_SPAN, None
+        span, made = INVALID_SPAN, None
         try:
             span = batch.chunk_span(start)
             sample = batch.samples[start.sample_id]
             if sample.started_s is None:
-                sample.started_s = self._now() - sample.asked_s
+                sample.started_s = self._loop.now() - sample.asked_s
             request = batch.request(sample, start, span, drafting, self._digests)
             answer = self._engines.generate(start.replica_id, request)
             result = await self.watch.finish(start.chunk_id, start.replica_id, answer)
             made_by = request.weights_digest, digest_of(request.adapter)
-            event, write = self._finished(start, batch, sample, result, made_by)
+            event, made = self._finished(start, batch, sample, result, made_by)
             batch.spans.end_chunk(span, start, request, result)
         except ReplicaLost as error:
-            event = ReplicaLeft(self._now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
+            event = ReplicaLeft(self._loop.now(), start.replica_id, str(error), not isinstance(error, ChunkNotTaken))
         except SampleRefused as error:
             reason = str(error).removeprefix("RequestRefused: ").removeprefix(f"chunk {start.chunk_id}: ")
-            event = ChunkFailed(self._now(), start.chunk_id, f"{REFUSED}{reason}", of_sample=True)
+            event = ChunkFailed(self._loop.now(), start.chunk_id, f"{REFUSED}{reason}", of_sample=True)
         except ChunkError as error:
-            event = ChunkFailed(self._now(), start.chunk_id, str(error))
+            event = ChunkFailed(self._loop.now(), start.chunk_id, str(error))
         except (Exception, asyncio.CancelledError) as error:  # the edge of the task: the core must hear of every end
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                 raise
-            event, write = ChunkFailed(self._now(), start.chunk_id, one_line(error)), None
-        if write is None:
+            event, made = ChunkFailed(self._loop.now(), start.chunk_id, one_line(error)), None
+        if made is None:
             self.totals.chunk_failed(lost=isinstance(event, ReplicaLeft))
             batch.spans.fail_chunk(span, start, type(event).__name__, event.error)
         span.end()
-        return event, write
+        return event, made
 
     def _finished(
         self, start: StartChunk, batch: LiveBatch, sample: SampleRecord, result: ChunkResult, digests: tuple[str, str]
-    ) -> tuple[ChunkFinished, Write]:
+    ) -> tuple[ChunkFinished, MadeTokens]:
         check_result(start, result, len(sample.prompt))
         self.totals.chunk_came(result)
         drafts = result.drafts
         self._acceptance.add(drafts)
         event = ChunkFinished(
-            now=self._now(),
+            now=self._loop.now(),
             chunk_id=start.chunk_id,
             new_tokens=len(result.token_ids),
             end=result.end,
@@ -112,10 +124,21 @@ class ChunkRunner:
             computed_tokens=result.computed_tokens,
             tested_tokens=min(drafts.tested, result.drafted_tokens) if drafts else 0,
         )
-        return event, partial(self.totals.write, batch, sample, start.start, result, start.replica_id, *digests)
+        return event, MadeTokens(
+            batch=batch,
+            sample=sample,
+            start=start.start,
+            result=result,
+            replica_id=start.replica_id,
+            weights_digest=digests[0],
+            adapter_digest=digests[1],
+        )
 
-    async def abort(self, action: AbortChunk) -> None:
-        """Asks a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""
+    def abort(self, action: AbortChunk) -> None:
+        """Ask a replica to end a chunk early. The chunk's own call reports its end, so errors here are dropped."""
+        self._loop.spawn(self._abort(action))
+
+    async def _abort(self, action: AbortChunk) -> None:
         with contextlib.suppress(Exception):  # the replica may be gone, or Ray in trouble
             await self._engines.abort(action.replica_id, action.chunk_id, action.keep_kv)
 

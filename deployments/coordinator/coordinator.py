@@ -25,9 +25,9 @@ from tailrace.deployments.channel.sockets import ListeningSocket
 from tailrace.deployments.context.actors import ensure_context
 from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.service import ContextService
+from tailrace.deployments.coordinator.admission import PauseMode
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
-from tailrace.deployments.coordinator.pause import PauseMode
 from tailrace.deployments.coordinator.rollouts import Rollouts
 from tailrace.deployments.feed.watch_calls import WatchCalls
 from tailrace.deployments.garbage import collect_garbage
@@ -45,7 +45,7 @@ from tailrace.deployments.messages.session import SampleAnswer, SampleRequest, S
 from tailrace.deployments.messages.status import PoolView, ReplicasChanged
 from tailrace.deployments.metrics.export import doors_of
 from tailrace.deployments.serve_port import keep_serve_port_on_node
-from tailrace.deployments.telemetry import Telemetry
+from tailrace.deployments.telemetry import Telemetry, TelemetryExport
 from tailrace.deployments.token_mode import require_token_mode
 from tailrace.kvpool.config import PoolConfig
 from tailrace.kvpool.pool import ensure_pool
@@ -58,7 +58,7 @@ from tailrace.policies.families.registry import Policies
 class Coordinator(WatchCalls):
     """`engines`: handle of the Engine deployment. `model`: a local folder, for its tokenizer.
 
-    `pool`, `context`, `token_log_dir`: or None. `every_group`: see `Telemetry`. Raises TokenModeOff.
+    `pool`, `context`, `token_log_dir`: or None. Raises TokenModeOff.
     """
 
     def __init__(
@@ -66,13 +66,11 @@ class Coordinator(WatchCalls):
         engines: DeploymentHandle,
         model: str,
         max_model_len: int,
-        otlp: bool,
+        export: TelemetryExport,
         pool: PoolConfig | None = None,
         context: ContextConfig | None = None,
         token_log_dir: str | None = None,
         allow_no_token: bool = False,
-        otlp_metrics: bool = False,
-        every_group: bool = False,
     ):
         require_token_mode(allow_no_token)
         keep_serve_port_on_node()
@@ -81,13 +79,13 @@ class Coordinator(WatchCalls):
         self._start(
             engines=EngineClient(engines, partial(ListeningSocket, ray.util.get_node_ip_address()), nonce),
             prompts=Prompts(model, max_model_len),
-            telemetry=Telemetry("tailrace-coordinator", otlp, instance=name, every_group=every_group),
+            telemetry=Telemetry("tailrace-coordinator", export.spans, instance=name, every_group=export.every_group),
             kv_pool_manager=None if pool is None else KvPoolManager(ensure_pool(pool, app_name)),
             context=None if context is None else ContextService(ensure_context(context, app_name), context),
             token_log=TokenLog(Path(token_log_dir) if token_log_dir else None, app_name),
             nonce=nonce,
         )
-        doors = doors_of("coordinator", otlp_metrics, self._rollouts.figures)
+        doors = doors_of("coordinator", export.metrics, self._rollouts.figures)
         others = collect_garbage(lambda: self._rollouts.is_idle), doors.export()
         self._loops += map(asyncio.get_running_loop().create_task, others)
 
@@ -254,13 +252,13 @@ class Coordinator(WatchCalls):
 
     @admits(Role.TRAINER)
     async def pause(self, mode: str) -> None:
-        await self._rollouts.pause.begin(PauseMode(mode))
+        await self._rollouts.admission.pause(PauseMode(mode))
 
     @admits(Role.TRAINER)
     async def resume(self) -> Rejected | None:
         if self._rollouts.sleep.tags:
             return Rejected(reason="the service sleeps; wake it up")
-        self._rollouts.pause.end()
+        self._rollouts.admission.resume()
         return None
 
     @admits(Role.TRAINER)

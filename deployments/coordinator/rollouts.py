@@ -15,18 +15,18 @@ from typing import Any
 
 from tailrace.deployments.batches.deliveries import Deliveries, Delivery
 from tailrace.deployments.batches.ledger import GroupRecord
-from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.batches.live_batches import LiveBatches
 from tailrace.deployments.batches.open_sessions import OpenSessions
 from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.batches.token_log import TokenLog, unlogged
 from tailrace.deployments.context.service import ContextService
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
+from tailrace.deployments.coordinator.admission import Admission
 from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
 from tailrace.deployments.coordinator.core_holder import CoreHolder
 from tailrace.deployments.coordinator.engine_client import EngineClient
 from tailrace.deployments.coordinator.kv_pool_manager import KvPoolManager
-from tailrace.deployments.coordinator.pause import Pause
+from tailrace.deployments.coordinator.loop import Loop, MadeTokens
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
 from tailrace.deployments.coordinator.sleep import Sleep
@@ -43,7 +43,6 @@ from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import (
-    BatchSettings,
     GroupResult,
     Rejected,
     RolloutBatch,
@@ -101,27 +100,24 @@ class Rollouts:
         nonce: str,
     ):
         """`nonce`: no other coordinator of this application has or has had it."""
-        self._began_s = asyncio.get_running_loop().time()
-        self._engines, self._telemetry, self._context = engines, telemetry, context
-        self._kv_pool_manager = kv_pool_manager
-        self._prompts = prompts
-        self._token_log, self._weights = token_log, Weights(engines, before=self._log_early)
+        loop = self._loop = Loop(engines.changed)
+        self._engines, self._prompts, self._telemetry, self._context = engines, prompts, telemetry, context
+        self._kv_pool_manager, self._token_log = kv_pool_manager, token_log
+        self.core_holder, self.replica_target, self._registry = CoreHolder(policies), ReplicaTarget(), ReplicaRegistry()
+        self._weights = Weights(engines, before=self._log_early)
         self.adapters = AdapterLoads(engines, prompts.model)
-        self.totals, self._acceptance, self._trails = EndTotals(self.now), Acceptance(), Trails(self.now)
-        self.figures = Books(self.totals, self._books_for_figures).figures
-        self._chunk_runner = ChunkRunner(engines, self.now, self._weights.digests, self.totals, self._acceptance)
-        self.core_holder = CoreHolder(policies)
-        self.replica_target = ReplicaTarget()
-        self._registry = ReplicaRegistry()
         self.weight_transfer = WeightTransfer(
             engines, lambda: self._registry.reports, lambda: (self._weights.version, self._weights.digest)
         )
-        self._inbox: list[tuple[ev.Event, Callable[[], None] | None]] = []  # with how to write tokens down
-        self._wake, self._looked, self._exchanged = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._heard = False  # whether a replica has reported
-        self._turned, self._seen = asyncio.Event(), asyncio.Event()
-        self._at_door: list[str] = []  # batches that wait for a change of the core
-        self.deliveries = Deliveries(submit=self._submit, cancel=self._cancel, refusal=self._refusal, now=self.now)
+        self.totals, self._acceptance, self._trails = EndTotals(loop.now), Acceptance(), Trails(loop.now)
+        self._runner = ChunkRunner(
+            loop=loop,
+            engines=engines,
+            registry=self._registry,
+            digests=self._weights.digests,
+            totals=self.totals,
+            acceptance=self._acceptance,
+        )
         self._batches = LiveBatches(
             prompts=prompts,
             context=context,
@@ -130,47 +126,34 @@ class Rollouts:
             weights=self._weights,
             adapters=self.adapters.book,
             nonce=nonce,
-            now=self.now,
+            now=loop.now,
         )
+        self.admission = Admission(
+            loop=loop,
+            core_holder=self.core_holder,
+            registry=self._registry,
+            weights=self._weights,
+            batches=self._batches,
+            runner=self._runner,
+            cancel_all=self.cancel_all,
+        )
+        self.sleep = Sleep(loop, engines, self._registry, self._weights, self.admission)
+        self.deliveries = Deliveries(self._submit, self._cancel, self.admission.refusal, loop.now)
         self.sessions = OpenSessions(
             prompts=prompts,
             context=context,
             batches=self._batches,
             adapters=self.adapters.book,
-            refusal=self._refusal,
+            admission=self.admission,
+            loop=loop,
             quota=self.deliveries.quota_refusal,
-            pass_door=lambda batch_id: self._pass_door(batch_id, lambda: False),
             observe=self._observe_now,
-            later=self._tell,
-            now=self.now,
         )
         self.deliveries.session_loads = self.sessions.loads
-        self._tasks: set[asyncio.Task] = set()
-        self._calls: dict[str, asyncio.Task] = {}  # of running chunks, by chunk id
-        self.pause = Pause(
-            runner=self._chunk_runner,
-            registry=self._registry,
-            weights=self._weights,
-            calls=self._calls,
-            in_flight=lambda: self._core.counts()["waiting"] + self._core.counts()["running"],
-            cancel_all=self.cancel_all,
-            turn=self._turn,
-            later=self._tell,
-            spawn=self._spawn,
-            look=engines.changed.set,
-            open_door=self._exchanged.set,
-            now=self.now,
-        )
-        self.sleep = Sleep(
-            engines=engines,
-            weights=self._weights,
-            pause=self.pause,
-            reports=lambda: self._registry.reports,
-            looked=self._looked.wait,
-            seen=self._next_look,
-        )
+        self._heard = False  # whether a replica has reported
         self._contained: Counter[str] = Counter()  # errors that ended one thing alone, by place and kind
-        self.logs = Logs(batches=self._batches, trails=self._trails, core=lambda: self._core, now=self.now)
+        self.figures = Books(self.totals, self._books_for_figures).figures
+        self.logs = Logs(batches=self._batches, trails=self._trails, core=lambda: self._core, now=loop.now)
         watched = Watched(
             core=lambda: self._core,
             reports=lambda: self._registry.reports,
@@ -180,14 +163,14 @@ class Rollouts:
             pool=lambda: kv_pool_manager and kv_pool_manager.view(),
             service=self._service_fields,
             contained=lambda: self._contained + self._token_log.problems,
-            now=self.now,
+            now=loop.now,
         )
         keys = None if kv_pool_manager is None else kv_pool_manager.keys_by_version
         self.feed = Feed(Looks(watched), nonce, keys, lambda error: self._note("feed", error))
 
     def now(self) -> float:
         """Seconds since this object was made."""
-        return asyncio.get_running_loop().time() - self._began_s
+        return self._loop.now()
 
     @property
     def _core(self) -> RolloutCore:
@@ -205,18 +188,13 @@ class Rollouts:
         """
         return self.deliveries.read(message, driver, have)
 
-    async def _refusal(self, message: BatchSettings) -> Rejected | None:
-        """Why a batch cannot run under the present weights, or None."""
-        await self._looked.wait()  # a coordinator that has just begun does not know the weights of its replicas yet
-        return self._weights.refusal(message)
-
     def _cancel(self, delivery: Delivery) -> bool:
         """Cancel a batch's samples in the core. Returns False if there are none."""
         if delivery.is_over and not delivery.was_refused and self._token_log.is_on:
-            self._spawn(self._token_log.forget(delivery.batch_id))
+            self._loop.spawn(self._token_log.forget(delivery.batch_id))
         core_ids = self._batches.core_ids(delivery)
         for core_id in core_ids:
-            self._tell(ev.BatchCancelled(self.now(), core_id))
+            self._loop.tell(ev.BatchCancelled(self._loop.now(), core_id))
         return bool(core_ids)
 
     def cancel_all(self) -> int:
@@ -231,14 +209,14 @@ class Rollouts:
         """Want `replicas` or more until the next batch has come. Raises ValueError unless that is an integer >= 0."""
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
             raise ValueError(f"replicas is {replicas!r}; give an integer, 0 or more")
-        self._tell(ev.ReplicasReserved(self.now(), replicas))
+        self._loop.tell(ev.ReplicasReserved(self._loop.now(), replicas))
 
     async def update_weights(self, version: int, source: str, digest: str = "") -> WeightsLoaded | Rejected:
         """Every replica loads the folder `source` in place, between chunks; samples in flight continue under `version`.
 
         Returns when all replicas hold it, or with the reason why they do not; see `Weights`.
         """
-        await self._looked.wait()
+        await self._loop.looked.wait()
         if (refusal := await self._weights.want(version, source, digest)) is not None:
             return refusal
         self.sleep.wake_weights()
@@ -247,7 +225,7 @@ class Rollouts:
 
     async def load_adapter(self, name: str, path: str) -> Adapter | Rejected:
         """Every replica loads an adapter's folder, under a name from now on; see `AdapterLoads`."""
-        await self._looked.wait()
+        await self._loop.looked.wait()
         return await self.adapters.load(name, path)
 
     def busy_replicas(self) -> int:
@@ -265,9 +243,9 @@ class Rollouts:
             held=counts["held"],
             batches=self._batches.statuses(streamed),
             replicas=replica_statuses(self._core.replicas, self._registry.reports),
-            observed_s=self.now() - min(self._registry.observed_at.values(), default=self.now()),
+            observed_s=self._loop.now() - min(self._registry.observed_at.values(), default=self._loop.now()),
             waits_for=self._waits_for(),
-            paused=self.pause.is_on,
+            paused=self.admission.is_paused,
             asleep=self.sleep.tags,
             policies=self._core.policies.model_dump(),
             weights_version=self._weights.version,
@@ -276,7 +254,7 @@ class Rollouts:
             pool=self._kv_pool_manager.view() if self._kv_pool_manager else None,
             context=self._context.counts() if self._context else None,
             held_bytes=self.deliveries.held_bytes(),
-            at_door=tuple(self._at_door),
+            at_door=self.admission.waiting,
             model=self._prompts.model,
             max_model_len=self._prompts.max_model_len,
             adapters=self.adapters.book.all(),
@@ -294,23 +272,23 @@ class Rollouts:
             "digest": weights.digest[:12],
             "weights_from": weights.source,
             "weights_problem": weights.problem or "",
-            "paused": self.pause.is_on,
+            "paused": self.admission.is_paused,
             "asleep": ", ".join(self.sleep.tags),
             "waits_for": self._waits_for() or "",
-            "at_door": ", ".join(self._at_door),
+            "at_door": ", ".join(self.admission.waiting),
         }
 
     def _waits_for(self) -> str | None:
-        return waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.pause.held)
+        return waits_for(self._core.replicas, bool(self._batches), self._weights.problem, self.admission.held)
 
     def count_by(self, totals: EndTotals) -> None:
         """Count ends elsewhere from now on; for a benchmark that compares."""
-        self.totals = self._chunk_runner.totals = totals
+        self.totals = self._runner.totals = totals
 
     def _books_for_figures(self) -> BooksView:
         pool = self._kv_pool_manager
         return BooksView(
-            now_s=self.now(),
+            now_s=self._loop.now(),
             counts=self._core.counts(),
             waiting=self._core.queued(),
             batches=self._batches.all(),
@@ -338,11 +316,11 @@ class Rollouts:
     def books(self) -> dict[str, int]:
         """Number of entries in each book that must be empty when nothing is in flight."""
         here = {
-            "at_door": len(self._at_door),
+            "at_door": len(self.admission.waiting),
             "deliveries": len(self.deliveries),
             "sessions": len(self.sessions),
-            "events": len(self._inbox),
-            "tasks": len(self._tasks),
+            "events": len(self._loop),
+            "tasks": len(self._loop.tasks),
             "trails": self._trails.unended,
         }
         return self._core.counts() | self._batches.counts() | here
@@ -367,38 +345,22 @@ class Rollouts:
     async def run(self) -> None:
         """Observe, log tokens that cannot be made again, decide, act, for ever."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._wake.wait()
-            self._wake.clear()
+            await self._loop.woken(TICK_S)
             try:
-                self._exchange_core()
+                self.admission.exchange_core()
                 self._observe()
                 await self._log_tokens()
-                self._act(self._core.decide(ev.Tick(self.now())))
+                self._act(self._core.decide(ev.Tick(self._loop.now())))
             except Exception as error:  # noqa: BLE001 - of a policy, or a defect: the core's books may be half written
                 self._restart_core("turn", error)
-            self._turned.set()
-
-    async def _turn(self) -> None:
-        """Returns once a turn of `run` has ended."""
-        self._turned.clear()
-        await self._turned.wait()
-
-    async def _next_look(self) -> None:
-        """Returns once the replicas' reports have been looked at again."""
-        self._seen.clear()
-        await self._seen.wait()
+            self._loop.turn_ends()
 
     async def look(self) -> None:
         """Look at the replicas' reports, for ever; at once if one has changed, since it may wait for work."""
         while True:
             await self._contain("look_at_replicas", self._look_at_replicas)
             await asyncio.sleep(1 / LOOKS_PER_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._look_s()):
-                    await self._engines.changed.wait()
-            self._engines.changed.clear()
+            await self._loop.reported(self._look_s())
 
     def _look_s(self) -> float:
         """Seconds to the next look, if no replica changes."""
@@ -424,34 +386,34 @@ class Rollouts:
         self._weights.observe(reports)
         calls = self.adapters.observe(reports)
         for call in calls + self.sleep.look(reports, first=bool(reports) and not self._heard):
-            self._spawn(call)
+            self._loop.spawn(call)
         self._heard = self._heard or bool(reports)
-        self._looked.set()
+        self._loop.looked.set()
         self._follow_weights()
-        known = [(self._weights.known(report), observed_s - self._began_s) for report, observed_s in heard]
-        for event in self._registry.observe(known, self.now()):
-            self._tell(event)
+        known = [(self._weights.known(report), observed_s - self._loop.began_s) for report, observed_s in heard]
+        for event in self._registry.observe(known, self._loop.now()):
+            self._loop.tell(event)
         self.replica_target.see(len(self._registry.joined))
-        self._chunk_runner.watch.look(reports)
+        self._runner.watch.look(reports)
         self._abort_orphans(self._registry.renewed)
-        self._seen.set()
+        self._loop.look_ends()
         if gone := self.deliveries.expire() + self.sessions.sweep(hasty=self.core_holder.due):
             self._contained["drivers.silent"] += gone
 
     def _abort_orphans(self, reports: list[EngineStats]) -> None:
         """Stop chunks without a caller: of a coordinator before this one, or of a call that was lost. Also those that
         the core does not run there any more, since their replica was silent for long."""
-        calls, core = self._calls, self._core
+        calls, core = self._runner.calls, self._core
         for report in reports:
             uncalled = (chunk_id for chunk_id in report.running if chunk_id not in calls)
             for chunk_id in dict.fromkeys((*core.ended(report.running), *uncalled)):
                 abort = AbortChunk(chunk_id, report.replica_id, False, "its caller is gone")
-                self._spawn(self._chunk_runner.abort(abort))
+                self._runner.abort(abort)
 
     async def _poll_pool(self) -> None:
         self._kv_pool_manager.learn(self._registry.reports.values())
-        for event in await self._kv_pool_manager.poll(self.now()):
-            self._tell(event)
+        for event in await self._kv_pool_manager.poll(self._loop.now()):
+            self._loop.tell(event)
         self._kv_pool_manager.rest(idle=not self._batches)
 
     def _note(self, place: str, error: Exception) -> None:
@@ -462,13 +424,13 @@ class Rollouts:
     def _follow_weights(self) -> None:
         """Start the loads that are due, and notify the core of a new version, once older tokens are logged."""
         if not self._token_log.is_complete(self._weights.version):
-            self._wake.set()  # the next turn logs, and comes here
+            self._loop.wake()  # the next turn logs, and comes here
             return
         for load in self._weights.loads(asyncio.get_running_loop().time()):
-            self._spawn(load).add_done_callback(lambda _: self._engines.changed.set())
+            self._loop.spawn(load).add_done_callback(lambda _: self._loop.look_soon())
         old, new = self._core.replicas.weights_version, self._weights.version
         if new > old and self._weights.is_confirmed:
-            self._tell(ev.WeightsChanged(self.now(), new))
+            self._loop.tell(ev.WeightsChanged(self._loop.now(), new))
             if self._kv_pool_manager is not None and self._core.policies.kv_on_update.kv_version(old, new) == new:
                 self._kv_pool_manager.retire(old)
 
@@ -493,13 +455,8 @@ class Rollouts:
         """All groups that their drivers do not have yet."""
         return [*self._batches.groups(), *self.deliveries.unread()]
 
-    def _tell(self, event: ev.Event, write: Callable[[], None] | None = None) -> None:
-        self._inbox.append((event, write))
-        self._wake.set()
-
     def _observe(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        for event, write in inbox:
+        for event, made in self._loop.take():
             if self._is_late(event):
                 continue
             if isinstance(event, ev.ReplicaLeft) and not self._core.replicas.is_closing(event.replica_id):
@@ -515,10 +472,16 @@ class Rollouts:
                     self._trails.observe(failed)
                 continue
             self._trails.observe(event)
-            if write is not None and counts:  # else another chunk has made, or will make, the same tokens
-                write()
-                if event.weights_version < self._weights.version:
-                    self._token_log.reopen()
+            if made is not None and counts:  # else another chunk has made, or will make, the same tokens
+                self._write(made)
+
+    def _write(self, made: MadeTokens) -> None:
+        """Append the tokens of a chunk to its sample, and count them."""
+        moved = made.write()
+        made.batch.progress_s = self._loop.now()
+        self.totals.wrote(made.result, moved)
+        if made.result.weights_version < self._weights.version:
+            self._token_log.reopen()
 
     def _is_late(self, event: ev.Event) -> bool:
         """Whether the subject of an event is over already: a lost replica's chunk, an emitted batch."""
@@ -538,11 +501,9 @@ class Rollouts:
             self._trails.act(action)
             match action:
                 case StartChunk():
-                    call = self._spawn(self._run_chunk(action, self._batches.of(action.sample_id)))
-                    self._calls[action.chunk_id] = call
-                    call.add_done_callback(lambda _, chunk_id=action.chunk_id: self._calls.pop(chunk_id))
+                    self._runner.start(action, self._batches.of(action.sample_id), self._core.policies.drafting)
                 case AbortChunk():
-                    self._spawn(self._chunk_runner.abort(action))
+                    self._runner.abort(action)
                 case SetReplicas():
                     self.replica_target.want(action)
                 case EndTurn():
@@ -566,12 +527,6 @@ class Rollouts:
         except Exception as error:  # noqa: BLE001 - the pool is a cache, never a dependency
             self._note("pool", error)
 
-    def _spawn(self, coroutine) -> asyncio.Task:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     # ---- batches -----------------------------------------------------------------------------------
 
     async def _submit(self, message: RolloutBatch, delivery: Delivery) -> Rejected | None:
@@ -579,24 +534,24 @@ class Rollouts:
         batch = await self._batches.prepare(message, delivery)
         if isinstance(batch, Rejected):
             return batch
-        await self._pass_door(message.batch_id, lambda: bool(self._batches.core_ids(delivery)))
-        events = [batch.submission(self.now())]
-        self._exchange_core()
+        await self.admission.admitted(message.batch_id, lambda: bool(self._batches.core_ids(delivery)))
+        events = [batch.submission(self._loop.now())]
+        self.admission.exchange_core()
         if isinstance(self._core.policies.ordering, OracleLongestFirst):
-            events.insert(0, ev.LengthsRevealed(self.now(), batch.true_lengths()))
+            events.insert(0, ev.LengthsRevealed(self._loop.now(), batch.true_lengths()))
         if (refused := self._observe_now(*events)) is not None:
             return refused
         self._batches.add(batch)
         if any(spec.begun for spec in batch.specs):  # the file is now this coordinator's
-            self._spawn(self._log_early())
+            self._loop.spawn(self._log_early())
         if delivery.is_over:  # its driver has left meanwhile
-            self._tell(ev.BatchCancelled(self.now(), batch.core_id))
+            self._loop.tell(ev.BatchCancelled(self._loop.now(), batch.core_id))
         return None
 
     def _observe_now(self, *events: ev.Event) -> Rejected | None:
         """Give the core events of batches between two turns. Returns why it does not take one, or None."""
-        self._exchange_core()
-        self._wake.set()
+        self.admission.exchange_core()
+        self._loop.wake()
         try:
             for event in events:
                 self._core.observe(event)
@@ -612,34 +567,6 @@ class Rollouts:
         self._note(place, error)
         self._batches.fail(one_line(error))
         self._trails.forget_live()
-        for call in self._calls.values():
+        for call in self._runner.calls.values():
             call.cancel()
         self.core_holder.restart(self._registry.joined.values())
-
-    async def _pass_door(self, batch_id: str, passes: Callable[[], bool]) -> None:
-        """Wait until a change that is due has been made: the batches before it end, and no other one begins meanwhile.
-        So with a pause that waits for the batches in flight.
-
-        `passes`: whether it may come at once, as more groups of a batch that runs.
-        """
-        while ((self.core_holder.due and self._batches) or self.pause.draining) and not passes():
-            self._at_door.append(batch_id)
-            self._exchanged.clear()
-            try:
-                await self._exchanged.wait()
-            finally:
-                self._at_door.remove(batch_id)
-
-    def _exchange_core(self) -> None:
-        self.core_holder.expire_journal(self.now())
-        if not self._batches:
-            self.core_holder.exchange(self._registry.joined.values())
-            self._exchanged.set()
-
-    # ---- chunks ------------------------------------------------------------------------------------
-
-    async def _run_chunk(self, start: StartChunk, batch: LiveBatch) -> None:
-        event, write = await self._chunk_runner.run(start, batch, self._core.policies.drafting)
-        if isinstance(event, ev.ReplicaLeft):
-            self._registry.lose(start.replica_id, self.now())
-        self._tell(event, write)

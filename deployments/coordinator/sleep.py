@@ -7,11 +7,13 @@ update of the weights wakes these. Owned by `Rollouts`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tailrace.deployments.coordinator.pause import Pause, PauseMode
+from tailrace.deployments.coordinator.admission import Admission, PauseMode
+from tailrace.deployments.coordinator.loop import Loop
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS, EngineStats
 from tailrace.deployments.messages.errors import ReplicaLost, one_line
@@ -22,20 +24,13 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class Sleep:
-    """`reports`: of the present replicas, by id. `looked`: returns once they have been looked at for the first time,
-    so that a new coordinator knows which of them sleep. `seen`: returns after another look at them."""
+    """Each call waits for the first look at the replicas, so that a new coordinator knows which of them sleep."""
 
     def __init__(
-        self,
-        engines: "EngineClient",
-        weights: Weights,
-        pause: Pause,
-        reports: Callable[[], Mapping[str, EngineStats]],
-        looked: Callable[[], Awaitable],
-        seen: Callable[[], Awaitable[None]],
+        self, loop: Loop, engines: "EngineClient", registry: ReplicaRegistry, weights: Weights, admission: Admission
     ):
-        self._engines, self._weights, self._pause = engines, weights, pause
-        self._reports, self._looked, self._seen = reports, looked, seen
+        self._loop, self._engines, self._registry = loop, engines, registry
+        self._weights, self._admission = weights, admission
         self._asking: set[str] = set()  # replicas that are being put to sleep
         self._kv_asleep = False
         self._decided = False  # a call has said whether the service sleeps, so replicas need not show it
@@ -49,14 +44,14 @@ class Sleep:
 
     async def begin(self, mode: PauseMode) -> Rejected | None:
         """Returns once every replica has given its memory back; or why one cannot, and all are awake and resumed."""
-        await self._looked()
-        await self._pause.begin(mode)
-        if not self._pause.held:
+        await self._loop.looked.wait()
+        await self._admission.pause(mode)
+        if not self._admission.held:
             return Rejected(reason="the service was resumed before it slept")
         self._weights.asleep, self._kv_asleep, self._decided, self.problem = True, True, True, None
-        await asyncio.gather(*map(self._put_to_sleep, self._reports()))
+        await asyncio.gather(*map(self._put_to_sleep, self._registry.reports))
         while self.problem is None and self.tags == TAGS and self._awake():
-            await self._seen()
+            await self._loop.look()
         if self.problem is None:
             return None
         refused, self.problem = Rejected(reason=f"the service does not sleep: {self.problem}"), None
@@ -64,7 +59,7 @@ class Sleep:
 
     async def end(self, tags: Collection[str]) -> Rejected | None:
         """Wake these parts; the pause ends once all are awake. Returns why the weights do not come back, if so."""
-        await self._looked()
+        await self._loop.looked.wait()
         self._decided = True
         if not self.tags:
             return None
@@ -74,13 +69,14 @@ class Sleep:
             if isinstance(loaded, Rejected):
                 return loaded
         if KV_CACHE in tags and self._kv_asleep:
-            calls = [self._engines.wake_kv(name) for name, one in self._reports().items() if KV_CACHE in one.asleep]
+            asleep = [name for name, one in self._registry.reports.items() if KV_CACHE in one.asleep]
+            calls = map(self._engines.wake_kv, asleep)
             for answer in await asyncio.gather(*calls, return_exceptions=True):
                 if isinstance(answer, ValueError | RuntimeError):
                     return Rejected(reason=f"the KV cache did not wake: {one_line(answer)}")
             self._kv_asleep = False
         if not self.tags:
-            self._pause.end()
+            self._admission.resume()
         return None
 
     def wake_weights(self) -> None:
@@ -98,7 +94,7 @@ class Sleep:
         return [self._wake_kv(one.replica_id) for one in reports if KV_CACHE in one.asleep]
 
     def _awake(self) -> list[str]:
-        return [name for name, one in self._reports().items() if WEIGHTS not in one.asleep]
+        return [name for name, one in self._registry.reports.items() if WEIGHTS not in one.asleep]
 
     async def _wake_kv(self, replica_id: str) -> None:
         """Of a replica that this coordinator has not seen asleep with the others."""

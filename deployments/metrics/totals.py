@@ -7,7 +7,6 @@ additions an end; read by `books`.
 from collections import Counter
 from collections.abc import Callable
 
-from tailrace.deployments.batches.ledger import SampleRecord
 from tailrace.deployments.batches.live_batch import LiveBatch
 from tailrace.deployments.messages.chunk import ChunkResult
 from tailrace.deployments.metrics.metric import Distribution
@@ -54,17 +53,8 @@ class EndTotals:
         self.chunks["lost" if lost else "failed"] += 1
         self.faults["chunk_lost" if lost else "chunk_failed"] += 1
 
-    def write(
-        self, batch: LiveBatch, sample: SampleRecord, start: int, result: ChunkResult, replica_id: str, *digests: str
-    ) -> None:
-        """Write a chunk down, see `SampleRecord.append`, and count it. Raises ValueError as that does."""
-        moved = bool(sample.segments) and sample.segments[-1].replica_id != replica_id
-        sample.append(start, result, replica_id, *digests)
-        self.wrote(batch, result, moved)
-
-    def wrote(self, batch: LiveBatch, result: ChunkResult, moved: bool) -> None:
+    def wrote(self, result: ChunkResult, moved: bool) -> None:
         """A chunk has been written down. `moved`: it came from another replica than the one before."""
-        batch.progress_s = self._now()
         self.tokens += len(result.token_ids)
         if moved:
             self.moves["pulled" if result.pulled_tokens else "recomputed"] += 1

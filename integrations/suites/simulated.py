@@ -17,16 +17,16 @@ from random import Random
 import uvicorn
 
 from tailrace.app.calls.client import RolloutClient
-from tailrace.lab.fuzz import cluster as simulation
-from tailrace.lab.fuzz.drivers import TaskHeartbeat
-from tailrace.lab.fuzz.log_disk import LogDisk
-from tailrace.lab.fuzz.run import plan_of
-from tailrace.lab.fuzz.virtual_time import PROCESS
 from tailrace.app.gateway.chat.tool_calls import ToolParser
 from tailrace.app.gateway.config import GatewayConfig
 from tailrace.app.gateway.routes import make_app
 from tailrace.app.gateway.service import GatewayService, ServedModel
 from tailrace.deployments.batches.prompts import Prompts
+from tailrace.lab.fuzz import cluster as simulation
+from tailrace.lab.fuzz.drivers import TaskHeartbeat
+from tailrace.lab.fuzz.log_disk import LogDisk
+from tailrace.lab.fuzz.run import plan_of
+from tailrace.lab.fuzz.virtual_time import PROCESS
 
 TOKEN = "trainer-" + "t" * 16
 MAX_MODEL_LEN = 256

@@ -1,0 +1,126 @@
+"""Admission of batches and samples: while the service is paused, or a change of its core is due, they wait.
+
+A pause is one that trainers ask for around an update: no chunk starts until it is resumed. Invariant: a pause changes
+no token. Samples in flight keep theirs, and continue with the next one. To the core a paused replica holds other
+weights, so it starts nothing there, and every other law holds. A new coordinator is not paused. Owned by `Rollouts`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import StrEnum
+
+from tailrace.deployments.batches.live_batches import LiveBatches
+from tailrace.deployments.coordinator.chunk_runner import ChunkRunner
+from tailrace.deployments.coordinator.core_holder import CoreHolder
+from tailrace.deployments.coordinator.loop import Loop
+from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
+from tailrace.deployments.coordinator.weights import OTHER_WEIGHTS, Weights
+from tailrace.deployments.messages.rollout import BatchSettings, Rejected
+from tailrace.policies.protocol.actions import AbortChunk
+
+
+class PauseMode(StrEnum):
+    """The fate of samples in flight, as in vLLM's `/pause`."""
+
+    KEEP = "keep"  # they wait
+    WAIT = "wait"  # they end first; samples that come meanwhile wait outside of the core
+    ABORT = "abort"  # they end with their tokens so far
+
+
+class Admission:
+    """`cancel_all`: ends every sample in flight with its tokens so far."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        core_holder: CoreHolder,
+        registry: ReplicaRegistry,
+        weights: Weights,
+        batches: LiveBatches,
+        runner: ChunkRunner,
+        cancel_all: Callable[[], object],
+    ):
+        self._loop, self._core_holder, self._registry, self._weights = loop, core_holder, registry, weights
+        self._batches, self._runner, self._cancel_all = batches, runner, cancel_all
+        self._draining = False  # samples in flight end, and new ones wait
+        self._waiting: list[str] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def held(self) -> bool:
+        """Whether no chunk starts."""
+        return self._weights.held
+
+    @property
+    def is_paused(self) -> bool:
+        return self.held or self._draining
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Batches that wait to be admitted, by their ids."""
+        return tuple(self._waiting)
+
+    # ---- who may come ------------------------------------------------------------------------------
+
+    async def refusal(self, message: BatchSettings) -> Rejected | None:
+        """Why a batch cannot run under the present weights, or None."""
+        await self._loop.looked.wait()  # a coordinator that has just begun does not know its replicas' weights yet
+        return self._weights.refusal(message)
+
+    async def admitted(self, batch_id: str, at_once: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a change that is due has been made: the batches before it end, and no other one begins meanwhile.
+        So with a pause that waits for the batches in flight.
+
+        `at_once`: whether it need not wait, as more groups of a batch that runs.
+        """
+        while ((self._core_holder.due and self._batches) or self._draining) and not at_once():
+            self._waiting.append(batch_id)
+            self._changed.clear()
+            try:
+                await self._changed.wait()
+            finally:
+                self._waiting.remove(batch_id)
+
+    def exchange_core(self) -> None:
+        """Make the change that is due, if no batch is in flight."""
+        self._core_holder.expire_journal(self._loop.now())
+        if not self._batches:
+            self._core_holder.exchange(self._registry.joined.values())
+            self._changed.set()
+
+    # ---- pauses ------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns once no chunk runs, or at a resume. Of two pauses the newer one counts."""
+        self._draining = mode is PauseMode.WAIT
+        while self._draining and self._in_flight():
+            await self._loop.turn()
+        if mode is PauseMode.WAIT and not self.is_paused:
+            return  # resumed meanwhile
+        self._draining, self._weights.held = False, True
+        self._changed.set()
+        for event in self._registry.rejoin(OTHER_WEIGHTS, self._loop.now()):
+            self._loop.tell(event)
+        if mode is PauseMode.ABORT:
+            self._cancel_all()
+        await self._stop_chunks()
+
+    def _in_flight(self) -> int:
+        counts = self._core_holder.present.counts()
+        return counts["waiting"] + counts["running"]
+
+    async def _stop_chunks(self) -> None:
+        stopped: set[str] = set()
+        await self._loop.turn()  # one that was under way may have started chunks
+        while self.held and self._runner.calls:
+            for chunk_id, replica_id in self._runner.watch.running():
+                if chunk_id not in stopped:
+                    stopped.add(chunk_id)
+                    self._runner.abort(AbortChunk(chunk_id, replica_id, True, "paused"))
+            await self._loop.turn()
+
+    def resume(self) -> None:
+        """Without a pause nothing changes."""
+        self._draining = self._weights.held = False
+        self._changed.set()
+        self._loop.look_soon()

@@ -1,0 +1,116 @@
+"""The clock, the inbox and the tasks of a coordinator. Its parts get this one object instead of a callback for each.
+
+A turn of the loop is one pass of `Rollouts.run`; a look is one reading of all replicas' reports.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import NamedTuple
+
+from tailrace.deployments.batches.ledger import SampleRecord
+from tailrace.deployments.batches.live_batch import LiveBatch
+from tailrace.deployments.messages.chunk import ChunkResult
+from tailrace.policies.protocol.events import Event
+
+
+class MadeTokens(NamedTuple):
+    """The tokens of a chunk that began at position `start` of its sample's answer, and who made them."""
+
+    batch: LiveBatch
+    sample: SampleRecord
+    start: int
+    result: ChunkResult
+    replica_id: str
+    weights_digest: str
+    adapter_digest: str
+
+    def write(self) -> bool:
+        """Append them to the sample. Returns whether another replica made the part before. Raises ValueError, as
+        `SampleRecord.append` does."""
+        before = self.sample.segments
+        moved = bool(before) and before[-1].replica_id != self.replica_id
+        self.sample.append(self.start, self.result, self.replica_id, self.weights_digest, self.adapter_digest)
+        return moved
+
+
+class Loop:
+    """Made in the event loop that it serves. `reported`: set when a replica has a new report to look at. `looked`: set
+    once the replicas have been looked at for the first time."""
+
+    def __init__(self, reported: asyncio.Event):
+        self._reported = reported
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self.began_s = self._clock()
+        self.looked = asyncio.Event()
+        self.tasks: set[asyncio.Task] = set()
+        self._inbox: list[tuple[Event, MadeTokens | None]] = []
+        self._wake, self._turned, self._seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def __len__(self):
+        """Number of events that wait for a turn."""
+        return len(self._inbox)
+
+    def now(self) -> float:
+        """Seconds since this object was made."""
+        return self._clock() - self.began_s
+
+    def tell(self, event: Event, made: MadeTokens | None = None) -> None:
+        """Give the core an event in the next turn, with the tokens that it brings."""
+        self._inbox.append((event, made))
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the next turn begin at once."""
+        self._wake.set()
+
+    def take(self) -> list[tuple[Event, MadeTokens | None]]:
+        """Take all events that wait."""
+        inbox, self._inbox = self._inbox, []
+        return inbox
+
+    def spawn(self, coroutine: Coroutine) -> asyncio.Task:
+        """Run a coroutine as a task that is kept until it ends."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def woken(self, longest_s: float) -> None:
+        """Wait for `wake`, `longest_s` seconds at most. Called by the loop itself."""
+        await set_or_later(self._wake, longest_s)
+        self._wake.clear()
+
+    async def reported(self, longest_s: float) -> None:
+        """Wait for a report, `longest_s` seconds at most. Called by the loop itself."""
+        await set_or_later(self._reported, longest_s)
+        self._reported.clear()
+
+    def look_soon(self) -> None:
+        """Have the replicas' reports looked at at once."""
+        self._reported.set()
+
+    def turn_ends(self) -> None:
+        """A turn has ended. Called by the loop itself."""
+        self._turned.set()
+
+    def look_ends(self) -> None:
+        """The replicas' reports have been looked at. Called by the loop itself."""
+        self._seen.set()
+
+    async def turn(self) -> None:
+        """Returns once a turn has ended."""
+        self._turned.clear()
+        await self._turned.wait()
+
+    async def look(self) -> None:
+        """Returns once the replicas' reports have been looked at again."""
+        self._seen.clear()
+        await self._seen.wait()
+
+
+async def set_or_later(event: asyncio.Event, longest_s: float) -> None:
+    """Wait for an event, `longest_s` seconds at most."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(longest_s):
+            await event.wait()
