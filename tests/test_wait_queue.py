@@ -97,7 +97,7 @@ def test_bound_samples_are_those_of_their_home_alone_and_go_with_it():
 
 def test_true_lengths_are_forgotten_with_their_group():
     queue = WaitQueue(OracleLongestFirst(), ONE_QUEUE)
-    with pytest.raises(IllegalEvent, match="s0: .* needs true lengths, has none"):
+    with pytest.raises(IllegalEvent, match=r"s0: .* needs true lengths, has none"):
         queue.check_new(["s0"])
     queue.reveal({"s0": 9})
     queue.check_new(["s0"])
