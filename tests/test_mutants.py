@@ -164,7 +164,7 @@ def test_a_campaign_on_a_small_project(tmp_path):
     }
 
 
-def test_checks_are_the_quickest_modules_first_up_to_the_budget():
+def test_checks_are_the_quickest_ones_of_the_budget_by_module():
     entered = frozenset({"a.py f"})
     runs = [
         TestRun("slow::a", "slow", 5.0, entered),
@@ -172,7 +172,7 @@ def test_checks_are_the_quickest_modules_first_up_to_the_budget():
         TestRun("quick::b", "quick", 2.0, frozenset()),
         TestRun("slow::b", "slow", 1.0, entered),
     ]
-    assert [one.test for one in checks(runs, "a.py f", 10.0)] == ["quick::a", "slow::a", "slow::b"]
+    assert [one.test for one in checks(runs, "a.py f", 10.0)] == ["quick::a", "slow::b", "slow::a"]
     assert [one.test for one in checks(runs, "a.py f", 2.0)] == ["quick::a", "slow::b"]
     assert checks(runs, "a.py g", 10.0) == []
 

@@ -115,16 +115,17 @@ def digest(file: str) -> str:
 
 
 def checks(runs: Iterable[TestRun], function: str, budget_s: float) -> list[TestRun]:
-    """The tests that enter a function: the quickest modules first, until their seconds reach the budget."""
-    modules: dict[str, list[TestRun]] = defaultdict(list)
-    for one in runs:
-        if function in one.functions:
-            modules[one.module].append(one)
-    chosen: list[TestRun] = []
+    """The tests that enter a function: the quickest ones, until their seconds reach the budget. Those of a module come
+    together, as it shares its fixtures; the quickest module comes first."""
+    chosen: dict[str, list[TestRun]] = defaultdict(list)
     spent = 0.0
-    for tests in sorted(modules.values(), key=lambda tests: sum(one.seconds for one in tests)):
-        for one in tests:
-            if spent + one.seconds <= budget_s:
-                chosen.append(one)
-                spent += one.seconds
-    return chosen
+    for one in sorted((one for one in runs if function in one.functions), key=lambda one: one.seconds):
+        spent += one.seconds
+        if spent > budget_s:
+            break
+        chosen[one.module].append(one)
+    return [one for tests in sorted(chosen.values(), key=seconds_of) for one in tests]
+
+
+def seconds_of(runs: Iterable[TestRun]) -> float:
+    return sum(one.seconds for one in runs)
