@@ -62,6 +62,7 @@ def test_a_replica_that_fails_everything_takes_no_sample_with_it():
     game = Game("bad", "good", samples=32)
     game.play(3.0, lambda start: start.replica_id == "bad")
     assert game.core.replicas.aside("bad").startswith(f"{MAX_SAMPLES} samples failed on it in a row; the last: refused")
+    assert game.core.replicas.states() == {"aside": 1, "busy": 1}
     game.play(200.0, lambda start: start.replica_id == "bad")
     assert len(game.ends) == 32
     assert {end.end for end in game.ends.values()} == {SampleEnd.LENGTH}
@@ -177,6 +178,24 @@ def test_a_success_of_a_chunk_from_before_the_failures_says_nothing_of_them():
     assert aside == ["r"]
     failures.succeed(*chunk("new"))
     assert back == ["r"]
+
+
+def test_a_sample_is_to_blame_from_its_second_failure_where_another_succeeds_in_between():
+    """Also if its first chunk was the first of all."""
+    table = SimpleNamespace(set_aside=lambda replica_id, why: None, readmit=lambda replica_id: None)
+    running, tries = SimpleNamespace(turns=0), 0
+    failures = Failures(table, running)
+
+    def chunk(name: str) -> tuple[SimpleNamespace, SimpleNamespace]:
+        running.turns += 1
+        return SimpleNamespace(sample_id=name), SimpleNamespace(replica_id="r", born=running.turns)
+
+    given_up = False
+    while not given_up:
+        given_up = failures.fail(*chunk("bad"), "refused", 0.0).given_up
+        tries += 1
+        failures.succeed(*chunk("good"))
+    assert tries == MAX_ATTEMPTS + 1
 
 
 @pytest.mark.parametrize("took_chunk", [False, True])

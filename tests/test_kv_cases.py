@@ -165,6 +165,17 @@ def test_who_has_nothing_but_the_prompt_stored_has_nothing_to_give_up():
     assert reported(core, 100, 1.0) == []
 
 
+def test_who_has_one_token_behind_the_prompt_gives_it_up():
+    core = turns()
+    core.observe(join("r", 20, max_running=1))
+    submit(core, ev.GroupSpec("g", 16, 2, 90))
+    for tokens in (16, 17):
+        (start,) = tick(core)
+        stored(core, start, tokens)
+    (start,) = tick(core)
+    assert start.sample_id == "g#0" and reported(core, 100, 1.0) == ["g#1"]
+
+
 def test_what_is_lost_is_not_released_and_what_is_stored_behind_it_is():
     core = waiting_core()
     core.observe(ev.KvLost(0.0, ("g#1", "nobody")))

@@ -218,6 +218,22 @@ def test_an_overtaken_update_says_so():
     run(scenario, "a")
 
 
+def test_a_caller_that_has_waited_for_long_is_refused_with_the_replicas_that_lack_the_weights(monkeypatch):
+    monkeypatch.setattr("tailrace.deployments.coordinator.weights.LOAD_S", 0.02)
+
+    async def scenario(weights, engines):
+        engines.folders["w1"] = "one"
+        engines.refuses.add("b")
+        await settle(weights, engines)
+        assert await weights.want(1, "w1") is None
+        await settle(weights, engines)
+        reason = (await weights.loaded()).reason
+        assert reason.startswith("weights 1 are accepted, but after 0 s ['b'] do not hold them; b: ")
+        assert reason.endswith("; call again to wait on")
+
+    run(scenario, "a", "b")
+
+
 @pytest.mark.parametrize("version", [0, -1, True, None, "1", 1.0, MAX_VERSION + 1])
 @pytest.mark.parametrize("source", ["w1"])
 def test_a_bad_version_is_refused_by_name(version, source):
