@@ -24,7 +24,7 @@ RATE_S = 5.0
 """Of a rate: a replica reports some times in it."""
 
 AWAY_S = 4.0
-"""A service that says nothing for longer is shown as away; the question stays open."""
+"""After AWAY_S without a delta the service is shown as unreachable; the watcher keeps waiting."""
 
 AGAIN_S = 1.0
 IDLE_S = 900.0

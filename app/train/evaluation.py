@@ -66,7 +66,7 @@ class HeldOut:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Of one value for each question."""
+    """Mean and standard error over questions."""
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
     return Mean(value=mean, standard_error=math.sqrt(variance / len(values)))

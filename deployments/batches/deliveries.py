@@ -103,7 +103,7 @@ class Delivery:
         self._changed.set()
 
     def end(self) -> None:
-        """There will be no reader any more."""
+        """Closes the delivery and wakes its reader."""
         self.is_over = True
         self._reader += 1
         self._changed.set()

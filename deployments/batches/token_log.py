@@ -145,7 +145,7 @@ class TokenLog:
         return self._folder is not None
 
     def is_complete(self, version: int) -> bool:
-        """Whether weights below `version` may go: their tokens have been written, or could not be."""
+        """True once all tokens of older weights are on disk, or writing them was given up."""
         return not self.is_on or self._complete_under == version
 
     def reopen(self) -> None:

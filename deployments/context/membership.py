@@ -111,7 +111,7 @@ class Membership:
                 await self._call(0, "retire", self._index, seconds=self._config.deadline_s)
 
     async def _show(self, index: int, seconds: float) -> bool:
-        """Show another shard this one's set, and follow its answer. Whether it has answered."""
+        """Exchanges shard maps with a peer and adopts a newer one. Returns whether the peer replied."""
         answer = await self._call(index, "learn", self.set, seconds=seconds)
         if answer is not None:
             self.learn(answer)

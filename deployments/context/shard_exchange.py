@@ -127,7 +127,7 @@ class ShardExchange:
         self._routes.learn(ray.get(call, timeout=self._config.deadline_s))
 
     def _meet(self, shards: ShardSet) -> None:
-        """The shard does not have one of the groups, in its set: the newer of both is right."""
+        """The shard no longer owns one of the groups. Whichever side has the older map adopts the newer one."""
         self._counts.add("moved")
         self._routes.learn(shards)
         if shards < self._routes.set:

@@ -29,7 +29,7 @@ CALL_S = 10.0
 
 
 MAX_GONE = 64
-"""Replicas that are gone whose counts are kept apart, since they may come back; older ones are added up."""
+"""Departed replicas whose counts are kept separately, in case they return; older ones are summed."""
 
 MAX_TODO_KEYS = 2_000_000
 """Keys of operations that wait for the master, about 200 MB: one that hangs takes CALL_S for each. Blocks of further

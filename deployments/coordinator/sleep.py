@@ -97,7 +97,7 @@ class Sleep:
         return [name for name, one in self._registry.reports.items() if WEIGHTS not in one.asleep]
 
     async def _wake_kv(self, replica_id: str) -> None:
-        """Of a replica that this coordinator has not seen asleep with the others."""
+        """Wakes the KV of a replica that an earlier coordinator put to sleep."""
         with suppress(Exception):  # it is asked again at the next report
             await self._engines.wake_kv(replica_id)
 

@@ -71,7 +71,7 @@ class Weights:
         return bool(self.digest)
 
     async def want(self, version: int, source: str, digest: str = "") -> Rejected | None:
-        """From now on these weights; or why not, and nothing changes.
+        """Sets the target weights. Returns Rejected, and changes nothing, if they are invalid.
 
         The present version with the present content is no change, so an update may be repeated. `digest`: of the
         content that is meant, where the caller knows it from an earlier answer; empty for any.

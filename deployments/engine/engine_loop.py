@@ -120,7 +120,7 @@ class EngineLoop:
         return self._ask(self._slowly, self._stepper.adapters.load, path)
 
     def name_adapter(self, adapter: Adapter) -> Future[None]:
-        """From now on reports this content of a name, unless a later one is known."""
+        """Records the version that an adapter name refers to, unless a newer one is known."""
         return self._ask(self._stepper.adapters.name, adapter)
 
     def forget_adapter(self, name: str) -> Future[None]:

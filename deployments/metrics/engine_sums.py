@@ -12,7 +12,7 @@ from tailrace.deployments.metrics.metric import Distribution
 from tailrace.deployments.metrics.registry import STEP_SECONDS, WEIGHTS_SECONDS
 
 MAX_GONE = 64
-"""Replicas that are gone whose counts are kept apart, since they may come back; older ones are added up."""
+"""Departed replicas whose counts are kept separately, in case they return; older ones are summed."""
 
 STEP_US = "step_us"
 PREEMPTIONS = "preemptions"

@@ -1,4 +1,4 @@
-"""Figures to their doors, again and again: read on the event loop, given on a thread.
+"""Exports metrics every EXPORT_S: collected on the event loop, sent from a thread.
 
 Invariant: an error of a door, or of the reading, is logged once a kind; it ends neither the loop nor the other doors.
 Called by the coordinator and the gateway.

@@ -52,7 +52,7 @@ class FaultSite:
         return self.cluster.replicas[names[fault.target % len(names)]] if names else None
 
     def digest(self, version: int) -> str:
-        """Of the weights that the service takes for a version; empty if it does not know them, or has others."""
+        """Digest that the service reports for `version`, or ''."""
         status = self.cluster.coordinator.rollouts.status()
         return status.weights_digest if status.weights_version == version else ""
 

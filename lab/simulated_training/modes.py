@@ -65,7 +65,7 @@ BASELINE = "verl"
 
 
 def mode(name: str, max_staleness: int = 2) -> TrainingMode:
-    """By name. Raises ValueError that gives the nearest."""
+    """Looks up a system. Raises ValueError that suggests the closest name."""
     if name not in MODES:
         near = get_close_matches(name, MODES, n=1, cutoff=0.4)
         hint = f"nearest: {near[0]}; " if near else ""

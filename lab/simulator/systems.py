@@ -133,7 +133,7 @@ SYSTEMS = {
 
 
 def system(name: str) -> System:
-    """By name. Raises ValueError that gives the nearest."""
+    """Looks up a system. Raises ValueError that suggests the closest name."""
     if name not in SYSTEMS:
         near = get_close_matches(name, SYSTEMS, n=1, cutoff=0.4)
         hint = f"nearest: {near[0]}; " if near else ""
