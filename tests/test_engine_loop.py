@@ -13,6 +13,7 @@ from tailrace.deployments.engine.engine_loop import (
     STEP_ALLOWANCE_S,
     EngineLoop,
 )
+from tailrace.deployments.messages.command import CheckWeights, LoadWeights, ResetCache
 from tailrace.deployments.messages.errors import EngineDown, RequestRefused
 
 
@@ -21,6 +22,7 @@ class Script:
 
     def __init__(self, clock):
         self.clock, self.running, self.loaded = clock, [], []
+        self.weights = self
         self.progress_s = 0.0
         self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
         self.on_add = {}  # by chunk id
@@ -53,13 +55,13 @@ class Script:
         ended, self.running = self.running, []
         return [(chunk_id, f"result of {chunk_id}") for chunk_id in ended]
 
-    def load_weights(self, version, source, digest):
+    def load(self, version, source, digest):
         self.in_step()
         if self.on_load:
             raise self.on_load
         self.loaded.append((version, source, digest))
 
-    def weights_refusal(self, source):
+    def refusal(self, source):
         if self.on_refusal:
             raise self.on_refusal
         return f"no {source}"
@@ -130,7 +132,7 @@ def test_figures_are_renewed_by_news_and_by_age_not_by_every_step(loop, script):
 
 def test_a_load_waits_for_chunks_in_flight_and_later_chunks_for_the_load(loop, script):
     early = submit(loop, "a")
-    loaded = loop.load_weights(1, "w1")
+    loaded = loop.ask(LoadWeights(1, "w1"))
     late = submit(loop, "b")
     loop.turn(0.0)
     assert early == ["result of a"] and loaded.result(0) is None and script.loaded == [(1, "w1", "")]
@@ -141,7 +143,7 @@ def test_a_load_waits_for_chunks_in_flight_and_later_chunks_for_the_load(loop, s
 
 def test_a_load_of_what_is_there_changes_nothing(loop, script):
     for _ in range(2):
-        done = loop.load_weights(1, "w1", "one")
+        done = loop.ask(LoadWeights(1, "w1", "one"))
         loop.turn(0.0)
         assert done.result(0) is None
     assert script.loaded == [(1, "w1", "one")]
@@ -150,17 +152,17 @@ def test_a_load_of_what_is_there_changes_nothing(loop, script):
 @pytest.mark.parametrize("error", [ValueError("no"), TypeError("None"), RecursionError("deep"), OSError("disk")])
 def test_a_failed_check_of_weights_harms_nobody(loop, script, error):
     script.on_refusal = error
-    asked, chunk = loop.weights_refusal("x"), submit(loop, "a")
+    asked, chunk = loop.ask(CheckWeights("x")), submit(loop, "a")
     assert loop.turn(0.0) and loop.healthy
     assert asked.exception(0) is error and chunk == ["result of a"]
 
 
 def test_a_refused_load_goes_to_its_caller_and_a_broken_one_ends_the_engine(loop, script):
     script.on_load = ValueError("does not fit")
-    refused = loop.load_weights(1, "w1")
+    refused = loop.ask(LoadWeights(1, "w1"))
     assert loop.turn(0.0) and str(refused.exception(0)) == "does not fit"
     script.on_load = RuntimeError("half loaded")
-    broken, waiting = loop.load_weights(1, "w1"), submit(loop, "a")
+    broken, waiting = loop.ask(LoadWeights(1, "w1")), submit(loop, "a")
     assert not loop.turn(0.0) and not loop.healthy
     loop.end()
     assert str(broken.exception(0)) == "half loaded" and isinstance(waiting[0], EngineDown)
@@ -169,15 +171,15 @@ def test_a_refused_load_goes_to_its_caller_and_a_broken_one_ends_the_engine(loop
 
 def test_a_caller_that_leaves_ends_no_engine(loop):
     """asyncio cancels the future of a call that it wraps."""
-    for ask in (loop.reset_cache, lambda: loop.weights_refusal("x"), lambda: loop.load_weights(1, "w1")):
-        assert ask().cancel()
+    for command in (ResetCache(), CheckWeights("x"), LoadWeights(1, "w1")):
+        assert loop.ask(command).cancel()
     chunk = submit(loop, "a")
     assert loop.turn(0.0) and chunk == ["result of a"]
 
 
 def test_a_wrapped_call_that_is_cancelled_ends_no_engine(loop):
     async def leave():
-        waiting = asyncio.ensure_future(asyncio.wrap_future(loop.reset_cache()))
+        waiting = asyncio.ensure_future(asyncio.wrap_future(loop.ask(ResetCache())))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)
@@ -219,7 +221,7 @@ def test_slow_engines_and_loads_get_more_time(loop, script, clock):
     submit(loop, "a")
     loop.turn(0.0)
     script.in_step = long_step(LOAD_ALLOWANCE_S - 1.0)
-    loop.load_weights(1, "w1")
+    loop.ask(LoadWeights(1, "w1"))
     loop.turn(0.0)
     assert seen == [True, True]
 
@@ -247,11 +249,11 @@ def test_a_slow_step_of_long_ago_grants_no_time(loop, script, clock):
 def test_the_end_answers_everybody(loop, script):
     script.on_step = ZeroDivisionError("a kernel")
     chunk, asked = submit(loop, "a"), None
-    script.in_step = lambda: setattr(script, "asked", loop.reset_cache())
+    script.in_step = lambda: setattr(script, "asked", loop.ask(ResetCache()))
     assert not loop.turn(0.0)
     loop.end()
     asked = script.asked
     assert isinstance(chunk[0], EngineDown) and isinstance(asked, Future)
     assert isinstance(asked.exception(0), EngineDown) and script.loaded == ["closed"]
     assert isinstance(submit(loop, "b")[0], EngineDown)
-    assert isinstance(loop.reset_cache().exception(0), EngineDown)
+    assert isinstance(loop.ask(ResetCache()).exception(0), EngineDown)

@@ -35,13 +35,15 @@ class Engines:
         self.refuses: set[str] = set()
         self.loads = 0
 
-    async def check_weights(self, source):
+    async def digests(self, command):
+        source = command.source
         await asyncio.sleep(0)
         if self.held and source not in self.folders:
             raise ChunkError(f"weights folder {source}: no such folder on this machine")
         return {self.folders[source]} if self.held else set()
 
-    async def load_weights(self, name, version, source, digest):
+    async def ask(self, name, command):
+        version, source, digest = command.version, command.source, command.digest
         self.loads += 1
         if name in self.refuses or source not in self.folders or digest not in ("", self.folders[source]):
             raise ChunkError("other weights")

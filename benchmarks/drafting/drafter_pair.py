@@ -16,6 +16,7 @@ from typing import Any
 
 from tailrace.deployments.drafter.config import DrafterConfig
 from tailrace.deployments.messages.chunk import ChunkRequest
+from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 
 HOST = "127.0.0.1"
@@ -81,7 +82,7 @@ def verifier_cost():
 
 def roll(wanted: list[ChunkRequest]) -> dict:
     """All at once, nothing cached from before."""
-    _here.reset_cache().result()
+    _here.ask(ResetCache()).result()
     answers: list[Future] = [Future() for _ in wanted]
     for chunk, answer in zip(wanted, answers, strict=True):
         _here.submit(chunk, answer.set_result)

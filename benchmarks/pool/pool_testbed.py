@@ -19,6 +19,7 @@ from typing import Any
 
 from tailrace.app.errors import Failed
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, KvPlan
+from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
 from tailrace.kvpool.config import PoolConfig, PoolEndpoint
@@ -155,7 +156,7 @@ def _run(chunks: list[ChunkRequest]) -> list[tuple[ChunkResult, float]]:
 
 
 def _forget() -> None:
-    if not _runner.reset_cache().result():
+    if not _runner.ask(ResetCache()).result():
         raise RuntimeError("the engine's cache is in use and cannot be forgotten")
 
 

@@ -6,11 +6,13 @@ One that starts later loads it with the first chunk that wants it. Used by `Roll
 
 import asyncio
 from collections.abc import Collection, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.batches.adapter_book import AdapterBook
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy
 from tailrace.deployments.staging.adapter_folder import adapter_digest
@@ -40,7 +42,7 @@ class AdapterLoads:
             return []
         self._is_first = False
         raised = self.book.adopt(adapter for report in reports for adapter in report.adapters)
-        return list(map(self._engines.name_adapter, raised))
+        return [self._notify(NameAdapter(adapter)) for adapter in raised]
 
     async def load(self, name: str, path: str) -> Adapter | Rejected:
         """Has every replica load a folder, under a name from now on. The same content again changes nothing."""
@@ -48,7 +50,7 @@ class AdapterLoads:
             return Rejected(reason=reason)
         async with self._alone:
             try:
-                found = await self._engines.load_adapter(path)
+                found = await self._engines.digests(LoadAdapter(path))
                 found = found or {await asyncio.to_thread(self.read, path)}
             except TimeoutError:
                 return Rejected(reason=f"adapter {name!r}: {path}: a replica could not load it in time")
@@ -57,7 +59,7 @@ class AdapterLoads:
             if len(found) > 1:
                 return Rejected(reason=f"adapter {name!r}: {path}: replicas read other contents: {sorted(found)}")
             adapter = self.book.take(name, found.pop(), path)
-            await self._engines.name_adapter(adapter)
+            await self._notify(NameAdapter(adapter))
             return adapter
 
     async def unload(self, name: str) -> Rejected | None:
@@ -66,8 +68,13 @@ class AdapterLoads:
             if self.book.get(name) is None:
                 return Rejected(reason=f"adapter {name!r} is not loaded", by=RejectedBy.ADAPTER)
             self.book.drop(name)
-            await self._engines.forget_adapter(name)
+            await self._notify(ForgetAdapter(name))
             return None
+
+    async def _notify(self, command: NameAdapter | ForgetAdapter) -> None:
+        """Ask all replicas; one that does not answer reports the names that it knows later."""
+        with suppress(TimeoutError):
+            await self._engines.ask_all(command)
 
     def _invalid(self, name: object, path: object) -> str | None:
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():

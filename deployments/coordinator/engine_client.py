@@ -8,8 +8,8 @@ failed; `SampleRefused`: it would fail on any replica). Called by the coordinato
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
@@ -18,8 +18,8 @@ from tailrace.deployments.channel.coordinator_lines import CoordinatorLines, Hea
 from tailrace.deployments.channel.frames import carries
 from tailrace.deployments.channel.sockets import CoordinatorSocket
 from tailrace.deployments.engine.shared_features import SharedFeatures
-from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, WeightsRead
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult
+from tailrace.deployments.messages.command import CheckWeights, Command, LoadAdapter
 from tailrace.deployments.messages.errors import (
     ChunkError,
     ChunkNotTaken,
@@ -30,7 +30,6 @@ from tailrace.deployments.messages.errors import (
     is_own_cancel,
     one_line,
 )
-from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.router import ReplicaGone, poll_all, running_replicas
 
 POLL_TIMEOUT_S = 10.0
@@ -144,67 +143,25 @@ class EngineClient:
     async def abort(self, replica_id: str, chunk_id: str, keep_kv: bool) -> None:
         self._lines.abort(replica_id, chunk_id, keep_kv)
 
-    async def peek(self, replica_id: str, chunk_id: str) -> np.ndarray:
-        """The tokens, int32, that a chunk has made so far."""
-        return await self._call(replica_id, "peek", chunk_id)
+    async def ask(self, replica_id: str, command: Command) -> Any:
+        """A replica's answer to a command. Raises ChunkError when it refuses, ReplicaLost when it is gone."""
+        return await self._call(replica_id, "obey", command)
 
-    async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
-        """Returns when the replica holds them; ChunkError when it cannot."""
-        await self._call(replica_id, "load_weights", version, source, digest)
+    async def ask_all(self, command: Command, timeout_s: float = POLL_TIMEOUT_S) -> list[Any]:
+        """Answers of all replicas that answer, in no order: results, or the exceptions that they ended with. Raises
+        TimeoutError if not all have answered in time."""
+        return await poll_all(self._handle, "obey", timeout_s, command)
 
-    async def fall_asleep(self, replica_id: str) -> None:
-        """Returns once the replica has given its memory back; ChunkError when it cannot."""
-        await self._call(replica_id, "fall_asleep")
+    async def digests(self, command: CheckWeights | LoadAdapter) -> set[str]:
+        """The digests that the replicas answer with; of a replica that is lost there is none.
 
-    async def wake_kv(self, replica_id: str) -> None:
-        await self._call(replica_id, "wake_kv")
-
-    async def read_weights(self, replica_id: str) -> WeightsRead:
-        """The weights that the replica computes with, read back; ChunkError when it cannot."""
-        return await self._call(replica_id, "read_weights")
-
-    async def transfer_weights(self, replica_id: str, transfer: Transfer) -> str:
-        """Returns the source of weights that were staged, else an empty text; ChunkError when the phase failed."""
-        return await self._call(replica_id, "transfer_weights", transfer)
-
-    async def check_weights(self, source: str) -> set[str]:
-        """The digests of folder `source` on all replicas that answer; of a replica that is lost there is none.
-
-        Raises ChunkError, one line, if a replica cannot load them, and TimeoutError if one has not looked in CHECK_S.
+        Raises ChunkError, one line, if one refuses, and TimeoutError if one has not answered in CHECK_S.
         """
-        return await self._digests("check_weights", source)
-
-    async def load_adapter(self, path: str) -> set[str]:
-        """The digests of the adapter in a folder, which all replicas that answer have loaded. Raises the same."""
-        return await self._digests("load_adapter", path)
-
-    async def name_adapter(self, adapter: Adapter) -> None:
-        """Every replica that answers reports the content of a name from now on."""
-        with contextlib.suppress(TimeoutError):
-            await poll_all(self._handle, "name_adapter", POLL_TIMEOUT_S, adapter)
-
-    async def forget_adapter(self, name: str) -> None:
-        with contextlib.suppress(TimeoutError):
-            await poll_all(self._handle, "forget_adapter", POLL_TIMEOUT_S, name)
-
-    async def _digests(self, method: str, source: str) -> set[str]:
-        answers = await poll_all(self._handle, method, CHECK_S, source)
+        answers = await self.ask_all(command, CHECK_S)
         for answer in answers:
             if isinstance(answer, RayTaskError) and not isinstance(answer, EngineDown):
                 raise ChunkError(str(answer.cause or one_line(answer)))
         return {answer for answer in answers if isinstance(answer, str)}
-
-    async def take_spans(self, trace_id: str) -> list[dict]:
-        """Spans of a trace from every replica that answers."""
-        try:
-            answers = await poll_all(self._handle, "take_spans", POLL_TIMEOUT_S, trace_id)
-        except TimeoutError:
-            return []
-        return [span for answer in answers if isinstance(answer, list) for span in answer]
-
-    async def reset_caches(self) -> bool:
-        """Every replica forgets the KV of chunks that have ended. Returns False if one does not, since chunks run."""
-        return all(answer is True for answer in await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S))
 
     async def _call(self, replica_id: str, method: str, *arguments):
         try:

@@ -41,6 +41,7 @@ from tailrace.deployments.feed.looks import Looks, Watched
 from tailrace.deployments.feed.trails import Trails
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.command import Peek, ResetCache, TakeSpans
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import (
     GroupResult,
@@ -309,7 +310,7 @@ class Rollouts:
         chunk, more = self._trails.running(sample_id), None
         if chunk is not None:
             with contextlib.suppress(Exception):  # the replica may be lost, or in a long step: it is only for people
-                more = await asyncio.wait_for(self._engines.peek(chunk.replica_id, chunk.chunk_id), PEEK_S)
+                more = await asyncio.wait_for(self._engines.ask(chunk.replica_id, Peek(chunk.chunk_id)), PEEK_S)
         is_last = chunk is not None and self._trails.running(sample_id) is chunk
         return self._batches.detail(sample_id, more if is_last else None)
 
@@ -327,7 +328,11 @@ class Rollouts:
 
     async def take_spans(self, trace_id: str) -> list[dict]:
         """The spans of a trace that was to be kept, from here and from every replica."""
-        return self._telemetry.take(trace_id) + await self._engines.take_spans(trace_id)
+        answers: list[Any] = []
+        with contextlib.suppress(TimeoutError):
+            answers = await self._engines.ask_all(TakeSpans(trace_id))
+        of_replicas = [span for answer in answers if isinstance(answer, list) for span in answer]
+        return self._telemetry.take(trace_id) + of_replicas
 
     async def read_weights(self) -> WeightsCheck | Rejected:
         """The weights that every replica computes with, read back and compared; or why one could not be read."""
@@ -338,7 +343,7 @@ class Rollouts:
 
         Returns False if one keeps it, since chunks run there.
         """
-        return await self._engines.reset_caches()
+        return all(answer is True for answer in await self._engines.ask_all(ResetCache()))
 
     # ---- the loops ---------------------------------------------------------------------------------
 

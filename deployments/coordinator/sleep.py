@@ -16,6 +16,7 @@ from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_registry import ReplicaRegistry
 from tailrace.deployments.coordinator.weights import Weights
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS, EngineStats
+from tailrace.deployments.messages.command import FallAsleep, WakeKv
 from tailrace.deployments.messages.errors import ReplicaLost, one_line
 from tailrace.deployments.messages.rollout import Rejected
 
@@ -70,7 +71,7 @@ class Sleep:
                 return loaded
         if KV_CACHE in tags and self._kv_asleep:
             asleep = [name for name, one in self._registry.reports.items() if KV_CACHE in one.asleep]
-            calls = map(self._engines.wake_kv, asleep)
+            calls = [self._engines.ask(name, WakeKv()) for name in asleep]
             for answer in await asyncio.gather(*calls, return_exceptions=True):
                 if isinstance(answer, ValueError | RuntimeError):
                     return Rejected(reason=f"the KV cache did not wake: {one_line(answer)}")
@@ -99,14 +100,14 @@ class Sleep:
     async def _wake_kv(self, replica_id: str) -> None:
         """Wakes the KV of a replica that an earlier coordinator put to sleep."""
         with suppress(Exception):  # it is asked again at the next report
-            await self._engines.wake_kv(replica_id)
+            await self._engines.ask(replica_id, WakeKv())
 
     async def _put_to_sleep(self, replica_id: str) -> None:
         if replica_id in self._asking:
             return
         self._asking.add(replica_id)
         try:
-            await self._engines.fall_asleep(replica_id)
+            await self._engines.ask(replica_id, FallAsleep())
         except ReplicaLost:
             pass  # its memory is free
         except Exception as error:  # noqa: BLE001 - of one replica: its weights could not come back, or Ray is in trouble

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tailrace.deployments.messages.chunk import EngineStats
+from tailrace.deployments.messages.command import TransferWeights
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected
 from tailrace.deployments.messages.transfer import MEMORY, Transfer, TransferPhase
@@ -83,7 +84,7 @@ class WeightTransfer:
         served = self._served()
         transfer = Transfer(phase=phase, info=info, version=served[0] + 1, served=served)
         calls = [
-            self._engines.transfer_weights(name, self._of(transfer, place, name, reports))
+            self._engines.ask(name, TransferWeights(self._of(transfer, place, name, reports)))
             for place, name in enumerate(self._members)
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.messages.chunk import WEIGHTS, EngineStats
+from tailrace.deployments.messages.command import CheckWeights, LoadWeights
 from tailrace.deployments.messages.errors import ChunkError, is_own_cancel, one_line
 from tailrace.deployments.messages.rollout import Rejected, RejectedBy, RolloutBatch, WeightsLoaded
 
@@ -79,7 +80,7 @@ class Weights:
         if (reason := invalid(version, source)) or (reason := self._too_old(version)):
             return Rejected(reason=reason)
         try:
-            found = await self._engines.check_weights(source)
+            found = await self._engines.digests(CheckWeights(source))
         except TimeoutError:
             return Rejected(reason=f"weights {source}: a replica could not look at it in time")
         except Exception as error:  # noqa: BLE001 - the refusal of a replica, or a trouble of Ray's: nothing has changed
@@ -214,7 +215,7 @@ class Weights:
         try:
             if not self.source and replica_id not in self._asleep:  # one that slept knows its own folder
                 raise ValueError(f"it was started on other weights than version {version} of the service")
-            await self._engines.load_weights(replica_id, version, self.source, self.digest)
+            await self._engines.ask(replica_id, LoadWeights(version, self.source, self.digest))
             self._pauses.pop(replica_id, None)
         except (Exception, asyncio.CancelledError) as error:  # of one replica; it is asked again
             if isinstance(error, asyncio.CancelledError) and is_own_cancel():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tailrace.deployments.messages.chunk import WeightsRead
+from tailrace.deployments.messages.command import ReadWeights
 from tailrace.deployments.messages.errors import one_line
 from tailrace.deployments.messages.rollout import Rejected, WeightsCheck
 
@@ -19,7 +20,7 @@ async def weights_check(engines: "EngineClient", replicas: Sequence[str]) -> Wei
     """The weights of these replicas; or why those of one could not be read, or are of another version meanwhile."""
     if not replicas:
         return Rejected(reason="no replica is up: there are no weights to read")
-    answers = await asyncio.gather(*map(engines.read_weights, replicas), return_exceptions=True)
+    answers = await asyncio.gather(*(engines.ask(name, ReadWeights()) for name in replicas), return_exceptions=True)
     for name, answer in zip(replicas, answers, strict=True):
         if not isinstance(answer, WeightsRead):
             return Rejected(reason=f"{name}: its weights were not read: {str(answer) or one_line(answer)}")

@@ -13,14 +13,26 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-
-import numpy as np
+from typing import Any
 
 from tailrace.deployments.engine.engine_steps import Steps
-from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats, WeightsRead
+from tailrace.deployments.messages.chunk import WEIGHTS, ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.command import (
+    CheckWeights,
+    Command,
+    FallAsleep,
+    ForgetAdapter,
+    LoadAdapter,
+    LoadWeights,
+    NameAdapter,
+    Peek,
+    ReadWeights,
+    RejoinPool,
+    ResetCache,
+    TransferWeights,
+    WakeKv,
+)
 from tailrace.deployments.messages.errors import EngineDown
-from tailrace.deployments.messages.transfer import Transfer
 
 OnDone = Callable[[ChunkResult | Exception], None]
 
@@ -39,6 +51,12 @@ LOAD_ALLOWANCE_S = 900.0
 
 SNAPSHOT_S = 0.02
 """Maximum age of the figures of an engine whose steps bring new tokens alone; whatever else happens renews them."""
+
+CHANGES = LoadWeights, FallAsleep
+"""Commands that wait for the chunks in flight; an engine in which one fails half-way is ended."""
+
+SLOW = LoadWeights, FallAsleep, CheckWeights, ReadWeights, TransferWeights, LoadAdapter
+"""Commands that may take LOAD_ALLOWANCE_S."""
 
 
 class EngineLoop:
@@ -73,62 +91,15 @@ class EngineLoop:
         """
         self._inbox.put((self._abort, chunk_id, keep_kv))
 
-    def reset_cache(self) -> Future[bool]:
-        """Drops the KV of chunks that have ended. Gives False, and drops nothing, while chunks are running."""
-        return self._ask(self._stepper.reset_cache)
-
-    def rejoin_pool(self, master_address: str) -> Future[None]:
-        """Continues with the pool's master at another address. The future gets RuntimeError if it does not answer."""
-        return self._ask(self._rejoin, master_address)
-
-    def load_weights(self, version: int, source: str, digest: str = "") -> Future[None]:
-        """Puts the weights in folder `source` into the running model, as `version`, after the chunks in flight.
-
-        `digest`: of the content that is meant; empty for any. A load of the present weights changes nothing.
-        Chunks submitted before this call end under the old version. Chunks submitted after it wait for the load.
-        They are then checked against the current version: the new one, or the old one when the load was refused.
-        The future gets ValueError when the folder does not fit (the old weights continue).
-        It gets EngineDown when the engine stops first. A failure half-way ends the engine.
-        Takes seconds, during which `stats` shows the snapshot from before the load.
-        """
-        return self._ask(self._load, version, source, digest, self._now())
-
-    def transfer_weights(self, transfer: Transfer) -> Future[str]:
-        """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
-        return self._ask(self._slowly, self._stepper.transfer_weights, transfer)
-
-    def fall_asleep(self) -> Future[None]:
-        """Gives back the memory of weights and KV after the chunks in flight. `load_weights` brings the weights back,
-        `wake_kv` the KV. The future gets ValueError if the weights could not come back.
-        """
-        return self._ask(self._sleep)
-
-    def wake_kv(self) -> Future[None]:
-        """Has the memory of the KV back; its content is lost."""
-        return self._ask(self._wake_kv)
-
-    def read_weights(self) -> Future[WeightsRead]:
-        """Gives the weights as they are computed with. Takes seconds, in which no step ends."""
-        return self._ask(self._slowly, self._stepper.read_weights)
-
-    def weights_refusal(self, source: str) -> Future[str | None]:
-        """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
-        return self._ask(self._slowly, self._stepper.weights_refusal, source)
-
-    def load_adapter(self, path: str) -> Future[str]:
-        """Loads a folder's adapter between two steps. Gives its digest, or AdapterRefused, one line."""
-        return self._ask(self._slowly, self._stepper.adapters.load, path)
-
-    def name_adapter(self, adapter: Adapter) -> Future[None]:
-        """Records the version that an adapter name refers to, unless a newer one is known."""
-        return self._ask(self._stepper.adapters.name, adapter)
-
-    def forget_adapter(self, name: str) -> Future[None]:
-        """Forgets a name; chunks that run with its content continue."""
-        return self._ask(self._stepper.adapters.forget, name)
-
-    def peek(self, chunk_id: str) -> Future[np.ndarray]:
-        return self._ask(self._stepper.peek, chunk_id)
+    def ask(self, command: Command) -> Future:
+        """Does a command between two steps; the future gets its answer. See `deployments.messages.command`."""
+        answer: Future = Future()
+        with self._lock:
+            if self._down is None:
+                self._inbox.put((self._answer, command, self._now(), answer))
+            else:
+                answer.set_exception(self._down)
+        return answer
 
     def stats(self) -> EngineStats:
         """Returns the latest snapshot, made after a step, SNAPSHOT_S or a step old; costs nothing."""
@@ -198,15 +169,6 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------------------------------
 
-    def _ask(self, command: Callable, *args) -> Future:
-        answer: Future = Future()
-        with self._lock:
-            if self._down is None:
-                self._inbox.put((self._answer, command, args, answer))
-            else:
-                answer.set_exception(self._down)
-        return answer
-
     def _next(self, wait_s: float) -> tuple | None:
         try:
             return self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -231,11 +193,11 @@ class EngineLoop:
         return later and bool(self._later)
 
     def _is_load(self, item: tuple) -> bool:
-        return item[0] == self._answer and item[1] in (self._load, self._sleep)
+        return isinstance(item[1], CHANGES)
 
     def _is_early(self, item: tuple) -> bool:
         """Returns whether a load or a sleep must wait; for a sleep the KV of ended chunks is to be saved, too."""
-        return bool(self._on_done) or (item[1] == self._sleep and self._stepper.busy)
+        return bool(self._on_done) or (isinstance(item[1], FallAsleep) and self._stepper.busy)
 
     def _catch_up(self) -> None:
         while self._later and not (self._is_load(self._later[0]) and self._is_early(self._later[0])):
@@ -253,42 +215,65 @@ class EngineLoop:
     def _abort(self, chunk_id: str, keep_kv: bool) -> None:
         self._stepper.abort(chunk_id, keep_kv)
 
-    def _answer(self, command: Callable, args: tuple, answer: Future) -> None:
-        """Runs a command and gives its result, or its error, to its caller; a caller that has left gets nothing."""
+    def _answer(self, command: Command, asked_s: float, answer: Future) -> None:
+        """Does a command and gives its result, or its error, to its caller; a caller that has left gets nothing."""
         if not answer.set_running_or_notify_cancel():
             return
         try:
-            result = command(*args)
+            result = self._do(command, asked_s)
         except Exception as error:  # the caller gets any error
             answer.set_exception(error)
-            if command in (self._load, self._sleep) and not isinstance(error, ValueError):  # the model may be in parts
+            if isinstance(command, CHANGES) and not isinstance(error, ValueError):  # the model may be in parts
                 raise
         else:
             answer.set_result(result)
 
-    def _load(self, version: int, source: str, digest: str, asked_s: float) -> None:
-        self._allowance_s = LOAD_ALLOWANCE_S
+    def _do(self, command: Command, asked_s: float) -> Any:  # noqa: PLR0911, PLR0912 - one branch for each command
+        stepper = self._stepper
+        if isinstance(command, SLOW):
+            self._allowance_s = LOAD_ALLOWANCE_S
+        match command:
+            case LoadWeights():
+                return self._load(command, asked_s)
+            case FallAsleep():
+                return self._sleep()
+            case WakeKv():
+                stepper.weights.wake_kv()
+                self._stats = stepper.stats()
+                return None
+            case CheckWeights(source):
+                return stepper.weights.refusal(source)
+            case ReadWeights():
+                return stepper.weights.read_back()
+            case TransferWeights(transfer):
+                return stepper.weights.transfer(transfer)
+            case LoadAdapter(path):
+                return stepper.adapters.load(path)
+            case NameAdapter(adapter):
+                return stepper.adapters.name(adapter)
+            case ForgetAdapter(name):
+                return stepper.adapters.forget(name)
+            case ResetCache():
+                return stepper.reset_cache()
+            case RejoinPool(master_address):
+                return stepper.rejoin_pool(master_address)
+            case Peek(chunk_id):
+                return stepper.peek(chunk_id)
+        raise TypeError(f"an engine's loop does not know the command {type(command).__name__}")
+
+    def _load(self, command: LoadWeights, asked_s: float) -> None:
         present = self._stats.weights_version, self._stats.weights_digest
-        if not digest or present != (version, digest) or WEIGHTS in self._stats.asleep:
-            self._stepper.load_weights(version, source, digest)
+        wanted = command.version, command.digest
+        if not command.digest or present != wanted or WEIGHTS in self._stats.asleep:
+            self._stepper.weights.load(command.version, command.source, command.digest)
             self.weights_pause_s = self._now() - max(asked_s, self._stepper.progress_s)
         self._stats = self._stepper.stats()  # before the caller can look
 
     def _sleep(self) -> None:
-        self._allowance_s = LOAD_ALLOWANCE_S
-        self._stepper.fall_asleep()
+        if not self._stepper.reset_cache():
+            raise ValueError("an engine cannot sleep while chunks run")
+        self._stepper.weights.fall_asleep()
         self._stats = self._stepper.stats()
-
-    def _wake_kv(self) -> None:
-        self._stepper.wake_kv()
-        self._stats = self._stepper.stats()
-
-    def _slowly(self, command: Callable, *args):
-        self._allowance_s = LOAD_ALLOWANCE_S
-        return command(*args)
-
-    def _rejoin(self, master_address: str) -> None:
-        self._stepper.rejoin_pool(master_address)
 
     def _stop(self, reason: str) -> None:
         with self._lock:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -31,9 +30,17 @@ from tailrace.deployments.drafter.discovery import watch
 from tailrace.deployments.engine.chunk_trace import trace_chunk
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.engine.shared_features import with_features
-from tailrace.deployments.messages.adapters import Adapter
-from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats, WeightsRead
-from tailrace.deployments.messages.transfer import Transfer
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
+from tailrace.deployments.messages.command import (
+    CheckWeights,
+    Command,
+    FallAsleep,
+    LoadWeights,
+    RejoinPool,
+    TakeSpans,
+    TransferWeights,
+    WakeKv,
+)
 from tailrace.deployments.serve_port import keep_serve_port_on_node
 from tailrace.deployments.staging.slots import is_memory, memory_source
 from tailrace.deployments.staging.weights_memory import WeightsMemory
@@ -155,42 +162,29 @@ class Engine:
         self._runner.abort(chunk_id, keep_kv)
 
     async def _rejoin_pool(self, master_address: str) -> None:
-        await asyncio.wrap_future(self._runner.rejoin_pool(master_address))
+        await self.obey(RejoinPool(master_address))
 
-    async def load_weights(self, version: int, source: str, digest: str) -> None:
-        """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
-        await self._fetch(source)
-        await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
-        self._report()
-
-    async def fall_asleep(self) -> None:
-        """Gives back the memory of weights and KV. Raises ValueError, one line, if the weights could not come back."""
-        await self._fetch(self._runner.stats().weights_source)
-        await asyncio.wrap_future(self._runner.fall_asleep())
-        self._report()
-
-    async def wake_kv(self) -> None:
-        await asyncio.wrap_future(self._runner.wake_kv())
-        self._report()
-
-    async def read_weights(self) -> WeightsRead:
-        """Returns the weights as they are computed with, between two steps. Raises ValueError, one line."""
-        return await asyncio.wrap_future(self._runner.read_weights())
-
-    async def transfer_weights(self, transfer: Transfer) -> str:
-        """Takes one phase of a transfer by vLLM's engines, between two steps; the model stays as it is."""
-        service = await asyncio.to_thread(self._weights_memory.own_slots)
-        return await asyncio.wrap_future(self._runner.transfer_weights(replace(transfer, service=service)))
-
-    async def check_weights(self, source: str) -> str:
-        """Returns the digest of weights that can be loaded here. Raises ValueError, one line, if they cannot.
-
-        Engine steps continue meanwhile.
-        """
-        await self._fetch(source)
-        if (reason := await asyncio.wrap_future(self._runner.weights_refusal(source))) is not None:
-            raise ValueError(reason)
-        return await asyncio.to_thread(self._checked_digest, source)
+    async def obey(self, command: Command) -> Any:
+        """Does a command; its type says what the answer is. Raises ValueError, one line, when it is refused, and
+        EngineDown when the engine is down."""
+        match command:
+            case TakeSpans(trace_id):
+                return self._telemetry.take(trace_id)
+            case LoadWeights() | CheckWeights():
+                await self._fetch(command.source)
+            case FallAsleep():
+                await self._fetch(self._runner.stats().weights_source)
+            case TransferWeights(transfer):
+                service = await asyncio.to_thread(self._weights_memory.own_slots)
+                command = TransferWeights(replace(transfer, service=service))
+        answer = await asyncio.wrap_future(self._runner.ask(command))
+        if isinstance(command, CheckWeights):
+            if answer is not None:
+                raise ValueError(answer)
+            return await asyncio.to_thread(self._checked_digest, command.source)
+        if isinstance(command, LoadWeights | FallAsleep | WakeKv):
+            self._report()
+        return answer
 
     async def _fetch(self, source: str) -> None:
         """Weights in memory are on this node then, and verified. Raises ValueError, one line."""
@@ -201,22 +195,6 @@ class Engine:
         from tailrace.deployments.vllm_exact.weight_loading import checked_digest
 
         return checked_digest(source)
-
-    async def load_adapter(self, path: str) -> str:
-        """Returns the digest of a folder's adapter, loaded. Raises AdapterRefused, one line, if it cannot be."""
-        return await asyncio.wrap_future(self._runner.load_adapter(path))
-
-    async def name_adapter(self, adapter: Adapter) -> None:
-        """Notes the content of a name, for the next coordinator."""
-        await asyncio.wrap_future(self._runner.name_adapter(adapter))
-
-    async def forget_adapter(self, name: str) -> None:
-        """Forgets a name; chunks that run with its content continue."""
-        await asyncio.wrap_future(self._runner.forget_adapter(name))
-
-    async def reset_cache(self) -> bool:
-        """Drops the KV of chunks that have ended. Returns False, and drops nothing, while chunks are running."""
-        return await asyncio.wrap_future(self._runner.reset_cache())
 
     async def stats(self) -> EngineStats:
         """Returns the latest snapshot. Raises when the engine is down, so that no caller relies on this replica."""
@@ -232,14 +210,6 @@ class Engine:
             ranks=self._config.tensor_parallel,
             weight_transfer=self._config.weight_transfer,
         )
-
-    async def peek(self, chunk_id: str) -> np.ndarray:
-        """Returns the tokens, int32, that a chunk has made so far, once the present step has ended."""
-        return await asyncio.wrap_future(self._runner.peek(chunk_id))
-
-    async def take_spans(self, trace_id: str) -> list[dict[str, Any]]:
-        """Returns the spans of a kept trace (its id or a traceparent in it), see Telemetry.take."""
-        return self._telemetry.take(trace_id)
 
     def check_health(self) -> None:
         """Raises when the engine is down or a step does not end. Called by Serve, which then replaces the replica."""

@@ -21,7 +21,6 @@ from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.engine.recovery import Recovery
 from tailrace.deployments.engine.redraws import Redraws
 from tailrace.deployments.engine.step_outputs import StepOutput, StepOutputs
-from tailrace.deployments.engine.weight_calls import WeightCalls
 from tailrace.deployments.messages.chunk import STEP_BOUNDS_S, ChunkRequest, ChunkResult, EngineStats
 from tailrace.deployments.messages.close_calls import count_margins
 from tailrace.deployments.messages.errors import RequestRefused, one_line
@@ -35,7 +34,7 @@ from tailrace.policies.protocol.events import ChunkEnd
 ENDS = {"stop": ChunkEnd.STOP, "length": ChunkEnd.LENGTH}
 
 
-class Stepper(WeightCalls):
+class Stepper:
     """Builds the engine on construction (5 to 10 s). Passes on vLLM's exceptions about a bad model folder."""
 
     def __init__(
@@ -50,7 +49,7 @@ class Stepper(WeightCalls):
     ):
         began_s, self._engine = time.monotonic(), launch(config, rank, pool)
         self._outputs = StepOutputs(self._engine)
-        self._weights = EngineWeights(self._engine, weights_version)
+        self.weights = EngineWeights(self._engine, weights_version)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._running: dict[str, EngineChunk] = {}  # by chunk id
         self._unscheduled: dict[str, EngineChunk] = {}  # those of them that no step has computed yet
@@ -114,7 +113,7 @@ class Stepper(WeightCalls):
         Raises RequestRefused, one line, if no engine can run it, and ValueError if another one may.
         """
         here = chunk.chunk_id in (*self._running, *self.adapters.waiting())
-        if (refusal := "already running here" if here else self._weights.chunk_refusal(chunk)) is not None:
+        if (refusal := "already running here" if here else self.weights.chunk_refusal(chunk)) is not None:
             raise ValueError(f"chunk {chunk.chunk_id}: {refusal}")
         if (refusal := self._requests.refusal(chunk)) is not None:
             raise RequestRefused(f"chunk {chunk.chunk_id}: {refusal}")
@@ -352,7 +351,7 @@ class Stepper(WeightCalls):
         tokens |= dict.fromkeys(self.adapters.waiting(), 0)
         of_drafts, at_s = {"methods": drafts.methods} if drafts else {}, time.time()
         return EngineStats(
-            **self._constant | of_drafts | self._weights.report(),
+            **self._constant | of_drafts | self.weights.report(),
             kv_counts=link.counts() if link else {},
             adapters=self.adapters.known(),
             observed_at=at_s,

@@ -42,6 +42,50 @@ MIXED = "mixed"
 """Content in the place of the weights of a chunk that has read KV of another content."""
 
 
+class SimulatedWeights:
+    """The weights of one engine: the content of a folder of its host's disk. `running`, `blocks`: its chunks and KV."""
+
+    def __init__(self, disk: Disk, running: dict[str, "RunningChunk"], blocks: Blocks):
+        self._disk, self._running, self._blocks = disk, running, blocks
+        self.version, self.source, self.asleep = 0, "", ()
+        self._take(disk.read("start"))
+
+    def _take(self, content: str) -> None:
+        self.content, self.digest = content, digest_of(content)
+
+    def load(self, version: int, source: str, digest: str) -> None:
+        if self._running:
+            raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
+        content = self._disk.read(source or "start")
+        if digest_of(content) != digest != "":
+            raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
+        self._take(content)
+        self.version, self.source = version, source
+        self.asleep = tuple(tag for tag in self.asleep if tag != WEIGHTS)
+
+    def refusal(self, source: str) -> str | None:
+        try:
+            self._disk.read(source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def fall_asleep(self) -> None:
+        if digest_of(self._disk.read(self.source or "start")) != self.digest:
+            raise ValueError(f"weights folder {self.source}: holds other weights now, which could not come back")
+        self._blocks.clear()
+        self.asleep = TAGS
+
+    def wake_kv(self) -> None:
+        self.asleep = tuple(tag for tag in self.asleep if tag == WEIGHTS)
+
+    def read_back(self) -> WeightsRead:
+        return WeightsRead(self.version, self.digest, {"w": self.content}, unlike=())
+
+    def transfer(self, transfer) -> str:
+        raise ValueError("a simulated engine has no transfer engine of vLLM")
+
+
 class SimulatedStepper:
     """One engine. `step_tokens`: tokens that a step makes of each chunk."""
 
@@ -59,13 +103,12 @@ class SimulatedStepper:
         """`pool`: the KV pool's keys, each with the content of the weights that wrote it; None without a pool."""
         self.disk, self._now, self._culprits = disk, now, culprits
         self._mean_tokens, self._step_tokens = self._pace = mean_tokens, step_tokens
-        self._version, self._source = 0, ""
-        self._take(disk.read("start"))
         self._pool = pool
         self.adapters = SimulatedAdapters(disk)
         self._running: dict[str, RunningChunk] = {}
         self._ended: list[tuple[str, ChunkResult | Exception]] = []
         self._blocks = Blocks(kv_capacity_blocks)
+        self.weights = SimulatedWeights(disk, self._running, self._blocks)
         self._steps = self._made = 0
         self._kv_counts: Counter[str] = Counter()
         self.progress_s = 0.0
@@ -77,7 +120,6 @@ class SimulatedStepper:
             "max_model_len": 512,
             "draft_tokens": 0,
         }
-        self._asleep: tuple[str, ...] = ()
         self.refuses = ""  # why chunks are refused; a fault sets it
         self._swallowed: set[str] = set()  # chunks that run and make no token
         self._suspects = Suspects()
@@ -95,14 +137,16 @@ class SimulatedStepper:
     def add(self, chunk: ChunkRequest, submitted_s: float) -> None:
         if self.refuses:
             raise ValueError(f"chunk {chunk.chunk_id}: {self.refuses}")
-        if self._asleep:
+        if self.weights.asleep:
             raise ValueError(f"chunk {chunk.chunk_id}: this engine sleeps")
         if chunk.chunk_id in self._running:
             raise ValueError(f"chunk {chunk.chunk_id}: already running here")
-        if chunk.weights_version != self._version:
-            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_version}, this is {self._version}")
-        if chunk.weights_digest not in ("", self._digest):
-            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {chunk.weights_digest}, this is {self._digest}")
+        if chunk.weights_version != self.weights.version:
+            wanted, here = chunk.weights_version, self.weights.version
+            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {wanted}, this is {here}")
+        if chunk.weights_digest not in ("", self.weights.digest):
+            wanted, here = chunk.weights_digest, self.weights.digest
+            raise ValueError(f"chunk {chunk.chunk_id}: wants weights {wanted}, this is {here}")
         if chunk.adapter is not None:
             self.adapters.take(chunk.adapter)
         key = chunk.sample_key
@@ -115,8 +159,8 @@ class SimulatedStepper:
 
     def _content_of(self, chunk: ChunkRequest) -> str:
         """The content of weights and adapter, unless KV from the pool, of the same version, was written by another."""
-        own = adapted(self._content, digest_of_adapter(chunk.adapter))
-        if self._pool is None or chunk.kv is None or chunk.kv.version != self._version:
+        own = adapted(self.weights.content, digest_of_adapter(chunk.adapter))
+        if self._pool is None or chunk.kv is None or chunk.kv.version != self.weights.version:
             return own
         names = block_names(chunk, chunk.token_ids)
         return own if {self._pool.get(pool_key(name), own) for name in names} <= {own} else MIXED
@@ -212,7 +256,7 @@ class SimulatedStepper:
             logprobs=logprob_of(tokens).astype(np.float32),
             raw_logprobs=2 * logprob_of(tokens).astype(np.float32),
             end=end,
-            weights_version=self._version,
+            weights_version=self.weights.version,
             queue_s=0.0,
             prefill_s=0.0,
             decode_s=0.0,
@@ -233,45 +277,8 @@ class SimulatedStepper:
             return []
         names = block_names(chunk, context)
         for name in names:
-            self._pool.setdefault(pool_key(name), adapted(self._content, digest_of_adapter(chunk.adapter)))
+            self._pool.setdefault(pool_key(name), adapted(self.weights.content, digest_of_adapter(chunk.adapter)))
         return names
-
-    def load_weights(self, version: int, source: str, digest: str) -> None:
-        if self._running:
-            raise RuntimeError(f"weights cannot change while {len(self._running)} chunks run")
-        content = self.disk.read(source or "start")
-        if digest_of(content) != digest != "":
-            raise ValueError(f"weights folder {source}: holds {content}, not {digest}")
-        self._take(content)
-        self._version, self._source = version, source
-        self._asleep = tuple(tag for tag in self._asleep if tag != WEIGHTS)
-
-    def fall_asleep(self) -> None:
-        if self._running:
-            raise ValueError(f"an engine cannot sleep while {len(self._running)} chunks run")
-        if digest_of(self.disk.read(self._source or "start")) != self._digest:
-            raise ValueError(f"weights folder {self._source}: holds other weights now, which could not come back")
-        self._blocks.clear()
-        self._asleep = TAGS
-
-    def wake_kv(self) -> None:
-        self._asleep = tuple(tag for tag in self._asleep if tag == WEIGHTS)
-
-    def read_weights(self) -> WeightsRead:
-        return WeightsRead(self._version, self._digest, {"w": self._content}, unlike=())
-
-    def _take(self, content: str) -> None:
-        self._content, self._digest = content, digest_of(content)
-
-    def weights_refusal(self, source: str) -> str | None:
-        try:
-            self.disk.read(source)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def transfer_weights(self, transfer) -> str:
-        raise ValueError("a simulated engine has no transfer engine of vLLM")
 
     def reset_cache(self) -> bool:
         return not self._running
@@ -280,10 +287,10 @@ class SimulatedStepper:
         made = self._made
         return EngineStats(
             **self._constant,
-            weights_version=self._version,
-            weights_source=self._source,
-            weights_digest=self._digest,
-            asleep=self._asleep,
+            weights_version=self.weights.version,
+            weights_source=self.weights.source,
+            weights_digest=self.weights.digest,
+            asleep=self.weights.asleep,
             observed_at=self._now(),
             steps=self._steps,
             step_counts=(0, self._steps),

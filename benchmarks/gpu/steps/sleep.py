@@ -8,6 +8,7 @@ import numpy as np
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.engine import made
 from benchmarks.gpu.steps.ours import started
+from tailrace.deployments.messages.command import FallAsleep, LoadWeights, WakeKv
 
 SHAPE = "1.7B"
 
@@ -35,9 +36,9 @@ def _turn(step: Measurements, engine) -> dict:
 
     before = tokens("before")
     free_gib.append(_free_gib(step.place.card))
-    timed("fall_asleep", engine.loop.fall_asleep)
-    timed("load_weights", lambda: engine.loop.load_weights(1, model))
-    timed("wake_kv", engine.loop.wake_kv)
+    timed("fall_asleep", lambda: engine.loop.ask(FallAsleep()))
+    timed("load_weights", lambda: engine.loop.ask(LoadWeights(1, model)))
+    timed("wake_kv", lambda: engine.loop.ask(WakeKv()))
     engine.version = 1
     return {"free_gib": free_gib, "seconds": seconds, "same_tokens": tokens("after") == before}
 

@@ -12,6 +12,7 @@ from benchmarks.gpu.made_models import WEIGHTS
 from benchmarks.gpu.measurements import Measurements
 from benchmarks.gpu.steps.engine import made, vocabulary_of
 from benchmarks.gpu.steps.ours import started
+from tailrace.deployments.messages.command import LoadWeights, TransferWeights
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 
 SHAPE = "1.7B"
@@ -44,7 +45,7 @@ class NewWeights:
 
     def _load(self, version: int, source: str) -> float:
         began_s = time.perf_counter()
-        self._engine.obeyed(self._engine.loop.load_weights(version, source))
+        self._engine.obeyed(self._engine.loop.ask(LoadWeights(version, source)))
         return time.perf_counter() - began_s
 
     def from_a_folder(self) -> dict:
@@ -90,7 +91,9 @@ class NewWeights:
 
         def phase(which: TransferPhase, content: dict | None = None):
             transfer = Transfer(phase=which, info=content, version=3, served=(0, ""), service=SERVICE)
-            return timed(which.name.lower(), lambda: self._engine.obeyed(self._engine.loop.transfer_weights(transfer)))
+            return timed(
+                which.name.lower(), lambda: self._engine.obeyed(self._engine.loop.ask(TransferWeights(transfer)))
+            )
 
         phase(TransferPhase.INIT, {})
         phase(TransferPhase.START)

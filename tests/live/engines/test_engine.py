@@ -13,6 +13,7 @@ from engine_answers import run
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.command import ResetCache
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
@@ -149,7 +150,7 @@ def test_a_context_seen_before_is_found_in_the_cache(roomy, alone):
     block = roomy.stats().block_tokens
     assert result.cached_tokens > 0 and result.cached_tokens % block == 0
     assert result.cached_tokens + result.computed_tokens == len(prompt(0)) + 40
-    assert roomy.reset_cache().result(timeout=60)
+    assert roomy.ask(ResetCache()).result(timeout=60)
     (again,) = run(roomy, chunk(0, alone[0].token_ids[:40]))
     assert again.cached_tokens == 0
     np.testing.assert_array_equal(again.token_ids, result.token_ids)

@@ -15,6 +15,15 @@ from made_adapters import make_adapter, merged
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.adapters import Adapter
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.command import (
+    FallAsleep,
+    ForgetAdapter,
+    LoadAdapter,
+    LoadWeights,
+    NameAdapter,
+    ResetCache,
+    WakeKv,
+)
 from tailrace.deployments.messages.errors import AdapterRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.staging.adapter_folder import adapter_digest
@@ -111,7 +120,7 @@ def test_chunks_between_those_of_other_adapters_change_nothing(engine, adapters,
 
 
 def test_kv_is_kept_apart_by_adapter(engine, adapters):
-    engine.reset_cache().result(60)
+    engine.ask(ResetCache()).result(60)
     cached = [run(engine, chunk(adapters[name], max_tokens=2))[0].cached_tokens for name in ("", "poet", "clerk") * 2]
     assert cached == [0, 0, 0, 32, 32, 32]
 
@@ -127,10 +136,10 @@ def test_new_weights_keep_the_adapters(engine, adapters, alone, tiny_model, tmp_
     """The folder is gone meanwhile: the adapter is the one in memory."""
     moved = replace_path(adapters["poet"], str(tmp_path / "gone"))
     run(engine, chunk(adapters["poet"], max_tokens=1))
-    engine.load_weights(1, str(tiny_model)).result(120)
+    engine.ask(LoadWeights(1, str(tiny_model))).result(120)
     assert_same(run(engine, replace(chunk(moved), weights_version=1))[0], alone["poet", 0])
     assert_same(run(engine, replace(chunk(None), weights_version=1))[0], alone["", 0])
-    engine.load_weights(0, str(tiny_model)).result(120)
+    engine.ask(LoadWeights(0, str(tiny_model))).result(120)
 
 
 def replace_path(adapter: Adapter, path: str, **changes) -> Adapter:
@@ -158,12 +167,12 @@ def test_a_waiting_chunk_can_be_aborted(engine, adapters, alone):
 
 
 def test_names_are_reported_until_they_are_forgotten(engine, adapters):
-    engine.name_adapter(adapters["poet"]).result(60)
+    engine.ask(NameAdapter(adapters["poet"])).result(60)
     newer = adapters["clerk"]._replace(name="poet", version=2)
-    engine.name_adapter(newer).result(60)
-    engine.name_adapter(adapters["poet"]).result(60)
+    engine.ask(NameAdapter(newer)).result(60)
+    engine.ask(NameAdapter(adapters["poet"])).result(60)
     assert [one for one in engine.stats().adapters if one.name == "poet"] == [newer]
-    engine.forget_adapter("poet").result(60)
+    engine.ask(ForgetAdapter("poet")).result(60)
     run(engine, chunk(None, max_tokens=1))
     assert "poet" not in [one.name for one in engine.stats().adapters]
 
@@ -189,7 +198,7 @@ def test_a_bad_adapter_is_refused_in_one_line(engine, alone, tmp_path, reason, c
     changes["extra"] = {name: torch.ones(shape) for name, shape in changes.get("extra", {}).items()}
     path = make_adapter(tmp_path / "bad", 60, **changes)
     with pytest.raises(AdapterRefused) as refusal:
-        engine.load_adapter(str(path)).result(120)
+        engine.ask(LoadAdapter(str(path))).result(120)
     assert reason in str(refusal.value) and "\n" not in str(refusal.value)
     assert_same(run(engine, chunk(None))[0], alone["", 0])
 
@@ -197,7 +206,7 @@ def test_a_bad_adapter_is_refused_in_one_line(engine, alone, tmp_path, reason, c
 def test_folders_that_hold_no_adapter_are_refused(engine, tmp_path):
     for path, reason in ((str(tmp_path), "adapter_config.json"), ("adapters/poet", "absolute")):
         with pytest.raises(AdapterRefused, match=reason):
-            engine.load_adapter(path).result(120)
+            engine.ask(LoadAdapter(path)).result(120)
 
 
 def test_an_engine_with_adapters_sleeps_and_wakes_with_the_same_tokens(engine, adapters):
@@ -205,10 +214,10 @@ def test_an_engine_with_adapters_sleeps_and_wakes_with_the_same_tokens(engine, a
         return [chunk(adapters[name], sample=11) for name in ("", "poet")]
 
     before, digest = run(engine, *asked()), engine.stats().weights_digest
-    engine.fall_asleep().result(120)
+    engine.ask(FallAsleep()).result(120)
     (refused,) = run(engine, chunk(adapters["poet"], sample=11))
     assert isinstance(refused, ValueError) and "sleeps" in str(refused)
-    engine.load_weights(0, "", digest).result(300)
-    engine.wake_kv().result(120)
+    engine.ask(LoadWeights(0, "", digest)).result(300)
+    engine.ask(WakeKv()).result(120)
     after = run(engine, *asked())
     assert [one.token_ids.tolist() for one in after] == [one.token_ids.tolist() for one in before]

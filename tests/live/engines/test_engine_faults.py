@@ -13,6 +13,7 @@ from tailrace.deployments.drafting.drafts import EngineDrafts
 from tailrace.deployments.engine.engine_loop import EngineLoop
 from tailrace.deployments.engine.stepper import Stepper
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.command import LoadWeights, Peek
 from tailrace.deployments.messages.context import GroupRef
 from tailrace.deployments.messages.drafts import DraftPlan
 from tailrace.deployments.messages.errors import EngineDown, RequestRefused
@@ -197,8 +198,8 @@ def test_calls_during_a_search_are_answered(loop, wanted, monkeypatch):
         turn_until(loop, lambda: suspects.searching)
         held = [one for one in MATES if f"sample{one}" not in answers]
         waiting = next(one for one in held if f"sample{one}" not in suspects.running())
-        late, peeked = submit(loop, chunk(8)), loop.peek(f"sample{waiting}")
-        loaded = loop.load_weights(0, "", "another")
+        late, peeked = submit(loop, chunk(8)), loop.ask(Peek(f"sample{waiting}"))
+        loaded = loop.ask(LoadWeights(0, "", "another"))
         loop.turn(0.0)
         assert stepper_of(loop).busy and set(loop.stats().running) >= {f"sample{waiting}", "sample8"}
         so_far = peeked.result(0)

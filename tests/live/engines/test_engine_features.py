@@ -16,6 +16,7 @@ from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.features.prompt_features import PromptFeatures
 from tailrace.deployments.features.wire import Features
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.command import LoadWeights, ResetCache
 from tailrace.deployments.messages.errors import FeaturesRefused
 from tailrace.deployments.messages.rollout import SamplingParams
 from tailrace.deployments.vllm_exact.engine_config import DraftConfig, EngineConfig
@@ -65,7 +66,7 @@ def in_pieces(engine, image: dict | None, size: int, is_cold: bool = False, draw
     done: list[int] = []
     while len(done) < TOKENS:
         if is_cold:
-            assert engine.reset_cache().result()
+            assert engine.ask(ResetCache()).result()
         (result,) = run(engine, chunk(image, done, min(size, TOKENS - len(done)), draw))
         done += result.token_ids.tolist()
     return done
@@ -92,7 +93,7 @@ def test_tokens_depend_neither_on_chunks_nor_on_kv_that_is_found(engine, alone, 
 
 
 def test_tokens_depend_on_no_batch_mate_and_on_no_draft(engine, alone):
-    engine.reset_cache().result()
+    engine.ask(ResetCache()).result()
     asked = list(alone)
     results = run(engine, *(chunk(IMAGES[name], draw=draw) for name, draw in asked))
     for key, result in zip(asked, results, strict=True):
@@ -103,7 +104,7 @@ def test_tokens_depend_on_no_batch_mate_and_on_no_draft(engine, alone):
 
 def test_kv_never_crosses_images(engine):
     """The blocks before an image are shared; those with it and after it are the image's own, whatever its hash."""
-    engine.reset_cache().result()
+    engine.ask(ResetCache()).result()
     found = [run(engine, chunk(IMAGES[name]))[0].cached_tokens for name in ("first", "second", "none", "first")]
     assert found == [0, AT // BLOCK * BLOCK, AT // BLOCK * BLOCK, len(PROMPT) // BLOCK * BLOCK]
 
@@ -115,7 +116,7 @@ def test_two_images_are_told_apart_by_their_places(engine):
     chunks = [chunk(pair, token_ids=prompt, prompt_tokens=len(prompt)) for pair in pairs]
     once = [result.token_ids.tolist() for result in run(engine, *chunks)]
     assert len(set(map(tuple, once))) == 3
-    engine.reset_cache().result()
+    engine.ask(ResetCache()).result()
     for pair, tokens in zip(pairs, once, strict=True):
         (again,) = run(engine, chunk(pair, token_ids=prompt, prompt_tokens=len(prompt)))
         assert again.token_ids.tolist() == tokens
@@ -164,7 +165,7 @@ def test_new_weights_encode_an_image_again(engine, folder, tmp_path):
     """An image under another name is encoded anew for certain: metadata that repeat its fields give it one."""
     other = perturbed(folder, tmp_path / "other", scale=0.3)
     (before,) = run(engine, chunk(IMAGES["first"]))
-    engine.load_weights(1, str(other)).result()
+    engine.ask(LoadWeights(1, str(other))).result()
     metadata = {"image": [encoded({"num_patches": item(pixels(1))["num_patches"]})]}
     renamed = features((1, AT), mm_metadata=metadata)
     assert of(renamed).name != of(IMAGES["first"]).name

@@ -19,6 +19,7 @@ from tailrace.app.model import perturbed
 from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import ChunkRequest, sample_key
+from tailrace.deployments.messages.command import LoadWeights, TransferWeights
 from tailrace.deployments.messages.rollout import Rejected, SamplingParams
 from tailrace.deployments.messages.transfer import Transfer, TransferPhase
 from tailrace.deployments.staging.slots import Slots, memory_source, slot_of
@@ -99,7 +100,7 @@ def tokens(engine, version: int) -> list[int]:
 
 def take(engine, phase: TransferPhase, info=None) -> str:
     transfer = Transfer(phase=phase, info=info, version=1, served=(0, ""), service=SERVICE)
-    return engine.transfer_weights(transfer).result(timeout=120)
+    return engine.ask(TransferWeights(transfer)).result(timeout=120)
 
 
 def test_received_weights_change_the_model_at_the_commit_alone(engine, other):
@@ -116,9 +117,9 @@ def test_received_weights_change_the_model_at_the_commit_alone(engine, other):
         take(engine, TransferPhase.PART, {"names": [name]})
     source = take(engine, TransferPhase.FINISH)
     assert tokens(engine, 0) == before and slot_of(memory_source(source)) is not None
-    engine.load_weights(1, source, memory_source(source).digest).result(timeout=120)
+    engine.ask(LoadWeights(1, source, memory_source(source).digest)).result(timeout=120)
     from_memory = tokens(engine, 1)
-    engine.load_weights(2, str(other)).result(timeout=120)
+    engine.ask(LoadWeights(2, str(other))).result(timeout=120)
     assert tokens(engine, 2) == from_memory != before
     with pytest.raises(ValueError, match="no tensor was received"):
         take(engine, TransferPhase.FINISH)
@@ -132,7 +133,8 @@ class Replicas:
         self.reports = {name: SimpleNamespace(node_id=f"node-{name[0]}", weight_transfer="ipc") for name in names}
         self.taken, self.sources, self.fails = [], dict(sources), ""
 
-    async def transfer_weights(self, name, transfer):
+    async def ask(self, name, command):
+        transfer = command.transfer
         self.taken.append((name, transfer))
         if name == self.fails:
             raise RuntimeError("out of memory")

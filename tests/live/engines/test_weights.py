@@ -17,6 +17,7 @@ from test_engine import SAMPLES, TOKENS, arrays, assert_same, chunk, run
 
 from tailrace.deployments.engine.runner import EngineRunner
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS
+from tailrace.deployments.messages.command import FallAsleep, LoadWeights, ReadWeights, ResetCache, WakeKv
 from tailrace.deployments.messages.errors import EngineDown
 from tailrace.deployments.staging.held import checksum_of
 from tailrace.deployments.vllm_exact.engine_config import EngineConfig
@@ -63,13 +64,13 @@ def old(running):
 def engine(running, old, model_dir):
     """The running engine, under version 0."""
     if running.stats().weights_version != 0:
-        running.load_weights(0, str(model_dir)).result(timeout=120)
+        running.ask(LoadWeights(0, str(model_dir))).result(timeout=120)
     return running
 
 
 def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, model_dir, other_weights):
     assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(old, new, strict=True))
-    engine.load_weights(1, str(other_weights)).result(timeout=120)
+    engine.ask(LoadWeights(1, str(other_weights))).result(timeout=120)
     assert (engine.stats().weights_version, engine.stats().weights_source) == (1, str(other_weights))
     digest = weights_digest(str(other_weights))
     assert engine.stats().weights_digest == digest
@@ -80,11 +81,11 @@ def test_loaded_weights_speak_as_in_an_engine_started_on_them(engine, old, new, 
     assert named.weights_version == 1
     assert isinstance(misnamed, ValueError) and f"wants weights {'0' * 16}, this is {digest}" in str(misnamed)
     with pytest.raises(ValueError, match=f"holds other weights \\({digest}\\) than version 2 \\({'0' * 16}\\)"):
-        engine.load_weights(2, str(other_weights), "0" * 16).result(timeout=60)
+        engine.ask(LoadWeights(2, str(other_weights), "0" * 16)).result(timeout=60)
     (refused,) = run(engine, chunk(0))
     assert isinstance(refused, ValueError) and "wants weights version 0, this is 1" in str(refused)
-    engine.load_weights(0, str(model_dir)).result(timeout=120)
-    assert engine.reset_cache().result(timeout=60)
+    engine.ask(LoadWeights(0, str(model_dir))).result(timeout=120)
+    assert engine.ask(ResetCache()).result(timeout=60)
     assert_all_same(whole(engine, 0), old)
 
 
@@ -115,10 +116,10 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on(engine, old, model_dir, 
     make(tmp_path / "bad", model_dir)
     before = engine.stats()
     with pytest.raises(ValueError, match=f"^weights folder {tmp_path / 'bad'}: .*{BAD[make]}") as refused:
-        engine.load_weights(1, str(tmp_path / "bad")).result(timeout=60)
+        engine.ask(LoadWeights(1, str(tmp_path / "bad"))).result(timeout=60)
     assert "\n" not in str(refused.value) and engine.healthy
     assert (engine.stats().weights_version, engine.stats().weights_source) == (0, before.weights_source)
-    assert engine.reset_cache().result(timeout=60)
+    assert engine.ask(ResetCache()).result(timeout=60)
     assert_all_same(run(engine, chunk(0), chunk(1)), old[:2])
 
 
@@ -128,7 +129,7 @@ def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_their
         engine.submit(chunk(sample), lambda result: log.put(("old", result)))
     while max(engine.stats().running.values(), default=0) < 4:
         time.sleep(0.001)
-    loaded = engine.load_weights(1, str(other_weights))
+    loaded = engine.ask(LoadWeights(1, str(other_weights)))
     loaded.add_done_callback(lambda done: log.put(("loaded", done)))
     for sample in SAMPLES:
         engine.submit(chunk(sample, weights_version=1), lambda result: log.put(("new", result)))
@@ -150,7 +151,7 @@ def test_chunks_in_flight_end_under_their_own_version_and_early_ones_under_their
 def test_early_chunks_of_weights_that_are_refused_are_refused(engine, old, tmp_path):
     boxes = Queue(), Queue()
     engine.submit(chunk(0), boxes[0].put)
-    loaded = engine.load_weights(1, str(tmp_path / "nowhere"))
+    loaded = engine.ask(LoadWeights(1, str(tmp_path / "nowhere")))
     engine.submit(chunk(1, weights_version=1), boxes[1].put)
     assert_same(arrays(boxes[0].get(timeout=60)), old[0])
     assert "no such folder" in str(loaded.exception(timeout=60))
@@ -168,18 +169,18 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same
     begun = run(engine, *(chunk(sample, max_tokens=half) for sample in SAMPLES))
     awake, box = resident_mib(), Queue()
     engine.submit(chunk(0, chunk_id="in flight"), box.put)
-    engine.fall_asleep().result(timeout=60)
+    engine.ask(FallAsleep()).result(timeout=60)
     assert_same(arrays(box.get(timeout=1)), old[0])
     assert engine.stats().asleep == TAGS and engine.stats().weights_digest == digest
     assert resident_mib() < awake - 400, "its weights alone have 513 MiB, and its KV 256"
     (refused,) = run(engine, chunk(0))
     assert isinstance(refused, ValueError) and "this engine sleeps" in str(refused)
-    assert "wake it up" in str(engine.read_weights().exception(timeout=60))
+    assert "wake it up" in str(engine.ask(ReadWeights()).exception(timeout=60))
     with pytest.raises(ValueError, match="holds other weights"):
-        engine.load_weights(0, "", "0" * 16).result(timeout=60)
-    engine.load_weights(0, "", digest).result(timeout=120)
+        engine.ask(LoadWeights(0, "", "0" * 16)).result(timeout=60)
+    engine.ask(LoadWeights(0, "", digest)).result(timeout=120)
     assert engine.stats().asleep == (KV_CACHE,)
-    engine.wake_kv().result(timeout=60)
+    engine.ask(WakeKv()).result(timeout=60)
     assert engine.stats().asleep == ()
     rest = run(engine, *(chunk(n, begun[n].token_ids, TOKENS - half, chunk_id=f"rest {n}") for n in SAMPLES))
     for whole_one, first, second in zip(old, begun, rest, strict=True):
@@ -192,30 +193,30 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_continues_with_the_same
 def test_an_engine_does_not_sleep_if_its_weights_could_not_come_back(engine, old, other_weights, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(other_weights, folder)
-    engine.load_weights(1, str(folder)).result(timeout=120)
+    engine.ask(LoadWeights(1, str(folder))).result(timeout=120)
     shutil.rmtree(folder)
-    assert "could not come back" in str(engine.fall_asleep().exception(timeout=60))
+    assert "could not come back" in str(engine.ask(FallAsleep()).exception(timeout=60))
     (went_on,) = run(engine, chunk(0, weights_version=1))
     assert len(went_on.token_ids) and engine.stats().asleep == () and engine.healthy
 
 
 def test_weights_read_back_are_those_of_the_folder_and_a_changed_one_is_named(engine, old, model_dir, other_weights):
-    found = engine.read_weights().result(timeout=120)
+    found = engine.ask(ReadWeights()).result(timeout=120)
     assert (found.version, found.unlike, found.problem) == (0, (), "")
     with safe_open(model_dir / "model.safetensors", framework="pt") as file:
         saved = {name: checksum_of(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a dict
     assert found.checksums == saved
-    engine.load_weights(1, str(other_weights)).result(timeout=120)
-    assert engine.read_weights().result(timeout=120).unlike == ()
+    engine.ask(LoadWeights(1, str(other_weights))).result(timeout=120)
+    assert engine.ask(ReadWeights()).result(timeout=120).unlike == ()
     vllm = engine._stepper._engine.engine_core.engine_core
     model = vllm.model_executor.driver_worker.worker.model_runner.get_model()
     projection = model.model.layers[3].self_attn.qkv_proj
     held, model.model.norm.weight.data[7] = projection.cpu_linear, 0.5
     projection.cpu_linear = lambda *arguments: held(*arguments) * 1.001
     names = [f"model.layers.3.self_attn.{part}_proj.weight" for part in "kqv"]
-    assert engine.read_weights().result(timeout=120).unlike == (*names, "model.norm.weight")
-    engine.load_weights(2, str(other_weights)).result(timeout=120)
-    assert engine.read_weights().result(timeout=120).unlike == ()
+    assert engine.ask(ReadWeights()).result(timeout=120).unlike == (*names, "model.norm.weight")
+    engine.ask(LoadWeights(2, str(other_weights))).result(timeout=120)
+    assert engine.ask(ReadWeights()).result(timeout=120).unlike == ()
 
 
 def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, old, other_weights):
@@ -225,12 +226,12 @@ def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, ol
     engine._stepper.load_weights = explode
     boxes = Queue(), Queue()
     engine.submit(chunk(0), boxes[0].put)
-    loads = [engine.load_weights(version, str(other_weights)) for version in (1, 2)]
+    loads = [engine.ask(LoadWeights(version, str(other_weights))) for version in (1, 2)]
     engine.submit(chunk(1, weights_version=1), boxes[1].put)
     assert_same(arrays(boxes[0].get(timeout=60)), old[0])
     assert isinstance(loads[0].exception(timeout=60), ArithmeticError)
     for left in (loads[1].exception(timeout=60), boxes[1].get(timeout=60)):
         assert isinstance(left, EngineDown) and "a bit flipped" in str(left)
     assert not engine.healthy and isinstance(
-        engine.load_weights(1, str(other_weights)).exception(timeout=60), EngineDown
+        engine.ask(LoadWeights(1, str(other_weights))).exception(timeout=60), EngineDown
     )

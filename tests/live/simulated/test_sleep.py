@@ -9,6 +9,7 @@ from virtual_cluster import play_gateway, quiet, under_way
 from simulated.test_pause import BATCH, whole
 from tailrace.deployments.coordinator.sleep import slept
 from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS
+from tailrace.deployments.messages.command import FallAsleep
 from tailrace.deployments.messages.roles import Role
 
 AGAIN = BATCH.model_copy(update={"batch_id": "again"})
@@ -99,7 +100,7 @@ def test_a_replica_that_no_wake_up_reached_does_not_put_a_new_coordinator_s_serv
         expected = await whole(client)
         replica, _ = cluster.replicas.values()
         cluster.kill_coordinator()
-        await asyncio.wrap_future(replica.loop.fall_asleep())
+        await asyncio.wrap_future(replica.loop.ask(FallAsleep()))
         async with asyncio.timeout(600):
             assert await whole(client, AGAIN) == expected
         await seen(cluster, lambda: asleep(cluster) == {()})
@@ -177,7 +178,7 @@ def test_a_new_coordinator_finds_the_kv_asleep_too_and_an_engine_that_slept_alon
         await client.wake_up()
         assert asleep(cluster) == {()}
         replica, _ = cluster.replicas.values()
-        await asyncio.wrap_future(replica.loop.fall_asleep())  # as one that a former coordinator had put to sleep
+        await asyncio.wrap_future(replica.loop.ask(FallAsleep()))  # as one that a former coordinator had put to sleep
         await seen(cluster, lambda: asleep(cluster) == {()})
         assert await whole(client, AGAIN) == expected
 
