@@ -1,0 +1,203 @@
+"""Parts of the coordinator, each with stand-ins for engines: the loop, commands to all replicas, replicas wanted."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
+from tailrace.deployments.coordinator.loop import Loop
+from tailrace.deployments.coordinator.replica_target import ReplicaTarget
+from tailrace.deployments.coordinator.weight_transfer import WeightTransfer
+from tailrace.deployments.coordinator.weights_check import weights_check
+from tailrace.deployments.messages.chunk import WeightsRead
+from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter
+from tailrace.deployments.messages.errors import ChunkError
+from tailrace.deployments.messages.rollout import Rejected
+from tailrace.policies.protocol.actions import SetReplicas
+from tailrace.policies.protocol.events import ReplicasReserved
+
+
+class Replicas:
+    """Engines by name, each with its answer to every command, or the error that it raises."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = answers, []
+
+    async def ask(self, name, command):
+        self.asked.append((name, command))
+        if isinstance(self.answers[name], Exception):
+            raise self.answers[name]
+        return self.answers[name]
+
+    async def ask_all(self, command, timeout_s=10.0):
+        self.asked.append(command)
+        return list(self.answers.values())
+
+    async def digests(self, command):
+        self.asked.append(command)
+        return set(self.answers.values())
+
+
+# ---- the loop ------------------------------------------------------------------------------------------
+
+
+def test_the_clock_counts_from_the_loop_s_beginning():
+    async def story():
+        clock = asyncio.get_running_loop()
+        before = clock.time()
+        loop = Loop(asyncio.Event())
+        assert loop.began_s >= before and 0.0 <= loop.now() <= clock.time() - before
+
+    asyncio.run(story())
+
+
+def test_events_are_taken_once_and_wake_the_loop():
+    async def story():
+        loop, event = Loop(asyncio.Event()), ReplicasReserved(0.0, 2)
+        waiting = asyncio.ensure_future(loop.woken(60.0))
+        loop.tell(event)
+        await waiting
+        assert len(loop) == 1 and loop.take() == [(event, None)] and loop.take() == [] and len(loop) == 0
+        await loop.woken(0.0)  # nobody wakes it: it returns in its time
+
+    asyncio.run(story())
+
+
+def test_those_that_wait_for_a_turn_or_a_look_are_woken_by_the_next_one_alone():
+    async def story():
+        loop = Loop(asyncio.Event())
+        loop.turn_ends()
+        loop.look_ends()
+        turn, look = asyncio.ensure_future(loop.turn()), asyncio.ensure_future(loop.look())
+        await asyncio.sleep(0)
+        assert not turn.done() and not look.done()
+        loop.turn_ends()
+        await turn
+        assert not look.done()
+        loop.look_ends()
+        await look
+
+    asyncio.run(story())
+
+
+def test_a_task_is_kept_until_it_ends_and_a_report_is_waited_for():
+    async def story():
+        reported = asyncio.Event()
+        loop = Loop(reported)
+        task = loop.spawn(loop.reported(60.0))
+        await asyncio.sleep(0)
+        assert loop.tasks == {task}
+        loop.look_soon()
+        await task
+        await asyncio.sleep(0)
+        assert not loop.tasks and not reported.is_set()
+
+    asyncio.run(story())
+
+
+# ---- commands to all replicas ----------------------------------------------------------------------------
+
+
+def test_an_adapter_is_loaded_named_and_forgotten_on_every_replica():
+    engines = Replicas(a="digest", b="digest")
+    loads = AdapterLoads(engines, "model")
+
+    async def story():
+        adapter = await loads.load("poet", "/poet")
+        assert (adapter.name, adapter.digest, adapter.path) == ("poet", "digest", "/poet")
+        assert engines.asked == [LoadAdapter("/poet"), NameAdapter(adapter)]
+        assert await loads.unload("poet") is None
+        assert engines.asked[2:] == [ForgetAdapter("poet")]
+        assert (await loads.unload("poet")).reason == "adapter 'poet' is not loaded"
+
+    asyncio.run(story())
+
+
+def test_replicas_that_read_other_contents_of_an_adapter_are_refused():
+    async def story():
+        refused = await AdapterLoads(Replicas(a="one", b="two"), "model").load("poet", "/poet")
+        assert refused.reason == "adapter 'poet': /poet: replicas read other contents: ['one', 'two']"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "said"),
+    [
+        ("", "/a", "adapter name is ''"),
+        ("x" * 500, "/a", "give 1 to"),
+        ("a\n", "/a", "printable"),
+        (3, "/a", "adapter name is '3'"),
+        ("model", "/a", "model"),
+        ("poet", "folder", "its folder is 'folder'; give an absolute path"),
+        ("poet", 5, "its folder is 5; give an absolute path"),
+    ],
+)
+def test_a_bad_adapter_is_refused_before_a_replica_is_asked(name, path, said):
+    engines = Replicas()
+    refused = asyncio.run(AdapterLoads(engines, "/models/model").load(name, path))
+    assert isinstance(refused, Rejected) and said in refused.reason and not engines.asked
+
+
+def read(version=3, digest="d", unlike=(), problem="", **checksums) -> WeightsRead:
+    return WeightsRead(version, digest, checksums or {"w": "1", "v": "2"}, unlike, problem)
+
+
+def checked(**answers):
+    return asyncio.run(weights_check(Replicas(**answers), sorted(answers)))
+
+
+def test_weights_read_back_are_compared_with_those_of_the_first_replica_and_with_their_source():
+    found = checked(a=read(), b=read(w="1", v="9"), c=read(unlike=("w",)), d=read(w="1"))
+    assert found.replicas == ("a", "b", "c", "d") and (found.version, found.digest) == (3, "d")
+    assert found.unlike == {"b": ("v",), "c": ("w",), "d": ("v",)} and found.problems == {}
+    assert checked(a=read(problem="gone", unlike=None)).problems == {"a": "gone"}
+
+
+def test_weights_that_cannot_be_read_or_change_meanwhile_are_refused():
+    assert checked().reason == "no replica is up: there are no weights to read"
+    assert checked(a=read(), b=ChunkError("out of memory")).reason == "b: its weights were not read: out of memory"
+    for other in (read(version=4), read(digest="e")):
+        assert checked(a=read(), b=other).reason == "the weights were updated meanwhile; ask again"
+
+
+def transferred(**answers):
+    info = {"packed": True}
+    reports = {name: SimpleNamespace(node_id="n", weight_transfer="ipc") for name in answers}
+    transfer = WeightTransfer(Replicas(**answers), lambda: reports, lambda: (4, "digest"))
+    return asyncio.run(transfer.run("init", info))
+
+
+def test_a_transfer_names_the_replica_that_failed_and_sources_that_differ():
+    failed = transferred(a="", b=RuntimeError("out of memory"))
+    assert failed.reason == "init of a weight transfer failed on b: RuntimeError: out of memory"
+    assert "received different weights: one, two" in transferred(a="one", b="two").reason
+    assert transferred(a="one", b="") == "one"
+
+
+# ---- replicas that are wanted ----------------------------------------------------------------------------
+
+
+def test_a_follower_hears_the_present_number_of_replicas_first_and_each_change_once():
+    async def story():
+        target = ReplicaTarget()
+        assert target.metrics() == {}
+        changes = target.changes()
+        first = await anext(changes)
+        assert (first.replicas, first.wanted, first.reason) == (0, 0, "")
+        target.see(2)
+        second = await anext(changes)
+        assert (second.replicas, second.wanted) == (2, 2)
+        waiting = asyncio.ensure_future(anext(changes))
+        target.see(2)  # no change
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        target.want(SetReplicas(1, "the tail", 3))
+        third = await waiting
+        assert (third.replicas, third.wanted, third.reason) == (2, 1, "the tail")
+        assert target.metrics() == {"Engine": 1.0, "Drafter": 3.0}
+        await changes.aclose()
+
+    asyncio.run(story())
