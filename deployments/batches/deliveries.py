@@ -147,6 +147,11 @@ class Deliveries:
         self._open: dict[str, Delivery] = {}
         self._submissions: set[asyncio.Task] = set()
 
+    @property
+    def submitting(self) -> int:
+        """Number of submissions to the core that are under way."""
+        return len(self._submissions)
+
     def __len__(self):
         return len(self._open)
 

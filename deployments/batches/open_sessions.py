@@ -90,6 +90,11 @@ class OpenSessions:
         self._sessions: dict[str, OpenSession] = {}
         self._submissions: set[asyncio.Task] = set()
 
+    @property
+    def submitting(self) -> int:
+        """Number of submissions to the core that are under way."""
+        return len(self._submissions)
+
     def __len__(self):
         return len(self._sessions)
 

@@ -321,7 +321,7 @@ class Rollouts:
             "deliveries": len(self.deliveries),
             "sessions": len(self.sessions),
             "events": len(self._loop),
-            "tasks": len(self._loop.tasks),
+            "tasks": len(self._loop.tasks) + self.deliveries.submitting + self.sessions.submitting,
             "trails": self._trails.unended,
         }
         return self._core.counts() | self._batches.counts() | here
