@@ -60,6 +60,7 @@ def stage_run(stage: str, rooms: dict[str, list[Mutant]], asked, file: OutcomesF
         )
 
     code = 0
+    os.dup2(2, 1)  # what tests and pytest print is no output of this command
     if wanted:
         options = ["-s", "-p", "no:cacheprovider", "--hypothesis-profile", "unshrunk", *STAGES[stage]]
         reach = ReachFile(Path(asked.out).with_suffix(f".{stage}.reach.json"))

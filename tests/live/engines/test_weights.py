@@ -223,7 +223,7 @@ def test_a_load_that_breaks_off_ends_the_engine_and_answers_everybody(engine, ol
     def explode(version, source, digest):
         raise ArithmeticError("a bit flipped")
 
-    engine._stepper.load_weights = explode
+    engine._stepper.weights.load = explode
     boxes = Queue(), Queue()
     engine.submit(chunk(0), boxes[0].put)
     loads = [engine.ask(LoadWeights(version, str(other_weights))) for version in (1, 2)]
