@@ -306,3 +306,12 @@ def test_a_collector_takes_the_file_of_a_run(tmp_path, spans):
         sent = urllib.request.Request(f"{agent}/v1/traces", data, {"content-type": "application/json"})
         assert urllib.request.urlopen(sent, timeout=30).status == 200
         assert received(requests, 11) == sorted_spans(as_message(traces_data(spans)))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_coordinator_keeps_the_trace_of_another_process_s_driver_if_the_batch_asks_for_it(keep):
+    driver, coordinator = Telemetry("driver"), Telemetry("tailrace-coordinator")
+    header = traceparent(driver.span("driver", keep=True))
+    spans = BatchSpans(coordinator, BatchSettings(batch_id="b", traceparent=header, keep_trace=keep), "demo")
+    spans.close()
+    assert bool(coordinator.take(header)) == keep

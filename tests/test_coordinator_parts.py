@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tailrace.deployments.batches.prompts import Prompts
 from tailrace.deployments.coordinator.adapter_loads import AdapterLoads
 from tailrace.deployments.coordinator.loop import Loop
 from tailrace.deployments.coordinator.replica_target import ReplicaTarget
@@ -13,7 +14,7 @@ from tailrace.deployments.coordinator.weights_check import weights_check
 from tailrace.deployments.messages.chunk import WeightsRead
 from tailrace.deployments.messages.command import ForgetAdapter, LoadAdapter, NameAdapter
 from tailrace.deployments.messages.errors import ChunkError
-from tailrace.deployments.messages.rollout import Rejected
+from tailrace.deployments.messages.rollout import Rejected, SamplingParams
 from tailrace.policies.protocol.actions import SetReplicas
 from tailrace.policies.protocol.events import ReplicasReserved
 
@@ -94,6 +95,21 @@ def test_a_task_is_kept_until_it_ends_and_a_report_is_waited_for():
         assert not loop.tasks and not reported.is_set()
 
     asyncio.run(story())
+
+
+# ---- prompts -------------------------------------------------------------------------------------------
+
+
+def test_a_form_of_answers_that_cannot_be_made_refuses_the_prompt_with_all_stop_tokens_named():
+    asked = []
+    prompts = object.__new__(Prompts)
+    refusal = lambda form, stops: asked.append((form, stops)) or "no such form"  # noqa: E731
+    prompts.__dict__ |= {"_forms": SimpleNamespace(refusal=refusal), "_vocabulary": 100, "_ends": frozenset({9, 2})}
+    form = {"regex": "a+"}
+    sampling = SamplingParams(structured_outputs=form, stop_token_ids=(5, 2))
+    assert prompts._find_rules_refusal(sampling) == "no such form"
+    assert asked == [(sampling.structured_outputs, [2, 5, 9])]
+    assert prompts._find_rules_refusal(SamplingParams()) is None and len(asked) == 1
 
 
 # ---- commands to all replicas ----------------------------------------------------------------------------
