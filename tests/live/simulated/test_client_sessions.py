@@ -181,6 +181,7 @@ def test_a_stream_goes_on_after_a_loss_with_the_tokens_that_have_not_come():
     service.answers["stream_sample"] = [[quota]]
     with pytest.raises(QuotaExceeded):
         run(story())
+    assert len(service.calls) == 5, "one that was never taken is not asked for again"
 
 
 @pytest.mark.parametrize(
