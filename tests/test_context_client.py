@@ -16,7 +16,7 @@ from tailrace.deployments.context.config import ContextConfig
 from tailrace.deployments.context.context_client import ContextClient
 from tailrace.deployments.context.live_groups import LiveGroups, Packet
 from tailrace.deployments.context.membership import NoShard
-from tailrace.deployments.context.shard_exchange import _joined, _within
+from tailrace.deployments.context.shard_exchange import ShardExchange, _joined, _within
 from tailrace.deployments.context.shard_set import Moved, ShardSet, file_of, shard_of
 from tailrace.deployments.messages.context import GroupRef, PastAnswer, Piece
 from tailrace.kvpool.counts import Counts
@@ -60,6 +60,7 @@ class Shard:
 
     def __init__(self, set_of=lambda: ShardSet(0, 1), index: int = 0):
         self.live, self.history, self.set_of, self.index = LiveGroups(1e6, 2**30, 1), {}, set_of, index
+        self.taken: list[tuple] = []  # pieces of exchanges that it answered with news
         self.exchanged, self.asked, self.learned, self.fails, self.past_waits = [], [], [], [], False
         self.refs: list[Ref] = []
         self.busy = threading.Lock()  # held by a test that moves groups
@@ -82,6 +83,7 @@ class Shard:
         groups = {*packet.groups, *(want.group for want in wants)}
         if any(shard_of(group.prompt_key, self.set_of().shards) != self.index for group in groups):
             return Ref(Moved(self.set_of()))
+        self.taken += pieces
         news, cursors = self.live.fetch(writer, wants, 0.0)
         self.live.append(writer, packet, 0.0)
         return Ref((news, cursors))
@@ -341,17 +343,69 @@ def test_a_group_that_moved_is_read_on_in_its_new_shard_with_its_unsent_tokens(m
     with shards[0].busy:
         shards[1].live.put_in(shards[0].live.take_out(file_of(moving.prompt_key)), 0.0)
         present[0] = ShardSet(1, 2)
-    client.append(moving, 0, 0, [1, 2])
+        client.append(moving, 0, 0, [1, 2])
+        client.append(staying, 0, 0, [4])
     until(lambda: sent(shards[1]))
     shards[1].write(moving, 1, 2, [7])
     shards[0].write(staying, 1, 0, [8])
     until(lambda: len(reader.look()) == 4)
     assert reader.tokens[moving, 1, 2] == 7 and reader.tokens[staying, 1, 0] == 8
+    until(lambda: client.counts().get("sent_tokens") == 3)
     assert sent(shards[1]) == [(moving, 0, 0, [1, 2])] and client.counts()["moved"] >= 1
+    assert [piece for piece in shards[0].taken if piece[0] != moving] == [(staying, 0, 0, [4])]
+    assert not [piece for piece in shards[0].taken if piece[0] == moving]
     assert not shards[1].asked and len(reader.history) == 1, "its history has come"
     assert all(moving not in wants for _, _, wants in shards[0].exchanged[-1:])
     client.release(moving)
     until(lambda: is_quiet(shards[1]))
+
+
+def test_a_group_that_moves_before_its_history_was_asked_for_gets_it_once_from_its_new_shard(made):
+    present = [ShardSet(0, 1)]
+    shards = [Shard(lambda: present[0], index) for index in range(2)]
+    moving, staying = group_of(1), group_of(0)
+    client = made(*shards)
+    shards[0].past_waits, shards[1].history = True, {moving: [answer(1, [3])]}
+    client.hold(staying)
+    until(lambda: shards[0].asked)
+    client.hold(moving)
+    until(lambda: moving in client._routes.exchange_of(moving)._new_groups)  # its question waits for the other one
+    present[0] = ShardSet(1, 2)
+    reader = Reader(client)
+    until(lambda: reader.look() or reader.history)
+    shards[0].past_waits = False
+    shards[0].refs[0].done.set()
+    until(lambda: client._routes.exchange_of(staying)._past is None)
+    until(lambda: is_quiet_of_questions(shards[0]))
+    assert shards[0].asked == [[staying]] and shards[1].asked == [[moving]]
+    reader.look()
+    assert len(reader.history) == 1
+
+
+def is_quiet_of_questions(shard: Shard) -> bool:
+    before = len(shard.asked)
+    time.sleep(0.02)
+    return len(shard.asked) == before
+
+
+def test_an_answer_for_another_number_of_groups_is_counted_and_not_used(made):
+    shard = Shard()
+    shard.past_waits = True
+    client = made(shard)
+    client.hold(GROUP)
+    until(lambda: shard.asked)
+    shard.refs[0].answer = []
+    shard.refs[0].done.set()
+    until(lambda: client.counts().get("ask_past_failed.ValueError"))
+
+
+def test_an_engine_looks_seldom(made, monkeypatch):
+    looks, pass_on = [], ShardExchange._pass_on
+    monkeypatch.setattr(ShardExchange, "_pass_on", lambda self: looks.append(1) or pass_on(self))
+    client = made(Shard(), flush_s=0.01)
+    client.hold(GROUP)
+    time.sleep(0.05)
+    assert 1 <= len(looks) < 50, "it would look thousands of times without a pause"
 
 
 def test_a_shard_that_is_gone_is_looked_for_at_the_first_one(made):
