@@ -360,6 +360,26 @@ def test_a_group_that_moved_is_read_on_in_its_new_shard_with_its_unsent_tokens(m
     until(lambda: is_quiet(shards[1]))
 
 
+def test_tokens_that_wait_go_with_their_group_and_those_of_others_stay(made):
+    present = [ShardSet(0, 1)]
+    shards = [Shard(lambda: present[0], index) for index in range(2)]
+    moving, staying = group_of(1), group_of(0)
+    client = made(*shards, linger_s=3600.0, flush_tokens=100)
+    client.hold(moving)
+    client.hold(staying)
+    first = client._routes.exchange_of(staying)
+    until(lambda: not first._said and is_quiet(shards[0]))
+    client.append(moving, 0, 0, [1, 2])
+    client.append(staying, 0, 0, [4])
+    until(lambda: len(first._unsent) == 2)
+    present[0] = ShardSet(1, 2)
+    client._routes.learn(present[0])
+    until(lambda: sent(shards[1]))
+    client.hold(staying)  # it asks at once, and sends what waits
+    until(lambda: sent(shards[0]))
+    assert sent(shards[1]) == [(moving, 0, 0, [1, 2])] and sent(shards[0]) == [(staying, 0, 0, [4])]
+
+
 def test_a_group_that_moves_before_its_history_was_asked_for_gets_it_once_from_its_new_shard(made):
     present = [ShardSet(0, 1)]
     shards = [Shard(lambda: present[0], index) for index in range(2)]

@@ -4,6 +4,7 @@ application alone."""
 import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -61,14 +62,24 @@ class FakeRay:
         return SimpleNamespace(options=options)
 
 
+class Answer(Future):
+    """Notes how long its reader would wait."""
+
+    waits: ClassVar[list[float | None]] = []
+
+    def result(self, timeout: float | None = None):
+        Answer.waits.append(timeout)
+        return super().result(timeout)
+
+
 class Call:
     """A call whose answer is waited for on a thread or a loop."""
 
     def __init__(self, work):
         self._work = work
 
-    def future(self) -> Future:
-        future: Future = Future()
+    def future(self) -> Answer:
+        future = Answer()
         try:
             future.set_result(self._work())
         except Exception as error:  # noqa: BLE001 - as an executor does
@@ -217,7 +228,9 @@ def test_a_store_that_was_leaving_is_asked_for_anew_and_not_for_ever(fake, monke
         return ENDPOINT
 
     fake.endpoint = endpoint
+    Answer.waits.clear()
     assert pool.join_pool(CONFIG, "app") is ENDPOINT
+    assert Answer.waits == [JOIN_S + CALL_S] * 3, "the store itself answers within JOIN_S"
     assert slept == [CALL_S] * 2 and len([made for made in fake.made if made[0] is pool.StoreActor]) == 3
     slept.clear()
     fails.extend([ActorDiedError()] * 1000)
