@@ -3,6 +3,8 @@
 import os
 import time
 
+FINE = 0.5
+
 
 def length(prompt, completion, answer):
     return len(completion)
@@ -19,7 +21,7 @@ def trouble(prompt, completion, answer):
         time.sleep(600)
     if completion == "exit":
         os._exit(7)
-    return {"nan": float("nan"), "text": "high"}.get(completion, 0.5)
+    return {"nan": float("nan"), "text": "high" * 1000, "true": True}.get(completion, FINE)
 
 
 def same_for_some(prompt, completion, answer):

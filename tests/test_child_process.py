@@ -6,10 +6,12 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from waiting import is_alive, until
 
-from tailrace.kvpool.child_process import KEPT_LINES, ChildProcess
+from tailrace.kvpool import child_process
+from tailrace.kvpool.child_process import FIRST_PAUSE_S, KEPT_LINES, LONGEST_PAUSE_S, SETTLED_S, ChildProcess
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
@@ -62,6 +64,39 @@ def test_a_program_that_is_missing_is_tried_again():
     until(lambda: len(attempts) > 1)
     assert child.last_line() == "child: no such program" and child.pid is None
     child.stop()
+
+
+class Waits:
+    """An event whose waits are noted, and which is set after `count` of them."""
+
+    def __init__(self, count: int):
+        self.pauses, self._left = [], count
+
+    def is_set(self) -> bool:
+        return len(self.pauses) >= self._left
+
+    def wait(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        return self.is_set()
+
+    def set(self) -> None:
+        self._left = 0
+
+
+def test_pauses_before_a_start_double_up_to_the_longest_and_begin_anew_after_a_long_run(monkeypatch):
+    waits, now_s = Waits(9), [0.0]
+    monkeypatch.setattr(child_process, "Event", lambda: waits)
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def launch():
+        if len(waits.pauses) == 7:
+            now_s[0] += SETTLED_S + 1.0
+        raise FileNotFoundError("no such program")
+
+    child = ChildProcess("child", launch)
+    child._thread.join()
+    assert waits.pauses == [0.25, 0.5, 1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S, FIRST_PAUSE_S, 0.5]
+    assert child.restarts == 8, "the last wait was the end"
 
 
 def test_it_dies_with_its_parent():

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,24 @@ def test_closing_a_blocking_iterator_closes_the_async_one():
     assert next(items) == 0
     items.close()
     assert client.closed
+
+
+def test_an_iterator_that_ended_or_was_closed_leaves_no_loop_and_no_thread_behind(monkeypatch):
+    loops, made = [], asyncio.new_event_loop
+
+    def new_event_loop():
+        loops.append(made())
+        return loops[-1]
+
+    monkeypatch.setattr(asyncio, "new_event_loop", new_event_loop)
+    assert list(Scripted().count_blocking(2)) == [0, 1]
+    items = Scripted().count_blocking(5)
+    assert next(items) == 0
+    items.close()
+    with pytest.raises(ValueError, match="three"):
+        list(Scripted().count_blocking(3))
+    assert [loop.is_closed() for loop in loops] == [True] * 3
+    assert not [thread for thread in threading.enumerate() if thread.name == "stream"]
 
 
 def test_a_driver_catches_the_built_in_errors():

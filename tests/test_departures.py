@@ -113,3 +113,70 @@ def test_a_master_that_is_away_is_asked_again():
         assert pool.places["b"] == {"1"}
 
     asyncio.run(work())
+
+
+def test_a_store_that_comes_back_and_leaves_again_is_counted_again():
+    async def work():
+        pool = Pool(a={"1"}, b=set(), c=set())
+        leaving = Departures(pool.up)
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        del pool.places["a"]  # its process has ended
+        await asyncio.wait_for(until_gone(leaving, "b"), 10)
+        pool.places["a"] = {"2"}  # a new one, under the same name
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert leaving.counts["left_stores"] == 3 and pool.places["c"] == {"1", "2"}
+
+    asyncio.run(work())
+
+
+def test_keys_are_shared_out_to_the_stores_that_stay_and_asked_for_once(monkeypatch):
+    monkeypatch.setattr(departures, "HAND_OVER_S", 1000.0)
+
+    async def work():
+        pool, asked = Pool(a={"1", "2", "3", "4", "5"}, b=set(), c=set(), d={"6"}), []
+        pool.stuck = {"1", "2", "3", "4", "5"}
+
+        async def move(keys, segment):
+            asked.append((segment, keys))
+            return 0
+
+        pool.move = move
+        leaving = Departures(pool.up)
+        leaving.see("d", leaving=True)
+        leaving.see("a", leaving=True)
+        await asyncio.sleep(0.05)
+        await leaving.stop()
+        of_a = [(segment, keys) for segment, keys in asked if keys and "6" not in keys]
+        assert sorted(len(keys) for _, keys in of_a) == [2, 3] and {segment for segment, _ in of_a} == {"b", "c"}
+        assert sorted(key for _, keys in of_a for key in keys) == ["1", "2", "3", "4", "5"]
+
+    asyncio.run(work())
+
+
+def test_an_ended_store_may_end_however_often_it_asks_and_counts_once():
+    async def work():
+        pool = Pool(a={"1"}, b=set())
+        leaving = Departures(pool.up)
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert leaving.see("a", leaving=True) and leaving.see("a", leaving=True)
+        assert leaving.counts["left_stores"] == 1
+        assert not leaving.see("a", leaving=False) and not leaving.see("b", leaving=False)
+
+    asyncio.run(work())
+
+
+def test_the_time_for_moves_begins_once_another_store_is_there(monkeypatch):
+    monkeypatch.setattr(departures, "HAND_OVER_S", 0.05)
+
+    async def work():
+        pool = Pool(a={"1"})
+        pool.stuck = {"1"}
+        leaving = Departures(pool.up)
+        leaving.see("a", leaving=True)
+        await asyncio.sleep(0.15)
+        assert not leaving.see("a", leaving=True), "it is the last one"
+        pool.places["b"] = set()
+        await asyncio.wait_for(until_gone(leaving, "a"), 10)
+        assert leaving.counts["lost_keys"] == 1 and leaving.counts["hand_over_ms"] >= 50
+
+    asyncio.run(work())

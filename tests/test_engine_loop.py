@@ -13,7 +13,21 @@ from tailrace.deployments.engine.engine_loop import (
     STEP_ALLOWANCE_S,
     EngineLoop,
 )
-from tailrace.deployments.messages.command import CheckWeights, LoadWeights, ResetCache
+from tailrace.deployments.messages.chunk import KV_CACHE, TAGS, WEIGHTS
+from tailrace.deployments.messages.command import (
+    CheckWeights,
+    FallAsleep,
+    ForgetAdapter,
+    LoadAdapter,
+    LoadWeights,
+    NameAdapter,
+    Peek,
+    ReadWeights,
+    RejoinPool,
+    ResetCache,
+    TransferWeights,
+    WakeKv,
+)
 from tailrace.deployments.messages.errors import EngineDown, RequestRefused
 
 
@@ -22,12 +36,28 @@ class Script:
 
     def __init__(self, clock):
         self.clock, self.running, self.loaded = clock, [], []
-        self.weights = self
         self.progress_s = 0.0
         self.step_s, self.on_step, self.on_load, self.on_refusal = 0.1, None, None, None
         self.on_add = {}  # by chunk id
         self.in_step = lambda: None
         self.steps_of_a_chunk, self.snapshots = 1, 0
+        self.calls, self.asleep, self.on_sleep = [], (), None
+        self.adapters = SimpleNamespace(
+            load=self.noted("load", 1), name=self.noted("name"), forget=self.noted("forget")
+        )
+        self.weights = self
+        self.rejoin_pool, self.transfer = self.noted("rejoin_pool"), self.noted("transfer", "source")
+        self.read_back, self.peek = self.noted("read_back", "read"), self.noted("peek", "tokens")
+
+    def noted(self, name, answer=None):
+        """A call that does nothing else."""
+
+        def call(*arguments):
+            self.in_step()
+            self.calls.append((name, *arguments))
+            return answer
+
+        return call
 
     @property
     def busy(self):
@@ -41,7 +71,16 @@ class Script:
         self.running.append(chunk.chunk_id)
 
     def abort(self, chunk_id, keep_kv):
-        pass
+        self.calls.append(("abort", chunk_id, keep_kv))
+
+    def fall_asleep(self):
+        self.in_step()
+        if self.on_sleep:
+            raise self.on_sleep
+        self.asleep = TAGS
+
+    def wake_kv(self):
+        self.asleep = (WEIGHTS,)
 
     def step(self):
         self.clock.now += self.step_s
@@ -60,6 +99,7 @@ class Script:
         if self.on_load:
             raise self.on_load
         self.loaded.append((version, source, digest))
+        self.asleep = tuple(tag for tag in self.asleep if tag != WEIGHTS)
 
     def refusal(self, source):
         if self.on_refusal:
@@ -72,7 +112,7 @@ class Script:
     def stats(self):
         self.snapshots += 1
         version, _, digest = self.loaded[-1] if self.loaded else (0, "", "start")
-        return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest, asleep=())
+        return SimpleNamespace(replica_id="r", weights_version=version, weights_digest=digest, asleep=self.asleep)
 
     def close(self):
         self.loaded.append("closed")
@@ -257,3 +297,178 @@ def test_the_end_answers_everybody(loop, script):
     assert isinstance(asked.exception(0), EngineDown) and script.loaded == ["closed"]
     assert isinstance(submit(loop, "b")[0], EngineDown)
     assert isinstance(loop.ask(ResetCache()).exception(0), EngineDown)
+    assert len(chunk) == 1, "once"
+
+
+def test_a_caller_that_has_left_a_broken_engine_is_not_answered(loop, script):
+    script.in_step = lambda: setattr(script, "asked", [loop.ask(ResetCache()), loop.ask(ResetCache())])
+    script.on_step = ZeroDivisionError("a kernel")
+    submit(loop, "a")
+    loop.turn(0.0)
+    left, stays = script.asked
+    assert left.cancel()
+    loop.end()
+    assert isinstance(stays.exception(0), EngineDown) and left.cancelled()
+
+
+def test_a_stopped_engine_ends_its_chunks_and_waits_for_no_load(loop, script):
+    script.steps_of_a_chunk = 10
+    running, loaded = submit(loop, "a"), loop.ask(LoadWeights(1, "w1"))
+    waiting = submit(loop, "b")
+    assert loop.turn(0.0)
+    loop.request_stop()
+    assert not loop.turn(0.0) and loop.problem == "the engine was stopped"
+    assert not running, "the end answers"
+    loop.end()
+    for error in (*running, *waiting, loaded.exception(0)):
+        assert isinstance(error, EngineDown) and str(error) == "the engine was stopped"
+    assert len(running) == len(waiting) == 1 and script.loaded == ["closed"]
+
+
+@pytest.mark.parametrize(
+    ("command", "call", "answer"),
+    [
+        (RejoinPool("10.0.0.1:50051"), ("rejoin_pool", "10.0.0.1:50051"), None),
+        (TransferWeights("phase"), ("transfer", "phase"), "source"),
+        (ReadWeights(), ("read_back",), "read"),
+        (LoadAdapter("/adapters/poet"), ("load", "/adapters/poet"), 1),
+        (NameAdapter("poet"), ("name", "poet"), None),
+        (ForgetAdapter("poet"), ("forget", "poet"), None),
+        (Peek("a"), ("peek", "a"), "tokens"),
+    ],
+)
+def test_each_command_is_the_stepper_s_and_its_answer_the_caller_s(loop, script, command, call, answer):
+    asked = loop.ask(command)
+    assert script.calls == [] and not asked.done(), "the loop's thread does it"
+    loop.turn(0.0)
+    assert script.calls == [call] and asked.result(0) == answer
+
+
+def test_a_command_that_is_none_is_refused_alone(loop):
+    asked = loop.ask("load everything")
+    assert loop.turn(0.0) and loop.healthy
+    assert str(asked.exception(0)) == "an engine's loop does not know the command str"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_slow"),
+    [
+        (LoadWeights(1, "w1"), True),
+        (FallAsleep(), True),
+        (TransferWeights("phase"), True),
+        (ReadWeights(), True),
+        (LoadAdapter("folder"), True),
+        (RejoinPool("address"), False),
+        (Peek("a"), False),
+    ],
+)
+def test_weights_alone_may_take_long_and_do_not_make_later_turns_long(loop, script, clock, command, is_slow):
+    seen = []
+
+    def wait(seconds):
+        def waits():
+            clock.now += seconds
+            seen.append(loop.healthy)
+
+        return waits
+
+    script.in_step = wait(LOAD_ALLOWANCE_S - 1.0)
+    loop.ask(command)
+    loop.turn(0.0)
+    script.in_step = wait(STEP_ALLOWANCE_S + 1.0)
+    submit(loop, "a")
+    loop.turn(0.0)
+    assert seen[0] is is_slow
+    if is_slow:
+        assert seen == [True, False], "a load says nothing of the steps after it"
+
+
+def test_an_abort_reaches_a_chunk_that_runs_at_once_and_one_that_waits_for_a_load_after_it(loop, script):
+    script.steps_of_a_chunk = 3
+    submit(loop, "a")
+    loop.turn(0.0)
+    loop.ask(LoadWeights(1, "w1"))
+    submit(loop, "b")
+    loop.abort("a", keep_kv=True)
+    loop.abort("b")
+    loop.turn(0.0)
+    assert script.calls == [("abort", "a", True)], "it is in flight"
+    while not script.loaded:
+        loop.turn(0.0)
+    assert script.calls == [("abort", "a", True), ("abort", "b", False)]
+
+
+def test_the_caller_of_a_load_sees_the_new_version_and_the_pause(loop, script, clock):
+    seen = []
+
+    def takes_2_s():
+        clock.now += 2.0
+
+    submit(loop, "a")
+    loop.turn(0.0)  # the last token, at 0.1 s
+    clock.now = 5.0
+    loaded = loop.ask(LoadWeights(1, "w1"))
+    loaded.add_done_callback(lambda _: seen.append((loop.stats().weights_version, loop.weights_pause_s)))
+    script.in_step = takes_2_s
+    loop.turn(0.0)
+    assert seen == [(1, 2.0)], "it was idle before"
+    script.in_step = lambda: None
+    submit(loop, "a")
+    loaded = loop.ask(LoadWeights(2, "w2"))
+    loaded.add_done_callback(lambda _: seen.append((loop.stats().weights_version, round(loop.weights_pause_s, 6))))
+    script.step_s = 3.0
+    loop.turn(0.0)
+    assert seen[1] == (2, 0.0), "it made tokens until the load"
+
+
+def test_a_sleep_waits_for_chunks_and_the_weights_come_back_by_a_load_of_the_same(loop, script):
+    script.steps_of_a_chunk = 2
+    running = submit(loop, "a")
+    loop.ask(LoadWeights(1, "w1", "one"))
+    asleep = loop.ask(FallAsleep())
+    loop.turn(0.0)
+    assert not running and not asleep.done()
+    loop.turn(0.0)
+    assert running and asleep.done() and loop.stats().asleep == TAGS
+    woken = loop.ask(LoadWeights(1, "w1", "one"))
+    loop.turn(0.0)
+    assert woken.done() and script.loaded == [(1, "w1", "one")] * 2 and loop.stats().asleep == (KV_CACHE,)
+    loop.ask(WakeKv())
+    loop.turn(0.0)
+    assert loop.stats().asleep == (WEIGHTS,), "the script's"
+
+
+def test_a_refused_sleep_goes_to_its_caller_and_a_broken_one_ends_the_engine(loop, script):
+    script.on_sleep = ValueError("its folder has changed")
+    refused = loop.ask(FallAsleep())
+    assert loop.turn(0.0) and refused.exception(0) is script.on_sleep and loop.stats().asleep == ()
+    script.on_sleep = RuntimeError("half asleep")
+    loop.ask(FallAsleep())
+    assert not loop.turn(0.0) and "half asleep" in loop.problem
+
+
+def test_other_commands_do_not_wait_for_a_load(loop, script):
+    script.steps_of_a_chunk = 5
+    submit(loop, "a")
+    loaded = loop.ask(LoadWeights(1, "w1"))
+    asked = loop.ask(ResetCache())
+    loop.turn(0.0)
+    assert asked.result(0) is False and not loaded.done()
+
+
+def test_loads_come_in_the_order_in_which_they_were_asked_for(loop, script):
+    submit(loop, "a")
+    loop.ask(LoadWeights(1, "w1"))
+    between = submit(loop, "b")
+    loop.ask(LoadWeights(2, "w2"))
+    loop.turn(0.0)
+    assert script.loaded == [(1, "w1", "")] and not between, "the second waits for the chunk between"
+    loop.turn(0.0)
+    assert script.loaded == [(1, "w1", ""), (2, "w2", "")] and between == ["result of b"]
+
+
+def test_an_engine_whose_cache_cannot_be_dropped_does_not_sleep(loop, script):
+    script.reset_cache = lambda: False
+    refused = loop.ask(FallAsleep())
+    assert loop.turn(0.0) and str(refused.exception(0)) == "an engine cannot sleep while chunks run"
+    assert loop.stats().asleep == ()

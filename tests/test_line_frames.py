@@ -76,6 +76,13 @@ def test_a_message_comes_back_as_it_was(message):
     assert type(back) is type(message) and same(tuple(message), tuple(back))
 
 
+@pytest.mark.parametrize("payload", [b"", b"\x06", b"\xff"])
+def test_an_unknown_kind_is_refused_in_one_line(payload):
+    with pytest.raises(BadFrame, match=r"^not a message of a line: unknown message kind -?\d+$") as caught:
+        frames.decode(payload)
+    assert caught.value.chunk_id == ""
+
+
 def test_a_line_carries_each_of_our_drafting_policies_and_no_other():
     class Own(Goodput):
         pass
@@ -92,6 +99,15 @@ def test_the_end_that_cannot_be_read_names_its_chunk():
         with pytest.raises(BadFrame) as caught:
             frames.decode(frames.encode(ChunkEnded("b/p#3/1", odd)))
         assert caught.value.chunk_id == "b/p#3/1" and "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_and_whole_floats_are_taken_where_an_int_is_promised():
+    stats = replace(STATS, max_running=np.int32(8), kv_capacity_blocks=100.0, work={"steps": np.float64(7.0)})
+    back = frames.decode(frames.encode(Report(3, stats)))
+    assert back.sent_s == 3.0 and back.stats.work == {"steps": 7} and type(back.stats.work["steps"]) is int
+    assert (back.stats.max_running, back.stats.kv_capacity_blocks) == (8, 100)
+    ended = frames.decode(frames.encode(ChunkEnded("c", replace(RESULT, cached_tokens=7.0))))
+    assert type(ended.result.cached_tokens) is int
 
 
 @given(

@@ -1,6 +1,7 @@
 """Both ends of a line over real encrypted sockets: chunks, their ends, reports, and ends of the line itself."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -10,8 +11,9 @@ import zmq
 from test_line_frames import CHUNK, RESULT, STATS
 
 from tailrace.deployments.channel import coordinator_lines, engine_line, numbered
+from tailrace.deployments.channel import sockets as channel_sockets
 from tailrace.deployments.channel.coordinator_lines import CoordinatorLines
-from tailrace.deployments.channel.encrypted import Address, dial
+from tailrace.deployments.channel.encrypted import Address, dial, listen
 from tailrace.deployments.channel.engine_line import EngineLine
 from tailrace.deployments.channel.sockets import DialledSocket, ListeningSocket
 from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, EngineStats
@@ -245,3 +247,64 @@ def test_a_line_heals_after_its_connection_has_broken(monkeypatch):
         assert len(setting.engine.chunks) == 1, "the chunk ran once"
 
     run(story)
+
+
+def test_a_closed_socket_takes_nothing_more_and_its_port_is_free_again():
+    async def story():
+        came = []
+        listener = ListeningSocket(HOST, lambda session, frame: came.append(frame))
+        engine = DialledSocket(listener.address, "session", came.append)
+        engine.send(b"frame")
+        async with asyncio.timeout(10):
+            while not came:
+                await asyncio.sleep(0.01)
+        for end in (engine, engine, listener, listener):
+            end.close()
+        engine.send(b"dropped")
+        port = int(listener.address.endpoint.rpartition(":")[2])
+        async with asyncio.timeout(10):
+            while not bound(port):
+                await asyncio.sleep(0.01)
+        assert came == [b"frame"]
+
+    asyncio.run(story())
+
+
+def bound(port: int) -> bool:
+    """Whether a port could be listened to, for a moment."""
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_peer_that_announces_a_huge_frame_is_cut_off_and_the_others_are_not(monkeypatch):
+    monkeypatch.setattr(channel_sockets, "MAX_FRAME_BYTES", 1000)
+
+    async def story():
+        came = []
+        listener = ListeningSocket(HOST, lambda session, frame: came.append((session, len(frame))))
+        ends = [DialledSocket(listener.address, session, came.append) for session in ("huge", "small")]
+        ends[0].send(bytes(1001))  # encryption adds some
+        ends[1].send(bytes(900))
+        async with asyncio.timeout(10):
+            while ("small", 900) not in came:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        for end in (*ends, listener):
+            end.close()
+        assert came == [("small", 900)]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("opened", [lambda socket: listen(socket, HOST), lambda socket: dial(socket, strangers())])
+def test_a_socket_with_frames_that_none_reads_holds_up_no_process_that_ends(opened):
+    with zmq.Context.instance().socket(zmq.ROUTER) as one:
+        opened(one)
+        assert one.linger == 0
+
+
+def strangers() -> Address:
+    return Address(f"tcp://{HOST}:9", zmq.curve_keypair()[0])

@@ -58,6 +58,15 @@ def test_messages_are_sent_again_once_in_each_time_and_a_new_one_begins_its_own(
     assert here.overdue(100.5) == [] and len(here.overdue(100.0 + RESEND_S)) == 1
 
 
+def test_numbers_begin_at_one_and_an_acknowledged_part_begins_the_time_of_the_rest_anew():
+    here, there = NumberedEnd(), NumberedEnd()
+    frames = [here.numbered(payload, 0.0)[1] for payload in (b"a", b"b")]
+    assert [HEADER.unpack_from(frame) for frame in frames] == [(1, 0), (2, 0)]
+    assert there.take(frames[0], 1.0) == b"a"
+    here.take(there.frame(b""), 2.0)
+    assert here.overdue(RESEND_S) == [] and [frame[HEADER.size :] for frame in here.overdue(2.0 + RESEND_S)] == [b"b"]
+
+
 @pytest.mark.parametrize("frame", [b"", b"short", HEADER.pack(0, 7) + b"acknowledges messages that were never sent"])
 def test_ill_formed_frames_are_refused(frame):
     with pytest.raises(ValueError):

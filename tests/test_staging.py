@@ -190,6 +190,28 @@ def test_memory_that_ends_under_way_is_one_line_with_the_tensor(slots, monkeypat
     stage.drop()
 
 
+def test_tensors_share_a_file_where_their_items_may_begin(slots):
+    tensors = {"odd": np.ones(5, np.int8), "bytes": np.ones(3, np.int8), "none": np.ones((0, 3), np.int64)}
+    source = staged(slots, tensors=tensors)
+    assert len(list(slots.held()[1, source.digest].iterdir())) == 1
+    source = staged(slots, 2, tensors={"odd": np.ones(5, np.int8), "four": np.ones(1, np.float32)})
+    assert len(list(slots.held()[2, source.digest].iterdir())) == 2, "four bytes begin at a multiple of four"
+
+
+def test_the_bytes_of_tensors_are_known_unless_they_come_once_or_have_none():
+    pairs = [("a", np.ones(3, np.float32)), ("b", np.ones(5, np.int8))]
+    assert bytes_of(dict(pairs)) == bytes_of(pairs) == 17 and bytes_of({}) == 0
+    assert bytes_of(iter(pairs)) is None and bytes_of({"a": [1.0]}) is None and bytes_of(["a"]) is None
+
+
+def test_a_stage_whose_service_has_ended_is_dropped_without_an_error(slots):
+    stage = Stage(slots, 1, NOTHING)
+    stage.add("a", TENSORS["embed"])
+    slots.remove()
+    stage.drop()
+    assert list(slots.root.iterdir()) == []
+
+
 def test_many_tensors_take_several_files(slots):
     count = HEADER_BYTES // 100
     tensors = {f"model.layers.{i}.weight": np.full(1, i, np.float32) for i in range(count)}

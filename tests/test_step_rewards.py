@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from tailrace.app.train import step_rewards
 from tailrace.app.train.rewards import Reward
 from tailrace.app.train.step_rewards import StepRewards
 from tailrace.app.train.task import Question
@@ -77,3 +78,31 @@ def test_a_reward_that_failed_counts_nothing_and_is_counted():
     taken = rewards.take()
     assert taken.outcomes == {"ok": 1, "failed": 1} and taken.values == {4: [0.5, 0.0]}
     assert rewards.take().values == {}
+
+
+def test_the_wait_for_rewards_is_counted_once_a_group_and_begins_anew(monkeypatch):
+    times = iter((10.0, 12.5, 20.0, 20.25, 30.0, 31.0))
+    monkeypatch.setattr(step_rewards, "time", SimpleNamespace(monotonic=times.__next__))
+    pool, client = Pool(), Client()
+    rewards = rewards_of(pool, client)
+    for place in range(3):
+        rewards.begin(group_of(1, place, ["a"]))
+        pool.end(f"q1.{place}", "a", 1.0)
+    asked(rewards, 1, 0, 1)
+    asked(rewards, 1, 1, 1)
+    assert rewards.take().waited_s == 2.75
+    asked(rewards, 1, 2, 1)
+    assert rewards.take().waited_s == 1.0
+
+
+def test_the_longest_sample_of_each_question_is_by_its_name():
+    pool, client = Pool(), Client()
+    rewards = rewards_of(pool, client)
+    for place, texts in ((0, ["a", "bbb", "cc"]), (5, ["d"])):
+        rewards.begin(group_of(1, place, texts))
+        for text in texts:
+            pool.end(f"q1.{place}", text, 1.0)
+        asked(rewards, 1, place, len(texts))
+    taken = rewards.take()
+    assert rewards.longest(taken) == {"q1.0": 3, "q1.5": 1}
+    assert {place: group.step for place, group in taken.groups.items()} == {0: 1, 5: 1}

@@ -124,6 +124,57 @@ def test_a_chunk_that_is_aborted_on_trial_leaves_the_search():
     assert not engine.blamed and sorted(engine.ended) == ["a", "b", "c", "d"]
 
 
+def test_a_half_that_was_cleared_is_not_tried_again():
+    suspects = Suspects()
+    suspects.raised({"a": 1, "b": 3, "c": 1, "d": 1})
+    assert suspects.running() == ["a", "b"]
+    suspects.made("a", 1)
+    suspects.made("b", 2)
+    assert suspects.running() == ["a", "b"], "the raising step might have made three of it"
+    suspects.made("b", 1)
+    assert suspects.running() == ["c", "d"]
+    suspects.made("c", 1)
+    suspects.made("d", 1)
+    assert not suspects.searching
+
+
+def test_a_trial_that_raises_is_halved_before_the_other_half_has_its_turn():
+    suspects = Suspects()
+    suspects.raised(dict.fromkeys("abcde", 1))
+    assert suspects.running() == ["a", "b", "c"]
+    assert suspects.raised(dict.fromkeys("abc", 1)) is None and suspects.running() == ["a", "b"]
+    suspects.leave("a")
+    assert suspects.running() == ["b"]
+    assert suspects.raised({"b": 1}) == "b", "its third raise, and alone"
+    suspects.blame("b")
+    assert suspects.running() == ["c"]
+    for name, following in (("c", "de"), ("d", "de")):
+        suspects.made(name, 1)
+        assert suspects.running() == list(following)
+    suspects.made("e", 1)
+    assert suspects.quiet, "the culprit was found: the others need no care"
+
+
+def test_after_one_fruitless_search_all_run_together_and_after_the_next_half_of_the_smallest_step():
+    suspects = Suspects()
+    for search in range(2):
+        suspects.raised(dict.fromkeys("abcd", 1))
+        for name in "abcd":
+            suspects.made(name, 1)
+        assert not suspects.searching and not suspects.quiet
+        suspects.join("new")
+        assert suspects.running() == (["a", "b", "c", "d", "new"], ["a", "b"])[search]
+    for name in "abcd":
+        suspects.leave(name)
+        assert not suspects.quiet
+    suspects.leave("new")
+    assert suspects.quiet, "the later ones run freely"
+    suspects.raised(dict.fromkeys("xyzw", 1))
+    for name in "xyzw":
+        suspects.made(name, 1)
+    assert suspects.running() == ["x", "y", "z", "w"], "what was found of others is forgotten"
+
+
 NAMES = [str(number) for number in range(9)]
 
 

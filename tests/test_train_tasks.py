@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import reward_functions
 from pydantic import ValidationError
 
 from tailrace.app.errors import BadInput
@@ -33,6 +34,31 @@ def test_small_data_sets_give_each_question_once():
     task = read_task(config)
     everything = [each.question_id for each in (*task.train, *task.held_out)]
     assert len(everything) == len(set(everything)) < 430, "two digits and an operator make no more"
+
+
+def test_a_task_has_as_many_different_questions_as_are_asked_for():
+    task = read_task(TaskConfig(name="chain_sum", options={"max_digits": 6}, train=2010, held_out=20))
+    assert (len(task.train), len(task.held_out)) == (2010, 20)
+
+
+def test_a_task_without_a_question_to_train_on_is_refused_by_its_source(tmp_path):
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(3)))
+    assert len(read_task(TaskConfig(prompts=path, held_out=2)).train) == 1
+    with pytest.raises(BadInput, match=f"task: {path} has 3 different questions, and 3 are to be held out"):
+        read_task(TaskConfig(prompts=path, held_out=3))
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    with pytest.raises(BadInput, match=r"task: reasoning-gym's chain_sum has \d+ different"):
+        read_task(TaskConfig(name="chain_sum", options=digits, train=1, held_out=1000))
+
+
+def test_a_question_has_the_same_name_in_every_run(tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": 2}\n\n{"prompt": "1+1=", "answer": 2}\n')
+    (question,) = read_task(TaskConfig(prompts=path, held_out=0)).train
+    assert (question.question_id, question.answer) == ("9265c368862d8a98", "2"), "it once, by its text"
+    (bare,) = read_task(TaskConfig(prompts=path, held_out=0, chat=False, instruction=" Think.")).train
+    assert (bare.question_id, bare.prompt) == ("4ce8d7c7ff2c677c", "1+1= Think.")
 
 
 def test_prompts_of_a_file_with_a_pattern_for_answers(tmp_path):
@@ -104,17 +130,29 @@ def test_a_task_has_one_source_and_a_sound_pattern(config):
 
 def test_rewards_that_raise_hang_die_or_are_no_numbers_are_counted_values(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr(reward_functions, "FINE", 9.0)  # of this process: the pool's are not forked from it
     pool = RewardPool(TaskConfig(name="gcd", reward="reward_functions:trouble"), workers=2, timeout_s=3.0)
     question = Question("q", "prompt", "answer")
     try:
-        kinds = ("fine", "raise", "exit", "nan", "text", "hang", "fine")
+        kinds = ("fine", "raise", "exit", "nan", "text", "hang", "true")
         found = [future.result() for future in [pool.submit(question, kind) for kind in kinds]]
     finally:
         pool.close()
     assert [reward.outcome for reward in found] == ["ok", "failed", "failed", "failed", "failed", "timed_out", "ok"]
-    assert [reward.value for reward in found] == [0.5, None, None, None, None, None, 0.5]
+    assert [reward.value for reward in found] == [0.5, None, None, None, None, None, 1.0]
     assert "no such tool" in found[1].error and "\n" not in found[1].error
+    assert found[3].error == "a reward is a finite number, not nan"
+    assert found[4].error.startswith("a reward is a finite number, not 'high") and len(found[4].error) == 200
+    assert found[5].error == "no reward within 3.0 s" and found[0].error is None
+    assert all(reward.seconds > 0.0 for reward in found)
     assert pool.counts == {"ok": 2, "failed": 4, "timed_out": 1}
+
+
+def test_a_function_of_a_user_gets_the_prompt_the_completion_and_the_answer(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr(reward_functions, "length", lambda *given: given)
+    config = TaskConfig(name="gcd", reward="reward_functions:length")
+    assert score(config, Question("q", "prompt", "answer"), "completion") == ("prompt", "completion", "answer")
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,6 @@ class EngineLoop:
         """Answers outstanding calls with the reason why the loop is down, and closes the stepper."""
         for on_done in self._on_done.values():
             on_done(self._down)
-        self._on_done.clear()
         while not self._inbox.empty():
             self._later.append(self._inbox.get())
         for command, *args in self._later:

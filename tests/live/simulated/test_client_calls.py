@@ -1,0 +1,513 @@
+"""The client's calls over a scripted coordinator: what goes out, what comes back, and when a call is made again."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+from scripted_service import Lost, Service, client_of, loaded, run
+from waiting import until
+
+from tailrace.app.calls import resume
+from tailrace.app.calls.client import READER_S, RolloutClient
+from tailrace.app.calls.refused import (
+    AdapterRejected,
+    PoliciesRejected,
+    QuotaExceeded,
+    RolloutRejected,
+    TooLargeForQuota,
+    UnknownAdapter,
+    WeightsRejected,
+)
+from tailrace.app.calls.resume import PAUSE_S, Heartbeat, Interrupted, Patience, Taken
+from tailrace.deployments.messages.adapters import Adapter
+from tailrace.deployments.messages.delivery import ACKNOWLEDGE_BYTES
+from tailrace.deployments.messages.roles import NotAdmitted, Role
+from tailrace.deployments.messages.rollout import PromptGroup, Rejected, RejectedBy, RolloutBatch, WeightsLoaded
+from tailrace.policies.families.registry import Policies
+
+CALLS = {
+    "cancel": ("b",),
+    "forget_history": (),
+    "inspect_group": ("b/p",),
+    "pool_detail": (),
+    "drain_pool": (),
+    "reset_caches": (),
+    "status": (),
+    "longest_samples": (7,),
+    "sample_detail": ("s",),
+    "sample_log": ("b/p#1",),
+    "batch_log": ("b",),
+    "cancel_all": (),
+    "cancel_samples": ("b", "p", 3),
+    "close_session": ("b",),
+    "transfer_weights": ("init", {"a": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_the_coordinator_s_and_so_is_its_answer(name):
+    answer = object()
+    service = Service(**{name: [answer]})
+    assert run(getattr(client_of(service, role="observer"), name)(*CALLS[name])) is answer
+    assert service.asked == [(name, Role.OBSERVER, *CALLS[name])]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_role_without_the_right_is_an_error(name):
+    service = Service(**{name: [NotAdmitted("observers may not")]})
+    with pytest.raises(PermissionError, match=r"^observers may not$"):
+        run(getattr(client_of(service), name)(*CALLS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "asked", "error"),
+    [
+        ("pause", ("wait",), ("pause", "wait"), None),
+        ("reserve", (3,), ("reserve", 3), None),
+        ("resume", (), ("resume",), ValueError),
+        ("sleep", ("abort",), ("sleep", "abort"), ValueError),
+        ("sleep", (), ("sleep", "keep"), ValueError),
+        ("wake_up", (), ("wake_up", ("weights", "kv_cache")), ValueError),
+        ("wake_up", (["kv_cache"],), ("wake_up", ("kv_cache",)), ValueError),
+        ("check_weights", (), ("read_weights",), ValueError),
+        ("update_weights", (3, "folder"), ("update_weights", 3, "folder", ""), WeightsRejected),
+        ("load_adapter", ("poet", "/a"), ("load_adapter", "poet", "/a"), AdapterRejected),
+        ("unload_adapter", ("poet",), ("unload_adapter", "poet"), AdapterRejected),
+        ("set_policies", (Policies(),), ("set_policies", Policies().model_dump(mode="json")), PoliciesRejected),
+        ("transfer_weights", ("finish",), ("transfer_weights", "finish", None), ValueError),
+    ],
+)
+def test_a_refusal_is_raised_with_its_reason(name, arguments, asked, error):
+    answer = WeightsLoaded(version=3, digest="d", replicas=())
+    service = Service(**{asked[0]: [answer, Rejected(reason="the reason")]})
+    client = client_of(service)
+    given = run(getattr(client, name)(*arguments))
+    if name in ("check_weights", "update_weights", "load_adapter", "transfer_weights"):
+        assert given is answer
+    assert service.asked == [(asked[0], Role.TRAINER, *asked[1:])]
+    if error is not None:
+        with pytest.raises(error, match=r"^the reason$") as raised:
+            run(getattr(client, name)(*arguments))
+        assert type(raised.value) is error
+
+
+def test_a_part_that_does_not_sleep_is_not_woken():
+    service = Service(wake_up=[None])
+    with pytest.raises(ValueError, match="tags: 'kv' is not a part that sleeps; give weights, kv_cache"):
+        run(client_of(service).wake_up(["weights", "kv"]))
+    assert service.asked == []
+
+
+def test_rewards_have_the_index_of_their_sample():
+    service, group = Service(record_rewards=[None]), SimpleNamespace(prompt_key="key", step=4)
+    run(client_of(service).record_rewards(group, [0.5, 1.0]))
+    run(client_of(service).record_rewards(group, {3: 2.0}))
+    assert service.named("record_rewards") == [
+        (Role.TRAINER, "key", 4, {0: 0.5, 1: 1.0}),
+        (Role.TRAINER, "key", 4, {3: 2.0}),
+    ]
+
+
+# ---- calls that are made again --------------------------------------------------------------------------
+
+
+def test_a_call_is_made_again_while_the_coordinator_is_lost_with_growing_pauses_and_not_for_ever():
+    async def story():
+        now = asyncio.get_running_loop().time
+        times = []
+
+        def lost():
+            times.append(now())
+            return Lost()
+
+        service = Service(status=[lost])
+        with pytest.raises(Lost):
+            await client_of(service, resume_s=20.0).status()
+        assert times == pytest.approx([0.0, 0.2, 0.6, 1.4, 3.0, 6.2, 11.2, 16.2, 21.2])
+
+    run(story())
+
+
+def test_an_error_of_the_call_itself_is_not_tried_again():
+    service = Service(status=[KeyError("a defect")])
+    with pytest.raises(KeyError):
+        run(client_of(service).status())
+    assert len(service.asked) == 1
+
+
+def test_patience_begins_anew_with_progress_and_each_bound_has_its_own():
+    async def story():
+        loop, broken = asyncio.get_running_loop(), Interrupted(ValueError("quota"))
+        patience = Patience(10.0)
+        began_s = loop.time()
+        for _ in range(4):
+            await patience.wait(broken)
+        patience.renew()
+        assert loop.time() - began_s == pytest.approx(3.0)
+        await patience.wait(Interrupted(ValueError("paused"), pause_s=2.5))
+        assert loop.time() - began_s == pytest.approx(5.5), "the longer of both pauses"
+        patience.renew()
+        reader = Interrupted(RolloutRejected("another reader"), for_s=1.0)
+        with pytest.raises(RolloutRejected):
+            for _ in range(9):
+                await patience.wait(reader)
+        for _ in range(3):
+            await patience.wait(broken)  # its bound is another
+        with pytest.raises(ValueError, match="quota"):
+            for _ in range(9):
+                await patience.wait(broken)
+        assert PAUSE_S == (0.2, 5.0)
+
+    run(story())
+
+
+def test_the_number_of_taken_groups_goes_out_by_bytes_and_a_lost_one_later():
+    sent, fails = [], []
+
+    def send(count: int) -> None:
+        sent.append(count)
+        if fails:
+            raise fails.pop()
+
+    taken = Taken(send)
+    tokens = ACKNOWLEDGE_BYTES // 8
+    small = SimpleNamespace(samples=(), prompt_token_ids=())
+    large = SimpleNamespace(samples=(), prompt_token_ids=range(tokens))  # four bytes each
+    for group in (small, large, small, large, small, large):
+        taken.add(group)
+    assert sent == [4]
+    fails.append(Lost())
+    taken.add(large)
+    taken.send()
+    assert sent == [4, 7, 7] and taken.count == 7
+    fails.append(KeyError("a defect"))
+    taken.add(large)
+    with pytest.raises(KeyError):
+        taken.add(large)
+
+
+def test_a_heart_beats_on_a_thread_of_its_own_until_it_is_stopped(monkeypatch):
+    monkeypatch.setattr(resume, "RENEW_S", 0.002)
+    beats = []
+
+    def beat() -> None:
+        beats.append(1)
+        raise ConnectionError("the service is away")
+
+    heart = Heartbeat(beat)
+    until(lambda: len(beats) > 2)
+    heart.stop()
+    until(lambda: stays(beats))
+
+
+def stays(beats: list) -> bool:
+    before = len(beats)
+    time.sleep(0.02)
+    return len(beats) == before
+
+
+# ---- batches --------------------------------------------------------------------------------------------
+
+
+def batch_of(*names: str, **settings) -> RolloutBatch:
+    groups = tuple(PromptGroup(prompt_id=name, token_ids=(1,)) for name in names)
+    return RolloutBatch(**{"batch_id": "b", "groups": groups} | settings)
+
+
+def group(name: str):
+    return SimpleNamespace(prompt_id=name, samples=(), prompt_token_ids=())
+
+
+async def rolled(client: RolloutClient, batch: RolloutBatch) -> list[str]:
+    return [one.prompt_id async for one in client.rollout(batch)]
+
+
+def test_a_batch_goes_on_after_a_loss_without_the_groups_that_have_come():
+    service = Service(rollout=[[group("p"), Lost()], [group("q")], [group("r")]])
+    client = client_of(service)
+    assert run(rolled(client, batch_of("p", "q", "r"))) == ["p", "q", "r"]
+    asked = service.named("rollout")
+    assert [have for _, _, _, have in asked] == [["p", "q", "r"]] * 3 and len(
+        {driver for _, _, driver, _ in asked}
+    ) == 1
+    assert all(call.cancels == 1 for call in service.calls) and service.hearts[0].stopped
+
+
+def test_a_driver_renews_its_batch_with_the_number_of_groups_that_it_has_taken():
+    service = Service(rollout=[[group("p"), group("q")]], renew=[None])
+
+    async def story():
+        groups = client_of(service).rollout(batch_of("p", "q"))
+        await anext(groups)
+        (beats,) = service.hearts
+        beats.beat()
+        await anext(groups)
+        beats.beat()
+        assert not beats.stopped
+        await groups.aclose()
+        driver = service.named("rollout")[0][2]
+        assert service.named("renew") == [(Role.TRAINER, "b", driver, 0), (Role.TRAINER, "b", driver, 1)]
+        assert beats.stopped and service.calls[0].cancels == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("by", "error", "again_after_loss"),
+    [
+        (RejectedBy.CONTENT, RolloutRejected, False),
+        (RejectedBy.QUOTA, QuotaExceeded, True),
+        (RejectedBy.SIZE, TooLargeForQuota, False),
+        (RejectedBy.WEIGHTS, RolloutRejected, False),
+        (RejectedBy.ADAPTER, UnknownAdapter, False),
+    ],
+)
+def test_a_refused_batch_is_not_asked_again_but_for_a_quota_once_it_was_taken(by, error, again_after_loss):
+    refusal = [Rejected(reason="no", by=by)]
+    service = Service(rollout=[refusal])
+    with pytest.raises(RolloutRejected, match=r"^no$") as raised:
+        run(rolled(client_of(service), batch_of("p")))
+    assert type(raised.value) is error and len(service.asked) == 1
+    service = Service(rollout=[[Lost()], refusal, refusal, [group("p")]])
+    if again_after_loss:
+        assert run(rolled(client_of(service), batch_of("p"))) == ["p"]
+        return
+    with pytest.raises(error):
+        run(rolled(client_of(service), batch_of("p")))
+    assert len(service.asked) == 2
+
+
+def test_a_batch_that_another_driver_reads_is_waited_for_and_not_for_long():
+    async def story():
+        now = asyncio.get_running_loop().time
+        service = Service(rollout=[[Rejected(reason="read", by=RejectedBy.READER)]])
+        with pytest.raises(RolloutRejected, match="read"):
+            await rolled(client_of(service), batch_of("p"))
+        assert READER_S <= now() < READER_S + 2 * PAUSE_S[1]
+        service = Service(rollout=[[Rejected(reason="read", by=RejectedBy.READER)]] * 2 + [[group("p")]])
+        assert await rolled(client_of(service), batch_of("p")) == ["p"]
+
+    run(story())
+
+
+def test_a_service_that_was_restarted_gets_the_last_weights_again():
+    refusal = [Rejected(reason="old", by=RejectedBy.WEIGHTS)]
+    service = Service(update_weights=[loaded(4)], rollout=[refusal, [group("p")]])
+    client = client_of(service)
+
+    async def story():
+        await client.update_weights(4, "folder")
+        return await rolled(client, batch_of("p", min_weights_version=2))
+
+    assert run(story()) == ["p"]
+    assert service.named("update_weights") == [(Role.TRAINER, 4, "folder", ""), (Role.TRAINER, 4, "folder", "d")]
+    assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [4, 4]
+    service = Service(update_weights=[loaded(4)], rollout=[refusal])
+    client = client_of(service)
+
+    async def other():
+        await client.update_weights(4, "folder")
+        await rolled(client, batch_of("p", weights_version=3))
+
+    with pytest.raises(RolloutRejected, match="old"):
+        run(other())
+    assert len(service.named("update_weights")) == 1, "the batch asks for others"
+
+
+def test_a_batch_may_ask_for_newer_weights_than_the_client_s():
+    service = Service(rollout=[[group("p")]])
+    run(rolled(client_of(service), batch_of("p", min_weights_version=7)))
+    assert [sent.min_weights_version for _, sent, _, _ in service.named("rollout")] == [7]
+
+
+def adapter(name: str, version: int) -> Adapter:
+    return Adapter(name, version, "0" * 16, f"/adapters/{name}")
+
+
+def adapted(*names: str | None) -> RolloutBatch:
+    groups = [PromptGroup(prompt_id=f"p{n}", token_ids=(1,), adapter=name) for n, name in enumerate(names)]
+    return RolloutBatch(batch_id="b", groups=tuple(groups))
+
+
+@pytest.mark.parametrize(
+    ("held", "names", "loads"),
+    [
+        ((), ("poet",), ["poet"]),
+        ((adapter("poet", 1),), ("poet", None), ["poet"]),
+        ((adapter("poet", 2),), ("poet",), []),
+        ((adapter("other", 1),), ("poet", "other"), ["poet"]),
+    ],
+)
+def test_adapters_of_this_client_are_loaded_again_where_the_service_lacks_them(held, names, loads):
+    status = SimpleNamespace(adapters=held)
+    last = [group(f"p{number}") for number in range(len(names))]
+    refusal = [Rejected(reason="unknown", by=RejectedBy.ADAPTER)]
+    service = Service(load_adapter=[adapter("poet", 2)], status=[status], rollout=[refusal, last])
+    client = client_of(service)
+
+    async def story():
+        await client.load_adapter("poet", "/adapters/poet")
+        return await rolled(client, adapted(*names))
+
+    assert len(run(story())) == len(names)
+    assert [name for _, name, _ in service.named("load_adapter")[1:]] == loads
+    assert [sent.min_adapter_versions for _, sent, _, _ in service.named("rollout")] == [{"poet": 2}] * 2
+
+
+@pytest.mark.parametrize("names", [("other",), ("poet", "other")])
+def test_an_adapter_that_nobody_here_has_loaded_is_an_error_and_nothing_is_loaded(names):
+    refusal = [Rejected(reason="unknown", by=RejectedBy.ADAPTER)]
+    status = SimpleNamespace(adapters=())
+    service = Service(load_adapter=[adapter("poet", 2)], status=[status], rollout=[refusal], unload_adapter=[None])
+    client = client_of(service)
+
+    async def story():
+        await client.load_adapter("poet", "/adapters/poet")
+        with pytest.raises(UnknownAdapter, match="unknown"):
+            await rolled(client, adapted(*names))
+        assert len(service.named("load_adapter")) == 1
+        await client.unload_adapter("poet")
+        with pytest.raises(UnknownAdapter, match="unknown"):
+            await rolled(client, adapted("poet"))
+        assert len(service.named("load_adapter")) == 1, "it was unloaded"
+
+    run(story())
+
+
+def test_versions_of_adapters_that_a_batch_asks_for_may_be_higher():
+    service = Service(load_adapter=[adapter("poet", 2)], rollout=[[group("p0")]])
+    client = client_of(service)
+
+    async def story():
+        await client.load_adapter("poet", "/adapters/poet")
+        for versions in ({"poet": 1, "other": 5}, {"poet": 9}):
+            await rolled(client, adapted("poet").model_copy(update={"min_adapter_versions": versions}))
+
+    run(story())
+    sent = [sent.min_adapter_versions for _, sent, _, _ in service.named("rollout")]
+    assert sent == [{"poet": 2, "other": 5}, {"poet": 9}]
+
+
+# ---- traces ---------------------------------------------------------------------------------------------
+
+PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
+
+def test_the_spans_of_a_batch_are_kept_where_it_says_so_and_taken_once():
+    service = Service(rollout=[[group("p")]], take_spans=[[{"name": "of the service"}]])
+    client = client_of(service)
+
+    async def story():
+        await rolled(client, batch_of("p", keep_trace=True))
+        await rolled(client, batch_of("p", batch_id="c"))
+        spans = await client.take_trace("b")
+        with pytest.raises(KeyError):
+            await client.take_trace("b")
+        with pytest.raises(KeyError):
+            await client.take_trace("c")
+        return spans
+
+    spans = run(story())
+    assert spans[-1] == {"name": "of the service"} and len(spans) == 2
+    (sent, _) = (sent for _, sent, _, _ in service.named("rollout"))
+    ((_, trace_id),) = service.named("take_spans")
+    assert sent.traceparent.split("-")[1] == trace_id and len(trace_id) == 32
+
+
+def test_a_batch_keeps_the_parent_of_its_trace():
+    service = Service(rollout=[[group("p")]])
+    client = client_of(service)
+    run(rolled(client, batch_of("p", traceparent=PARENT)))
+    run(rolled(client, batch_of("p", traceparent=PARENT, keep_trace=True)))
+    first, second = (sent.traceparent for _, sent, _, _ in service.named("rollout"))
+    assert first.split("-")[1] == second.split("-")[1] == "ab" * 16
+
+
+# ---- streams of news ------------------------------------------------------------------------------------
+
+
+def test_a_watch_goes_on_from_the_last_item_and_a_refusal_ends_it():
+    def item(epoch, number):
+        return f'{{"epoch": "{epoch}", "number": {number}}}'
+
+    service = Service(watch=[[item("e", 1), item("e", 2)], [item("f", 1)], [Rejected(reason="too many watch")]])
+
+    async def story():
+        seen = []
+        with pytest.raises(RolloutRejected, match=r"^too many watch$"):
+            async for delta in client_of(service).watch():
+                seen.append((delta["epoch"], delta["number"]))
+        return seen
+
+    assert run(story()) == [("e", 1), ("e", 2), ("f", 1)]
+    assert service.named("watch") == [(Role.TRAINER, "", 0), (Role.TRAINER, "e", 2), (Role.TRAINER, "f", 1)]
+    assert all(call.cancels == 1 for call in service.calls)
+    service.answers["watch"] = [[NotAdmitted("observers may not")]]
+    with pytest.raises(PermissionError, match="observers may not"):
+        run(story())
+
+
+def test_changes_of_replicas_are_followed_until_the_iterator_is_dropped():
+    service = Service(replica_changes=[["first", "second", "third"]])
+
+    async def story():
+        changes = client_of(service).replica_changes()
+        assert [await anext(changes), await anext(changes)] == ["first", "second"]
+        assert service.calls[0].cancels == 0
+        await changes.aclose()
+        assert service.calls[0].cancels == 1
+
+    run(story())
+
+
+def test_a_journal_is_renewed_while_it_is_on():
+    service = Service(journal=[None, "so far", "whole"], renew_journal=[None])
+
+    async def story():
+        client = client_of(service)
+        await client.journal(True)
+        (first,) = service.hearts
+        first.beat()
+        assert await client.journal(True) == "so far" and first.stopped
+        second = service.hearts[1]
+        assert await client.journal(False) == "whole" and second.stopped and len(service.hearts) == 2
+
+    run(story())
+    assert service.named("journal") == [(Role.TRAINER, on) for on in (True, True, False)]
+    assert service.named("renew_journal") == [(Role.TRAINER,)]
+
+
+# ---- texts ----------------------------------------------------------------------------------------------
+
+
+def test_texts_are_decoded_with_the_service_s_tokenizer_which_is_sent_once_and_only_where_it_is_not_here(monkeypatch):
+    from tailrace.app.calls import result_texts
+    from tailrace.app.calls.result_texts import ResultTexts
+
+    made, asked = [], []
+    monkeypatch.setattr(result_texts, "tokenizer_files", lambda folder: {"tokenizer.json": b"here"})
+    monkeypatch.setattr(result_texts, "name_of_tokenizer", lambda files: f"of {files['tokenizer.json'].decode()}")
+    monkeypatch.setattr(result_texts, "TextDecoder", lambda *given: made.append(given) or f"decoder {len(made)}")
+
+    async def ask(method):
+        asked.append(method)
+        return "/model" if method == "model_folder" else {"tokenizer.json": b"there"}
+
+    class Sample:
+        def __init__(self, tokenizer):
+            self.tokenizer, self.decoder = tokenizer, None
+
+        def decode_by(self, decoder):
+            self.decoder = decoder
+
+    async def story():
+        texts = ResultTexts(ask)
+        samples = [Sample("of here"), Sample("of there"), Sample("of there"), Sample(None)]
+        await texts.attach(SimpleNamespace(samples=samples))
+        await texts.attach(SimpleNamespace(samples=[samples[0]]))
+        return [one.decoder for one in samples]
+
+    assert run(story()) == ["decoder 1", "decoder 2", "decoder 2", None]
+    assert made == [("of here", "/model", {}), ("of there", "/model", {"tokenizer.json": b"there"})]
+    assert asked == ["model_folder", "model_folder", "tokenizer_files"]

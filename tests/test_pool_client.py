@@ -1,0 +1,219 @@
+"""An engine's client of the pool over a scripted connector: results wait for saves, and say where KV came from."""
+
+import importlib
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from test_line_frames import CHUNK, RESULT
+
+import tailrace.deployments.engine
+import tailrace.kvpool.counts
+import tailrace.policies.models.performance_estimator  # noqa: F401 - before the client's own import, which is undone
+from tailrace.deployments.messages.chunk import ChunkRequest, ChunkResult, KvPlan
+from tailrace.deployments.messages.sampling import SamplingParams
+
+
+def _without_vllm() -> ModuleType:
+    """The client's module; its connector and worker, which import vLLM, are stand-ins meanwhile."""
+    connector, worker = ModuleType("tailrace.kvpool.connector"), ModuleType("tailrace.kvpool.worker")
+    connector.PoolConnector = object
+    for name in ("begin_again", "layout", "probe", "rejoin"):
+        setattr(worker, name, name)
+    client = "tailrace.deployments.engine.pool_client"
+    former = {name: sys.modules.pop(name, None) for name in (connector.__name__, worker.__name__, client)}
+    sys.modules |= {connector.__name__: connector, worker.__name__: worker}
+    try:
+        return importlib.import_module(client)
+    finally:
+        for name, module in former.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+pool_client = _without_vllm()
+
+
+class Connector:
+    """`settled_ids`: requests whose saves have ended. `traffic`: of each request, once."""
+
+    def __init__(self):
+        self.settled_ids, self.traffic, self.taken, self.forgone = set(), {}, [], []
+        self.scheduled, self.pulls, self.heard = (0, 0), [], 5
+        self.counts = Counter({"hit.local": 3})
+
+    def settled(self, request_id: str) -> bool:
+        return request_id in self.settled_ids
+
+    def take(self, request_id: str):
+        self.taken.append(request_id)
+        return self.traffic.pop(request_id)
+
+    def forgo(self, request_id: str) -> None:
+        self.forgone.append(request_id)
+
+    def take_pulls(self) -> list[tuple[int, float]]:
+        pulls, self.pulls = self.pulls, []
+        return pulls
+
+    def begin_again(self, begun: int) -> set[str]:
+        return {f"begun {begun}"}
+
+
+class Performance:
+    def __init__(self):
+        self.pulled, self.prompts = [], []
+
+    def pull(self, tokens: int, took_s: float, now_s: float) -> None:
+        self.pulled.append((tokens, took_s))
+
+    def prompt(self, chunks: int, tokens: int, took_s: float, now_s: float) -> None:
+        self.prompts.append((chunks, tokens, took_s, now_s))
+
+
+class Setting:
+    """A client with a save deadline of a second, and a clock by hand."""
+
+    def __init__(self, monkeypatch):
+        self.connector, self.performance, self.now_s, self.calls = Connector(), Performance(), 10.0, []
+        monkeypatch.setattr(pool_client, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        core = SimpleNamespace(scheduler=SimpleNamespace(connector=self.connector))
+        self.engine = SimpleNamespace(
+            engine_core=SimpleNamespace(engine_core=core), collective_rpc=self._collective_rpc
+        )
+        self.client = pool_client.PoolClient(self.engine, 1.0, self.performance)
+
+    def _collective_rpc(self, method: str, args: tuple = ()):
+        self.calls.append((method, *args))
+        return {
+            "layout": [("prefixes", 100), ("others", 50)],
+            "probe": [[(64, 0.25)], [(1, 1.0)]],
+            "begin_again": [7, 6],
+        }.get(method)
+
+
+@pytest.fixture
+def setting(monkeypatch) -> Setting:
+    return Setting(monkeypatch)
+
+
+def traffic(cause: str = "miss", pulled: int = 0, saved: int = 0, names=(b"ab", b"cd")):
+    return SimpleNamespace(cause=cause, pulled_tokens=pulled, saved_tokens=saved, names=list(names))
+
+
+def chunk_of(context: int = 12, **fields) -> ChunkRequest:
+    return replace(CHUNK, token_ids=np.zeros(context, np.int32), prompt_tokens=8, turn_start=0, **fields)
+
+
+def result_of(**fields) -> ChunkResult:
+    return replace(RESULT, **{"cached_tokens": 7, "computed_tokens": 5, "token_ids": np.zeros(5, np.int32)} | fields)
+
+
+def test_a_client_knows_the_layout_of_all_ranks_and_the_speed_of_one(setting):
+    assert setting.client.key_prefixes == "prefixes" and setting.client.token_bytes == 150
+    assert setting.performance.pulled == [(64, 0.25)] and setting.calls == [("layout",), ("probe",)]
+    setting.client.rejoin("10.0.0.3:1")
+    assert setting.calls[-1] == ("rejoin", "10.0.0.3:1")
+    assert setting.client.begin_again() == {"begun 6"} and setting.calls[-1] == ("begin_again", 5)
+    setting.client.forgo("r")
+    assert setting.connector.forgone == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wish"),
+    [
+        (
+            {"kv": KvPlan(4, 16, False, "ab", True)},
+            {"version": 4, "min_pull_tokens": 16, "save": False, "save_stopped": True, "save_prompt": False},
+        ),
+        (
+            {"kv": KvPlan(4), "context": 8},
+            {"version": 4, "min_pull_tokens": 1, "save": True, "save_stopped": False, "save_prompt": True},
+        ),
+        (
+            {"kv": None, "context": 8, "weights_version": 9},
+            {"version": 9, "min_pull_tokens": None, "save": False, "save_stopped": False, "save_prompt": False},
+        ),
+        (
+            {"kv": KvPlan(4), "context": 8, "sampling": SamplingParams(prompt_logprobs=0)},
+            {"version": 4, "min_pull_tokens": None, "save": True, "save_stopped": False, "save_prompt": True},
+        ),
+    ],
+)
+def test_a_chunk_s_plan_is_what_vllm_is_asked_for(setting, fields, wish):
+    assert setting.client.wish(chunk_of(**fields)) == wish
+
+
+def test_a_result_is_released_once_when_its_saves_have_ended_or_are_late_and_not_before(setting):
+    client = setting.client
+    assert not client.busy and client.release() == []
+    for name in ("a", "b", "c"):
+        setting.connector.traffic[name] = traffic()
+        client.hold(name, chunk_of(chunk_id=f"chunk {name}"), result_of())
+    assert client.busy and client.held_tokens() == {"chunk a": 5, "chunk b": 5, "chunk c": 5}
+    setting.now_s += 0.5
+    setting.connector.traffic["d"] = traffic()
+    client.hold("d", chunk_of(chunk_id="chunk d"), result_of())
+    assert client.release() == []
+    setting.connector.settled_ids = {"b"}
+    assert [name for name, _ in client.release()] == ["chunk b"] and client.release() == []
+    setting.now_s += 0.5
+    assert client.release() == [], "a second is not over"
+    setting.now_s += 0.25
+    assert [name for name, _ in client.release()] == ["chunk a", "chunk c"]
+    assert setting.connector.taken == ["b", "a", "c"] and list(client.held_tokens()) == ["chunk d"]
+    counts = client.counts()
+    assert counts["save_late"] == 2 and counts["hold_ms.512"] == 1 and counts["hold_ms.2048"] == 2
+    client.forget("d")
+    assert setting.connector.taken[-1] == "d"
+
+
+@pytest.mark.parametrize(
+    ("context", "computed", "found", "cause", "pulled"),
+    [
+        (12, 5, traffic("miss"), "miss", 0),
+        (8, 5, traffic("miss"), "new", 0),
+        (8, 5, traffic("not_pulled"), "new", 0),
+        (8, 5, traffic("below_min"), "new", 0),
+        (8, 5, traffic("pull_late", pulled=4), "pull_late", 0),
+        (12, 5, traffic("", pulled=4), "", 4),
+        (12, 0, traffic("miss", pulled=4), "", 4),
+    ],
+)
+def test_tokens_are_counted_by_where_their_kv_came_from(setting, context, computed, found, cause, pulled):
+    setting.connector.traffic["r"], setting.connector.settled_ids = found, {"r"}
+    setting.client.hold("r", chunk_of(context), result_of(computed_tokens=computed))
+    ((_, result),) = setting.client.release()
+    assert (result.recompute_cause, result.pulled_tokens, result.kv_names) == (cause, pulled, b"abcd")
+    counts = setting.client.counts()
+    assert counts.get("local_tokens", 0) == 7 - pulled and counts.get("pool_tokens", 0) == pulled
+    assert counts["hit.local"] == 3 and not counts.get("save_late")
+    by_cause = {name: count for name, count in counts.items() if name.startswith("recomputed_tokens") and count}
+    named = "new" if context == 8 and found.cause in ("miss", "not_pulled", "below_min") else found.cause
+    assert by_cause == ({f"recomputed_tokens.{named}": computed} if computed else {})
+
+
+@pytest.mark.parametrize(("saved", "stored"), [(0, 0), (16, 16), (17, 17), (40, 17)])
+def test_no_more_tokens_are_stored_than_the_chunk_has(setting, saved, stored):
+    setting.connector.traffic["r"], setting.connector.settled_ids = traffic(saved=saved), {"r"}
+    setting.client.hold("r", chunk_of(12), result_of())
+    assert setting.client.release()[0][1].stored_tokens == stored
+
+
+def test_prompts_and_pulls_are_measured_where_they_were(setting):
+    client = setting.client
+    setting.performance.pulled.clear()
+    client.after_step(0.5, False, 11.0)
+    setting.connector.scheduled = (64, 2)
+    client.after_step(0.5, True, 12.0)
+    assert setting.performance.prompts == [] and setting.performance.pulled == []
+    setting.connector.pulls = [(32, 0.125)]
+    client.after_step(0.5, False, 13.0)
+    client.after_step(0.25, True, 14.0)
+    assert setting.performance.prompts == [(2, 64, 0.5, 13.0)] and setting.performance.pulled == [(32, 0.125)]
+    counts = client.counts()
+    assert counts["step_ms.512"] == 3 and counts["step_ms.256"] == 1 and client.counts() == counts
