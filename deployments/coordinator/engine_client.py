@@ -1,8 +1,8 @@
-"""Calls from the coordinator to the engine replicas: chunks by a line to each, the rest by Serve.
+"""Calls from the coordinator to the engine replicas: chunks go over a line to each replica, all else over Serve.
 
-A line lives as long as one call of Serve, which ends with the replica. Invariant: a call to a replica ends in a
-result, in `ReplicaLost` (it is gone; its chunks must run again) or in `ChunkError` (the replica lives, this chunk
-failed; `SampleRefused`: it would fail on any replica). Called by the coordinator.
+A line lives as long as one Serve call, which ends with the replica. Invariant: a call to a replica ends in a result, in
+`ReplicaLost` (the replica is gone; its chunks must run again) or in `ChunkError` (the replica lives, this chunk failed;
+`SampleRefused`: it would fail on any replica). Called by the coordinator.
 """
 
 import asyncio
@@ -34,24 +34,28 @@ from tailrace.deployments.messages.transfer import Transfer
 from tailrace.deployments.router import ReplicaGone, poll_all, running_replicas
 
 POLL_TIMEOUT_S = 10.0
-"""A replica answers these at once; one that takes longer hangs, and Serve's health check will replace it."""
+"""Timeout, in seconds, of calls that a replica answers at once. One that takes longer hangs, and Serve's health check
+replaces it.
+"""
 
 CHECK_S = 600.0
-"""Longest check of new weights: every value is read, of large checkpoints from a network folder."""
+"""Maximum seconds of a check of new weights: every value of a large checkpoint is read from a network folder."""
 
 FOLLOW_S = 0.25
-"""Seconds between looks at the set of running replicas; a replica that stops waits for the end of its line."""
+"""Seconds between reads of the set of running replicas. A replica that stops waits for the end of its line."""
 
 KNOWN_S = 10.0
-"""Seconds between calls to all replicas as long as none is known: this process hears of replicas by its first call."""
+"""Seconds between calls to all replicas while none is known: this process learns of replicas from its first call."""
 
 SETTLE_S = 10.0
-"""Longest wait of a new coordinator for a report of every running replica: one that hangs will be replaced."""
+"""Maximum seconds that a new coordinator waits for a report of every running replica; one that hangs is replaced by
+Serve.
+"""
 
 
 class EngineClient:
-    """Thin over the handle of the engine deployment. `listen`: opens the socket for lines, see `CoordinatorLines`.
-    `put`: into Ray's object store. `running`: gives the names of the running replicas.
+    """Thin wrapper of the engine deployment's handle. `listen`: opens the socket for lines, see `CoordinatorLines`.
+    `put`: puts an object into Ray's object store. `running`: returns the names of the running replicas.
     """
 
     def __init__(
@@ -65,14 +69,14 @@ class EngineClient:
         self._handle, self._all_running = handle, running
         self._changed = asyncio.Event()
         self._lines = CoordinatorLines(listen, self._changed.set, nonce)
-        self._holds: dict[str, asyncio.Task] = {}  # calls of Serve that hold lines, by replica
+        self._holds: dict[str, asyncio.Task] = {}  # Serve calls that hold lines, by replica
         self._now = asyncio.get_running_loop().time
         self._began_s, self._asked, self._settled = self._now(), False, False
         self.features = SharedFeatures(put)
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set when a replica reports that it is in another state: that it has loaded weights, for example."""
+        """Event that is set when a replica reports a change of state, for example that it has loaded weights."""
         return self._changed
 
     @property
@@ -81,16 +85,18 @@ class EngineClient:
         return self._lines.report_s
 
     def heard(self) -> list[Heard]:
-        """The latest report of each replica that has a line."""
+        """Returns the latest report of each replica that has a line."""
         return self._lines.heard()
 
     def _running(self) -> dict[str, None]:
-        """The replicas, in an order that does not depend on hashes: a simulated run can be repeated."""
+        """Running replicas, in an order that does not depend on hashes, so that a simulated run can be repeated."""
         return dict.fromkeys(sorted(self._all_running(self._handle)))
 
     @property
     def settled(self) -> bool:
-        """Whether all replicas that ran when this coordinator began have been heard, or have been silent for long."""
+        """Returns whether every replica that ran when this coordinator began has reported, or has been silent for
+        SETTLE_S.
+        """
         if not self._settled:
             heard = {one.report.replica_id for one in self.heard()}
             all_heard = self._asked and heard.issuperset(self._running())
@@ -98,26 +104,26 @@ class EngineClient:
         return self._settled
 
     async def follow(self) -> None:
-        """Hold a line to each running replica, for ever."""
+        """Holds a line to each running replica. Never returns."""
         asked_s = float("-inf")
         while True:
             running = self._running()
             if not running and self._now() > asked_s + KNOWN_S:
                 asked_s = self._now()
-                with contextlib.suppress(Exception):  # there is none yet, or Ray is in trouble
+                with contextlib.suppress(Exception):  # there is no replica yet, or Ray fails
                     await poll_all(self._handle, "stats", KNOWN_S)
                 running = self._running()
             self._asked = True
             for replica_id in [name for name in running if name not in self._holds]:
                 self._holds[replica_id] = asyncio.ensure_future(self._hold(replica_id))
             for replica_id in [held for held in self._holds if held not in running]:
-                if not self._lines.is_busy(replica_id):  # it waits for the end of its calls to stop
+                if not self._lines.is_busy(replica_id):  # a replica that stops waits for its calls to end
                     self._holds[replica_id].cancel()
             self._lines.pulse()
             await asyncio.sleep(FOLLOW_S)
 
     async def _hold(self, replica_id: str) -> None:
-        """Hold a line for as long as the replica lives. Another trouble of the call leaves the line as it is."""
+        """Holds a line for as long as the replica lives. Any other error of the call leaves the line open."""
         session, reason, again = self._lines.open(replica_id), "its line has ended", False
         try:
             while True:
@@ -127,7 +133,7 @@ class EngineClient:
                 except ReplicaLost as error:
                     reason = str(error)
                     break
-                except (Exception, asyncio.CancelledError) as error:  # of Ray, on the way
+                except (Exception, asyncio.CancelledError) as error:  # an error of Ray on the way
                     if isinstance(error, asyncio.CancelledError) and is_own_cancel():
                         raise
                     again = True
@@ -145,41 +151,44 @@ class EngineClient:
         self._lines.abort(replica_id, chunk_id, keep_kv)
 
     async def peek(self, replica_id: str, chunk_id: str) -> np.ndarray:
-        """The tokens, int32, that a chunk has made so far."""
+        """Returns the tokens, int32, that a chunk has made so far."""
         return await self._call(replica_id, "peek", chunk_id)
 
     async def load_weights(self, replica_id: str, version: int, source: str, digest: str) -> None:
-        """Returns when the replica holds them; ChunkError when it cannot."""
+        """Returns once the replica holds the weights. Raises ChunkError if it cannot load them."""
         await self._call(replica_id, "load_weights", version, source, digest)
 
     async def fall_asleep(self, replica_id: str) -> None:
-        """Returns once the replica has given its memory back; ChunkError when it cannot."""
+        """Returns once the replica has given its memory back. Raises ChunkError if it cannot."""
         await self._call(replica_id, "fall_asleep")
 
     async def wake_kv(self, replica_id: str) -> None:
         await self._call(replica_id, "wake_kv")
 
     async def read_weights(self, replica_id: str) -> WeightsRead:
-        """The weights that the replica computes with, read back; ChunkError when it cannot."""
+        """Reads back the weights that the replica computes with. Raises ChunkError if it cannot."""
         return await self._call(replica_id, "read_weights")
 
     async def transfer_weights(self, replica_id: str, transfer: Transfer) -> str:
-        """Returns the source of weights that were staged, else an empty text; ChunkError when the phase failed."""
+        """Returns the source of weights that were staged, else an empty text. Raises ChunkError if the phase failed."""
         return await self._call(replica_id, "transfer_weights", transfer)
 
     async def check_weights(self, source: str) -> set[str]:
-        """The digests of folder `source` on all replicas that answer; of a replica that is lost there is none.
+        """Returns the digests of the folder `source`, as read by all replicas that answer; a lost replica adds none.
 
-        Raises ChunkError, one line, if a replica cannot load them, and TimeoutError if one has not looked in CHECK_S.
+        Raises ChunkError, one line, if a replica cannot load them, and TimeoutError if one has not answered within
+        CHECK_S.
         """
         return await self._digests("check_weights", source)
 
     async def load_adapter(self, path: str) -> set[str]:
-        """The digests of the adapter in a folder, which all replicas that answer have loaded. Raises the same."""
+        """Loads an adapter's folder on all replicas that answer, and returns its digests. Raises as `check_weights`
+        does.
+        """
         return await self._digests("load_adapter", path)
 
     async def name_adapter(self, adapter: Adapter) -> None:
-        """Every replica that answers reports the content of a name from now on."""
+        """Has every replica that answers report this content under the adapter's name."""
         with contextlib.suppress(TimeoutError):
             await poll_all(self._handle, "name_adapter", POLL_TIMEOUT_S, adapter)
 
@@ -195,7 +204,7 @@ class EngineClient:
         return {answer for answer in answers if isinstance(answer, str)}
 
     async def take_spans(self, trace_id: str) -> list[dict]:
-        """Spans of a trace from every replica that answers."""
+        """Collects the spans of a trace from every replica that answers."""
         try:
             answers = await poll_all(self._handle, "take_spans", POLL_TIMEOUT_S, trace_id)
         except TimeoutError:
@@ -203,7 +212,9 @@ class EngineClient:
         return [span for answer in answers if isinstance(answer, list) for span in answer]
 
     async def reset_caches(self) -> bool:
-        """Every replica forgets the KV of chunks that have ended. Returns False if one does not, since chunks run."""
+        """Has every replica drop the KV of chunks that have ended. Returns False if one does not, because chunks run
+        there.
+        """
         return all(answer is True for answer in await poll_all(self._handle, "reset_cache", POLL_TIMEOUT_S))
 
     async def _call(self, replica_id: str, method: str, *arguments):
