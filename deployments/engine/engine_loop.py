@@ -1,9 +1,9 @@
-"""The commands and steps of one engine, without a thread: an inbox, and turns that obey it and step once.
+"""The commands and steps of one engine, without a thread: an inbox, and turns that run its commands and step once.
 
 Invariant: every submitted chunk is answered exactly once, by one call of its `on_done` in a turn.
 The answer is a ChunkResult or an exception.
 A bad chunk or command fails alone. A step that raises fails all chunks and is final.
-An engine whose turn does not end is not healthy: a thread that is alive is no progress.
+An engine whose turn does not end is not healthy, even if its thread is alive.
 Run by EngineRunner on a thread, and by the shell simulation on a virtual clock.
 """
 
@@ -28,17 +28,21 @@ STEP_ALLOWANCE_S = 60.0
 """Minimum seconds that a turn may take: first steps of new shapes compile kernels."""
 
 SLOW_STEPS = 20
-"""A turn may take this many times the slowest turn of late."""
+"""Multiple of the slowest recent turn that a turn may take."""
 
 FADE = 0.99
-"""Of the slowest turn, per turn: after 500 quick ones a first step that compiled for 10 s grants nothing any more."""
+"""Factor by which the slowest turn fades per turn: after 500 quick turns a first step that compiled for 10 s has no
+effect.
+"""
 
 LOAD_ALLOWANCE_S = 900.0
 """Seconds that a load of weights may take: hundreds of GB come from a network folder."""
 
 
 SNAPSHOT_S = 0.02
-"""Maximum age of the figures of an engine whose steps bring new tokens alone; whatever else happens renews them."""
+"""Maximum age, in seconds, of the figures of an engine whose steps only bring new tokens; any other event renews
+them.
+"""
 
 
 class EngineLoop:
@@ -52,13 +56,13 @@ class EngineLoop:
         self._lock = threading.Lock()  # between `submit` and the end of the loop, which answers the remaining calls
         self._down: EngineDown | None = None
         self._stats, self._snapshot_s = stepper.stats(), now()
-        self._turn_began_s: float | None = None  # of the turn in progress; None between turns
+        self._turn_began_s: float | None = None  # start of the turn in progress; None between turns
         self._allowance_s = STEP_ALLOWANCE_S
         self._slowest_s = 0.0
-        self.weights_pause_s = 0.0  # of the last load: no token was made from the last one before it until it was done
+        self.weights_pause_s = 0.0  # of the last load: from the last token before it to its end
 
     def submit(self, chunk: ChunkRequest, on_done: OnDone) -> None:
-        """Queues a chunk. `on_done` gets its result, the error that it ends with, or EngineDown."""
+        """Queues a chunk. `on_done` gets its result, the error that ended it, or EngineDown."""
         with self._lock:
             down = self._down
             if down is None:
@@ -78,13 +82,13 @@ class EngineLoop:
         return self._ask(self._stepper.reset_cache)
 
     def rejoin_pool(self, master_address: str) -> Future[None]:
-        """Continues with the pool's master at another address. The future gets RuntimeError if it does not answer."""
+        """Connects to the pool's master at another address. The future gets RuntimeError if it does not answer."""
         return self._ask(self._rejoin, master_address)
 
     def load_weights(self, version: int, source: str, digest: str = "") -> Future[None]:
-        """Puts the weights in folder `source` into the running model, as `version`, after the chunks in flight.
+        """Loads the weights in folder `source` into the running model, as `version`, after the chunks in flight.
 
-        `digest`: of the content that is meant; empty for any. A load of the present weights changes nothing.
+        `digest`: the intended content's digest; empty for any. A load of the present weights changes nothing.
         Chunks submitted before this call end under the old version. Chunks submitted after it wait for the load.
         They are then checked against the current version: the new one, or the old one when the load was refused.
         The future gets ValueError when the folder does not fit (the old weights continue).
@@ -94,7 +98,7 @@ class EngineLoop:
         return self._ask(self._load, version, source, digest, self._now())
 
     def transfer_weights(self, transfer: Transfer) -> Future[str]:
-        """Takes one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
+        """Runs one phase of a transfer between two steps. Gives the source that was staged, or an empty text."""
         return self._ask(self._slowly, self._stepper.transfer_weights, transfer)
 
     def fall_asleep(self) -> Future[None]:
@@ -104,19 +108,21 @@ class EngineLoop:
         return self._ask(self._sleep)
 
     def wake_kv(self) -> Future[None]:
-        """Has the memory of the KV back; its content is lost."""
+        """Allocates the memory of the KV again; its content is lost."""
         return self._ask(self._wake_kv)
 
     def read_weights(self) -> Future[WeightsRead]:
-        """Gives the weights as they are computed with. Takes seconds, in which no step ends."""
+        """Reads back the weights that the engine computes with. Takes seconds, in which no step ends."""
         return self._ask(self._slowly, self._stepper.read_weights)
 
     def weights_refusal(self, source: str) -> Future[str | None]:
-        """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing, at any time."""
+        """Gives the reason, in one line, why `load_weights` would refuse, or None. Changes nothing; may be called at
+        any time.
+        """
         return self._ask(self._slowly, self._stepper.weights_refusal, source)
 
     def load_adapter(self, path: str) -> Future[str]:
-        """Loads a folder's adapter between two steps. Gives its digest, or AdapterRefused, one line."""
+        """Loads a folder's adapter between two steps. The future gets its digest, or AdapterRefused, one line."""
         return self._ask(self._slowly, self._stepper.adapters.load, path)
 
     def name_adapter(self, adapter: Adapter) -> Future[None]:
@@ -147,7 +153,7 @@ class EngineLoop:
 
     @property
     def problem(self) -> str | None:
-        """Returns why the engine is not healthy, in one line, or None."""
+        """Returns in one line why the engine is not healthy, or None."""
         if self._down is not None:
             return str(self._down)
         if (overdue_s := self.overdue_s) > 0.0:
@@ -157,7 +163,9 @@ class EngineLoop:
     # ---- for the one thread --------------------------------------------------------------------------
 
     def turn(self, wait_s: float) -> bool:
-        """Obeys the inbox and steps once. Returns False when the loop is down. Waits up to `wait_s` if it is idle."""
+        """Runs the commands in the inbox and steps once. Returns False when the loop is down. Waits up to `wait_s` if
+        it is idle.
+        """
         waiting = self._next(0.0 if self._stepper.busy else wait_s)
         self._turn_began_s = began_s = self._now()
         news = waiting is not None or not self._stepper.busy
@@ -234,7 +242,7 @@ class EngineLoop:
         return item[0] == self._answer and item[1] in (self._load, self._sleep)
 
     def _is_early(self, item: tuple) -> bool:
-        """Returns whether a load or a sleep must wait; for a sleep the KV of ended chunks is to be saved, too."""
+        """Returns whether a load or a sleep must wait; a sleep also waits until the KV of ended chunks is saved."""
         return bool(self._on_done) or (item[1] == self._sleep and self._stepper.busy)
 
     def _catch_up(self) -> None:
@@ -254,7 +262,7 @@ class EngineLoop:
         self._stepper.abort(chunk_id, keep_kv)
 
     def _answer(self, command: Callable, args: tuple, answer: Future) -> None:
-        """Runs a command and gives its result, or its error, to its caller; a caller that has left gets nothing."""
+        """Runs a command and gives its result or its error to the caller; a caller that has left gets nothing."""
         if not answer.set_running_or_notify_cancel():
             return
         try:

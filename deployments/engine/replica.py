@@ -55,7 +55,7 @@ from tailrace.kvpool.status import PoolDown
 class Engine:
     """One engine replica. `otlp`: export spans to the collector in the OTEL_* variables of the replica's process.
 
-    `drafter`, `drafters`: draft models, and the handle of their deployment.
+    `drafter`, `drafters`: configuration of draft models, and the handle of their deployment.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Engine:
         self._rank = rank.local_rank
 
     async def hold_line(self, address: Address, session: str, again: bool = False) -> None:
-        """Takes chunks by a line from a coordinator until it is gone, or another one opens a line.
+        """Takes chunks over a line from a coordinator until it is gone, or another coordinator opens a line.
 
-        `again`: only if there is a line of this session still.
+        `again`: hold the line only if this session still has one.
         """
         if not again:
             if self._line is not None:
@@ -128,7 +128,7 @@ class Engine:
             self._line.report()
 
     async def generate_chunk(self, chunk: ChunkRequest) -> ChunkResult:
-        """Runs a chunk to its end. Raises ValueError when it is refused, EngineDown when the engine breaks."""
+        """Runs a chunk to its end. Raises ValueError if it is refused, EngineDown if the engine breaks."""
         loop, chunk = asyncio.get_running_loop(), await with_features(chunk)
         answer: asyncio.Future[ChunkResult] = loop.create_future()
 
@@ -158,7 +158,9 @@ class Engine:
         await asyncio.wrap_future(self._runner.rejoin_pool(master_address))
 
     async def load_weights(self, version: int, source: str, digest: str) -> None:
-        """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, on a misfit."""
+        """Loads a source's safetensors in place, when no chunk runs. Raises ValueError, one line, if they do not
+        fit.
+        """
         await self._fetch(source)
         await asyncio.wrap_future(self._runner.load_weights(version, source, digest))
         self._report()
@@ -174,11 +176,11 @@ class Engine:
         self._report()
 
     async def read_weights(self) -> WeightsRead:
-        """Returns the weights as they are computed with, between two steps. Raises ValueError, one line."""
+        """Reads back, between two steps, the weights that the engine computes with. Raises ValueError, one line."""
         return await asyncio.wrap_future(self._runner.read_weights())
 
     async def transfer_weights(self, transfer: Transfer) -> str:
-        """Takes one phase of a transfer by vLLM's engines, between two steps; the model stays as it is."""
+        """Runs one phase of a transfer by vLLM's engines, between two steps; the model stays as it is."""
         service = await asyncio.to_thread(self._weights_memory.own_slots)
         return await asyncio.wrap_future(self._runner.transfer_weights(replace(transfer, service=service)))
 
@@ -193,7 +195,7 @@ class Engine:
         return await asyncio.to_thread(self._checked_digest, source)
 
     async def _fetch(self, source: str) -> None:
-        """Weights in memory are on this node then, and verified. Raises ValueError, one line."""
+        """Copies weights in memory to this node, and verifies them. Raises ValueError, one line."""
         if is_memory(source):
             await asyncio.to_thread(self._weights_memory.fetch, memory_source(source))
 
@@ -203,11 +205,11 @@ class Engine:
         return checked_digest(source)
 
     async def load_adapter(self, path: str) -> str:
-        """Returns the digest of a folder's adapter, loaded. Raises AdapterRefused, one line, if it cannot be."""
+        """Loads a folder's adapter. Returns its digest. Raises AdapterRefused, one line."""
         return await asyncio.wrap_future(self._runner.load_adapter(path))
 
     async def name_adapter(self, adapter: Adapter) -> None:
-        """Notes the content of a name, for the next coordinator."""
+        """Records the content of a name, for the next coordinator."""
         await asyncio.wrap_future(self._runner.name_adapter(adapter))
 
     async def forget_adapter(self, name: str) -> None:

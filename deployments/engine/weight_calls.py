@@ -1,4 +1,4 @@
-"""The stepper's calls about its weights: loads, sleep, a look at them, transfers. `EngineWeights` does them."""
+"""The stepper's calls about its weights: loads, sleep, reading back, transfers. `EngineWeights` does the work."""
 
 from tailrace.deployments.engine.engine_weights import EngineWeights
 from tailrace.deployments.messages.chunk import WeightsRead
@@ -6,7 +6,7 @@ from tailrace.deployments.messages.transfer import Transfer
 
 
 class WeightCalls:
-    """`_weights`, `_running` and `reset_cache` are the stepper's."""
+    """`_weights`, `_running` and `reset_cache` belong to the stepper."""
 
     _weights: EngineWeights
 
@@ -29,7 +29,7 @@ class WeightCalls:
         self._weights.wake_kv()
 
     def read_weights(self) -> WeightsRead:
-        """Returns the weights as they are computed with. Takes seconds. Raises ValueError, one line."""
+        """Reads back the weights that the engine computes with. Takes seconds. Raises ValueError, one line."""
         return self._weights.read_back()
 
     def weights_refusal(self, source: str) -> str | None:
