@@ -81,7 +81,7 @@ class Delivery:
 
     @property
     def groups(self) -> Collection[PromptGroup]:
-        """All groups that drivers have asked for."""
+        """All groups that drivers have requested."""
         return self._groups.values()
 
     def unread(self) -> list[GroupRecord]:

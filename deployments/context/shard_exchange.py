@@ -127,7 +127,9 @@ class ShardExchange:
         self._routes.learn(ray.get(call, timeout=self._config.deadline_s))
 
     def _meet(self, shards: ShardSet) -> None:
-        """The shard no longer owns one of the groups. Whichever side has the older map adopts the newer one."""
+        """Adopts the newer set, or sends it: the shard no longer owns one of the groups, so one of both sides has an
+        older set.
+        """
         self._counts.add("moved")
         self._routes.learn(shards)
         if shards < self._routes.set:

@@ -36,7 +36,7 @@ class DraftModels(Protocol):
 
 
 class AsConfigured(BaseModel):
-    """As the draft model's own configuration says, the same for every sample."""
+    """The mode in the draft model's own configuration, the same for every sample."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: Literal["as_configured"] = "as_configured"

@@ -18,7 +18,9 @@ MOST_STEPS = 256
 
 
 class DrafterCost(NamedTuple):
-    """On `gpus` GPUs, a draft token for each of b samples takes D(b) = b sample_s + base_s seconds."""
+    """Cost of a drafter on `gpus` GPUs: a draft token for each of b samples takes D(b) = b sample_s + base_s
+    seconds.
+    """
 
     gpus: int
     sample_s: float
@@ -29,8 +31,9 @@ class DrafterCost(NamedTuple):
 
 
 class VerifierCost(NamedTuple):
-    """On `gpus` GPUs, w draft tokens of each of b samples and the token before them are verified in
-    V_w(b) = b (sample_s + (w + 1) token_s) + base_s seconds. V_0 is plain decoding."""
+    """Cost of a verifier on `gpus` GPUs: w draft tokens of each of b samples and the token before them are verified in
+    V_w(b) = b (sample_s + (w + 1) token_s) + base_s seconds. V_0 is plain decoding.
+    """
 
     gpus: int
     sample_s: float

@@ -79,8 +79,8 @@ class Decoupled(BaseModel):
     def plan(
         self, samples: int, gpus: int, p: float, drafters: Sequence[DrafterCost], verifiers: Sequence[VerifierCost]
     ) -> Plan:
-        """Algorithm 1: returns the best of every verifier, every drafter with no more GPUs than it, and every useful
-        window.
+        """Returns the best of every verifier, every drafter with no more GPUs than it, and every useful window
+        (Algorithm 1).
 
         `samples` of the whole step over `gpus` GPUs; p: mean acceptance of a draft token. A pair takes ceil((g_d + g_v)
         samples / gpus) of them. Raises ValueError if no verifier fits into the cluster.
@@ -100,13 +100,13 @@ class Decoupled(BaseModel):
         return max((plain, *(plan for plan in found if plan)), key=_worth)
 
     def best(self, samples: int, p: float, drafter: DrafterCost, verifier: VerifierCost) -> Plan:
-        """Algorithm 1 for a given pair: returns the best window for `samples` samples, or plain decoding if better."""
+        """Returns the best window of a pair for `samples` samples, or plain decoding if better (Algorithm 1)."""
         plans = (_plain(verifier, samples), self._best(samples, p, drafter, verifier))
         return max((plan for plan in plans if plan), key=_worth)
 
     def reconfigure(self, acceptances: Mapping[str, float], plan: Plan) -> dict[str, SamplePlan]:
-        """Algorithm 2: returns, for each sample that accepts less than the mean, the better of coupled and decoupled
-        drafting.
+        """Returns, for each sample that accepts less than the mean, the better of coupled and decoupled drafting
+        (Algorithm 2).
 
         Other samples keep the plan's window. Empty if the plan has no drafter.
         """

@@ -13,7 +13,7 @@ from tailrace.deployments.vllm_exact.fused.scan import FILTERED, GREEDY, OPEN
 from tailrace.deployments.vllm_exact.gumbel_rng import GREEDY_BELOW
 
 WINDOW = 0.125
-"""As in kernel_cpu.py: margins up to this, divided by T, are measured."""
+"""Maximum margin, divided by T, that is measured; as in kernel_cpu.py."""
 
 
 BINS_PER_T = 8
