@@ -1,4 +1,4 @@
-"""The live shell of `RolloutCore`: it turns reports into events, asks the core to decide, and performs its actions.
+"""The coordinator's main object: turns reports into events, asks `RolloutCore` to decide, and performs its actions.
 
 One turn of the loop reads observe, decide, act. This class holds the batches and the chunks that run; it decides
 nothing. Invariant: a chunk's tokens are written only while the core says that the chunk runs, so a late answer of a

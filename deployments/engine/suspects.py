@@ -1,7 +1,8 @@
 """The search for the chunk that makes an engine's steps raise: which chunks run, and which wait, after such a step.
 
 Owned by the stepper, which reports raising steps, tokens and ends. Pure: chunk ids in, chunk ids out.
-The chunks of the raising step are halved until a chunk has raised while it ran alone: that chunk is to blame.
+The chunks of a raising step are halved until one runs alone. If its step raises, and one with it has before, it is to
+blame.
 A chunk is cleared once it has made as many tokens as the raising step might have; then it waits for the search's end.
 Invariants: a chunk that never raises alone is never blamed; every search ends, after at most 2 n trials of n chunks.
 A fault of several chunks together lowers the number that run together, in the end to one, until all of them have ended.
