@@ -19,7 +19,7 @@ from tailrace.policies.core.request_buffer import RUNNING, WAITING, Sample
 from tailrace.policies.core.rollout import RolloutCore
 
 POOL_LOOKS_PER_REPLICA = 1 / 32
-"""Number of looks per replica between two reads of the pool's counts, which are a sum over all replicas."""
+"""Number of looks between two reads of the pool's counts, for each replica: a read sums over all replicas."""
 
 
 class Watched(NamedTuple):
