@@ -62,7 +62,7 @@ class Interrupted(Exception):
 
 
 class Patience:
-    """How long a call is repeated: up to `resume_s` seconds since the last progress."""
+    """Limit of the repetition of a call: up to `resume_s` seconds since the last progress."""
 
     def __init__(self, resume_s: float):
         self._resume_s = resume_s

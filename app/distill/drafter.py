@@ -29,7 +29,7 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 
 
 class Course(NamedTuple):
-    """How a drafter is taught: ends after `steps` or `minutes`, whichever comes first. `temperature`: of both
+    """Plan of a drafter's training: ends after `steps` or `minutes`, whichever comes first. `temperature`: of both
     distributions.
     """
 

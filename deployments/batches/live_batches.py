@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # it loads Ray, and this class needs none of it
 
 
 class KnownWeights(Protocol):
-    """What is known of the replicas' weights, see `Weights`."""
+    """Knowledge of the replicas' weights, see `Weights`."""
 
     async def heard(self) -> None: ...
 

@@ -53,7 +53,7 @@ class ChunkEnded(NamedTuple):
 
 
 class Cause(StrEnum):
-    """Why a chunk failed."""
+    """Reason why a chunk failed."""
 
     DOWN = "down"  # the engine is broken: its chunks must run elsewhere
     REFUSED = "refused"  # no replica can run the sample

@@ -21,7 +21,7 @@ from tailrace.policies.protocol.actions import AbortChunk
 
 
 class PauseMode(StrEnum):
-    """What happens to samples in flight, as in vLLM's `/pause`."""
+    """Treatment of samples in flight at a pause, as in vLLM's `/pause`."""
 
     KEEP = "keep"  # samples in flight wait
     WAIT = "wait"  # samples in flight end first; new samples wait outside the core

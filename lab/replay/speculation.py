@@ -126,7 +126,7 @@ class Replayed:
         return running
 
     def _settle(self, chunk: SimulatedChunk, running: _Running) -> None:
-        """Report the chunk's tokens since the last report."""
+        """Reports the chunk's tokens since the last report."""
         tokens = running.answer[running.at : chunk.generated]
         if tokens:
             running.at += len(tokens)

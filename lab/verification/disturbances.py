@@ -141,7 +141,7 @@ async def lose_the_master(client: RolloutClient, batch_id: str) -> str:
 
 
 async def kill_another_driver(client: RolloutClient, batch: RolloutBatch) -> str:
-    """Another driver begins the batch and is killed under way; the caller's driver gets the batch by its id."""
+    """Starts the batch by another driver and kills that under way; the caller's driver gets the batch by its id."""
     import ray
 
     address = ray.get_runtime_context().gcs_address

@@ -98,9 +98,7 @@ class Release(Shrinking):
 
 
 class Consolidate(Shrinking):
-    """The fewest replicas with room for all running chunks, on which a step takes at most `max_slowdown` longer than on
-    all.
-    """
+    """The fewest replicas with room for all running chunks, at a step at most `max_slowdown` longer than on all."""
 
     type: Literal["consolidate"] = "consolidate"
     max_slowdown: float = Field(0.1, ge=0.0, description="by which share a decode step may get longer")
